@@ -99,6 +99,29 @@ class RunLayout:
                 f"elements, or end at the fragment's {num_elements}"
             )
 
+    def check_window(
+        self,
+        outer: Tensor,
+        outer_begin: int,
+        begin: int,
+        end: int,
+        num_elements: int,
+        device: torch.device,
+    ) -> None:
+        """Raise unless outer holds [begin, end) of the fragment, from the run at outer_begin on."""
+        check_flat("outer", outer, torch.float32, device)
+        last = outer_begin + outer.numel()
+        is_run = outer_begin % self.run_elements == 0
+        if is_run and 0 <= outer_begin <= begin and end <= last <= num_elements:
+            return
+        if outer_begin == 0:
+            check_flat_of("outer", outer, num_elements, device)
+        raise ValueError(
+            f"outer of {outer.numel()} elements from outer_begin={outer_begin} must hold "
+            f"[begin, end) = [{begin}, {end}) of the fragment's {num_elements} elements, from a "
+            f"multiple of {self.run_elements}"
+        )
+
     def check_payload(
         self, name: str, payload: Tensor, num_runs: int, device: torch.device
     ) -> None:
@@ -157,12 +180,18 @@ def check_flat(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.devi
         )
 
 
-def check_flat_of(name: str, tensor: Tensor, num_elements: int, device: torch.device) -> None:
-    """Raise unless the tensor is flat fp32 with the fragment's number of elements."""
+def check_flat_of(
+    name: str,
+    tensor: Tensor,
+    num_elements: int,
+    device: torch.device,
+    whole: str = "the fragment",
+) -> None:
+    """Raise unless the tensor is flat fp32 with as many elements as what ``whole`` names."""
     check_flat(name, tensor, torch.float32, device)
     if tensor.numel() != num_elements:
         raise ValueError(
-            f"{name} must have {num_elements} elements like the fragment, got {tensor.numel()}"
+            f"{name} must have {num_elements} elements like {whole}, got {tensor.numel()}"
         )
 
 

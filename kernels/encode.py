@@ -12,7 +12,7 @@ from .terms import sum_of_terms
 from .tiles import find_tile, load_any, load_tile, store_any
 
 # These change from call to call: a kernel must not be compiled again for a value that 16 divides.
-_ENCODE_VARYING = ["first_tile", "first_run", "tiles_per_run", "end", "key"]
+_ENCODE_VARYING = ["first_tile", "first_run", "tiles_per_run", "end", "outer_run", "key"]
 _REDUCE_VARYING = ["num_terms", "num_elements", "key", "element_begin"]
 
 
@@ -55,6 +55,7 @@ def _encode_tile(
 @triton.jit
 def _encode_params(
     outer_ptr,
+    outer_at,
     tile,
     run_ptr,
     part,
@@ -72,9 +73,9 @@ def _encode_params(
     x = load_tile(tile, element, offsets, mask, DTYPE_SET, FULL)
     if outer_ptr is not None:
         if FULL:
-            x = tl.load(outer_ptr + element + offsets) - x
+            x = tl.load(outer_ptr + outer_at + offsets) - x
         else:
-            x = tl.load(outer_ptr + element + offsets, mask=mask, other=0.0) - x
+            x = tl.load(outer_ptr + outer_at + offsets, mask=mask, other=0.0) - x
     _encode_tile(x, run_ptr, part, element, element, key, kept, FORM, QMAX, STOCHASTIC, FULL)
 
 
@@ -97,6 +98,7 @@ def _encode_kernel(
     run_bytes,
     code_offset,
     end,
+    outer_run,
     key,
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -113,15 +115,16 @@ def _encode_kernel(
         tiles_ptr, segments_ptr, place, part[2], ROWS * BLOCK_SIZE, DTYPE_SET
     )
     run_ptr = payload_ptr + run * run_bytes
+    outer_at = element - outer_run.to(tl.int64) * run_elements
     kept = (residual_ptr, new_residual_ptr, nonfinite_ptr)
     if is_whole:
         _encode_params(
-            outer_ptr, tile, run_ptr, part, element, key, kept,
+            outer_ptr, outer_at, tile, run_ptr, part, element, key, kept,
             FORM, QMAX, STOCHASTIC, DTYPE_SET, True,
         )  # fmt: skip
     else:
         _encode_params(
-            outer_ptr, tile, run_ptr, part, element, key, kept,
+            outer_ptr, outer_at, tile, run_ptr, part, element, key, kept,
             FORM, QMAX, STOCHASTIC, DTYPE_SET, False,
         )  # fmt: skip
 

@@ -66,6 +66,7 @@ def encode(
     residual: Tensor | None = None,
     new_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
+    outer_begin: int = 0,
 ) -> None:
     """Encode outer - params [+ residual], or params, of elements [begin, end) into the payload."""
     device = payload.device
@@ -75,14 +76,14 @@ def encode(
     layout.check_range(begin, end, num_elements)
     layout.check_payload("payload", payload, -(-end // layout.run_elements), device)
     if outer is not None:
-        check_flat_of("outer", outer, num_elements, device)
+        layout.check_window(outer, outer_begin, begin, end, num_elements, device)
     check_residuals(residual, new_residual, num_elements, device)
     check_count("nonfinite", nonfinite, device)
     num_programs, where = span_of(tiles.tiles_per_run, layout, begin, end)
     launch(
         "encode", encode_kernels._encode_kernel, num_programs, device,
         outer, tiles.tiles, tiles.segments, payload, residual, new_residual, nonfinite,
-        *where, rng_key,
+        *where, outer_begin // layout.run_elements, rng_key,
         **geometry("encode", layout), QMAX=layout.qmax,
         STOCHASTIC=stochastic and layout.has_element_codes, DTYPE_SET=tiles.dtype_set,
     )  # fmt: skip
@@ -152,6 +153,7 @@ def outer_step(
     alpha: float = 0.0,
     clip: float = math.inf,
     verdict: Tensor | None = None,
+    outer_begin: int = 0,
 ) -> None:
     """Apply sgd, heavy_ball or nesterov to outer, and merge it into the parameters."""
     if optimizer not in ("sgd", "heavy_ball", "nesterov"):
@@ -164,8 +166,8 @@ def outer_step(
     bound = math.inf if clip > _LARGEST_FLOAT else float(clip)
     _step(
         outer, None if optimizer == "sgd" else momentum, None, params, payloads, coefficients,
-        begin, end, layout, optimizer, alpha, verdict, (float(lr), float(mu), bound),
-        (0.0, 0.0, 0.0, 0.0, 0.0),
+        begin, end, layout, optimizer, alpha, verdict, outer_begin,
+        (float(lr), float(mu), bound), (0.0, 0.0, 0.0, 0.0, 0.0),
     )  # fmt: skip
 
 
@@ -186,6 +188,7 @@ def outer_step_adam(
     step: int,
     alpha: float = 0.0,
     verdict: Tensor | None = None,
+    outer_begin: int = 0,
 ) -> None:
     """Apply Adam's step number ``step`` (the first is 1) to outer, and merge it."""
     if step < 1:
@@ -194,7 +197,8 @@ def outer_step_adam(
     correction = math.sqrt(1.0 - beta2**step)
     _step(
         outer, exp_avg, exp_avg_sq, params, payloads, coefficients,
-        begin, end, layout, "adam", alpha, verdict, (step_size, float(beta1), math.inf),
+        begin, end, layout, "adam", alpha, verdict, outer_begin,
+        (step_size, float(beta1), math.inf),
         (1.0 - beta1, float(beta2), 1.0 - beta2, correction, float(eps)),
     )  # fmt: skip
 
@@ -212,6 +216,7 @@ def _step(
     optimizer: str,
     alpha: float,
     verdict: Tensor | None,
+    outer_begin: int,
     constants: tuple[float, float, float],
     adam: tuple[float, float, float, float, float],
 ) -> None:
@@ -220,10 +225,10 @@ def _step(
     tiles = tiles_of("params", params, device, layout.run_elements, tile)
     num_elements = tiles.num_elements
     layout.check_range(begin, end, num_elements)
-    flats = {"outer": outer, "momentum": momentum, "exp_avg_sq": second}
-    for name, tensor in flats.items():
+    layout.check_window(outer, outer_begin, begin, end, num_elements, device)
+    for name, tensor in {"momentum": momentum, "exp_avg_sq": second}.items():
         if tensor is not None:
-            check_flat_of(name, tensor, num_elements, device)
+            check_flat_of(name, tensor, outer.numel(), device, "outer")
     check_terms(payloads, coefficients, layout, end, device)
     check_count("verdict", verdict, device)
     terms = make_terms(payloads, coefficients)
@@ -232,7 +237,7 @@ def _step(
         "outer_step", step_kernels._step_kernel, num_programs, device,
         outer, momentum, second, tiles.tiles, tiles.segments,
         terms.payloads, terms.coefficients, terms.table, terms.count, verdict,
-        *where, *constants, float(alpha), 1.0 - alpha, *adam,
+        *where, outer_begin // layout.run_elements, *constants, float(alpha), 1.0 - alpha, *adam,
         NUM_INLINE=terms.num_inline, **geometry("outer_step", layout), OPTIMIZER=optimizer,
         HAS_ALPHA=alpha != 0, DTYPE_SET=tiles.dtype_set,
     )  # fmt: skip
@@ -256,18 +261,21 @@ def outer_step_delayed(
     first: bool = False,
     last: bool = False,
     verdict: Tensor | None = None,
+    outer_begin: int = 0,
 ) -> None:
     """Add an arrival to what is pending; the last of a period takes the outer step."""
-    device, num_elements = outer.device, outer.numel()
+    # The fragment ends where outer ends.
+    device, num_elements = outer.device, max(outer_begin, 0) + outer.numel()
     if pending is None and not (first and last):
         raise ValueError(
             "an arrival that is not both first and last needs a pending tensor, got None"
         )
     layout.check_range(begin, end, num_elements)
     momentum = momentum if last else None
-    for name, tensor in {"outer": outer, "momentum": momentum, "pending": pending}.items():
+    layout.check_window(outer, outer_begin, begin, end, num_elements, device)
+    for name, tensor in {"momentum": momentum, "pending": pending}.items():
         if tensor is not None:
-            check_flat_of(name, tensor, num_elements, device)
+            check_flat_of(name, tensor, outer.numel(), device, "outer")
     check_terms(payloads, coefficients, layout, end, device)
     check_count("verdict", verdict, device)
     terms = make_terms(payloads, coefficients)
@@ -277,7 +285,8 @@ def outer_step_delayed(
         "outer_step", step_kernels._delayed_kernel, num_programs, device,
         outer, momentum, pending,
         terms.payloads, terms.coefficients, terms.table, terms.count, verdict,
-        *where[1:], float(lr), float(mu), float(direct), float(ahead), float(behind),
+        *where[1:], outer_begin // layout.run_elements,
+        float(lr), float(mu), float(direct), float(ahead), float(behind),
         NUM_INLINE=terms.num_inline, **geometry("outer_step", layout), IS_FIRST=first,
         IS_LAST=last, HAS_BEHIND=torch.tensor(behind, dtype=torch.float32).item() != 0,
     )  # fmt: skip

@@ -19,6 +19,7 @@ def _step_tile(
     part,
     tile,
     element,
+    outer_at,
     NUM_INLINE: tl.constexpr,
     FORM: tl.constexpr,
     OPTIMIZER: tl.constexpr,
@@ -31,30 +32,30 @@ def _step_tile(
     offsets = form_offsets(FORM)
     mask = offsets < part[2]
     g = sum_of_terms(terms, part, NUM_INLINE, FORM, FULL)
-    outer = load_flat(outer_ptr + element, offsets, mask, FULL)
+    outer = load_flat(outer_ptr + outer_at, offsets, mask, FULL)
     if OPTIMIZER == "sgd":
         update = lr * g
     elif OPTIMIZER == "adam":
         one_minus_beta1, beta2, one_minus_beta2, correction, eps = numbers[5:]
-        m = load_flat(momentum_ptr + element, offsets, mask, FULL)
-        v = load_flat(second_ptr + element, offsets, mask, FULL)
+        m = load_flat(momentum_ptr + outer_at, offsets, mask, FULL)
+        v = load_flat(second_ptr + outer_at, offsets, mask, FULL)
         m = mu * m + one_minus_beta1 * g
         v = beta2 * v + (one_minus_beta2 * g) * g
-        store_flat(momentum_ptr + element, offsets, m, mask, FULL)
-        store_flat(second_ptr + element, offsets, v, mask, FULL)
+        store_flat(momentum_ptr + outer_at, offsets, m, mask, FULL)
+        store_flat(second_ptr + outer_at, offsets, v, mask, FULL)
         update = tl.div_rn(lr * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
     else:
-        m = mu * load_flat(momentum_ptr + element, offsets, mask, FULL) + g
+        m = mu * load_flat(momentum_ptr + outer_at, offsets, mask, FULL) + g
         # Selections keep a NaN; minimum and maximum may drop a NaN.
         m = tl.where(-clip > m, -clip, m)
         m = tl.where(clip < m, clip, m)
-        store_flat(momentum_ptr + element, offsets, m, mask, FULL)
+        store_flat(momentum_ptr + outer_at, offsets, m, mask, FULL)
         if OPTIMIZER == "nesterov":
             update = lr * (g + mu * m)
         else:
             update = lr * m
     new = outer - update
-    store_flat(outer_ptr + element, offsets, new, mask, FULL)
+    store_flat(outer_ptr + outer_at, offsets, new, mask, FULL)
     store_merged(
         new, tile, element, offsets, mask, alpha, one_minus_alpha, HAS_ALPHA, DTYPE_SET, FULL
     )
@@ -64,7 +65,7 @@ def _step_tile(
 # outer', with g the weighted sum of the decoded payloads; Adam by its own equations.
 # Reads 1 + 4 + 4 bytes an element (int8, one term, momentum), writes 4 + 4 + 4 (fp32 parameters).
 # One program a tile of ROWS blocks; none does anything when the verdict is not zero.
-@triton.jit(do_not_specialize=SPAN_VARYING)
+@triton.jit(do_not_specialize=[*SPAN_VARYING, "outer_run"])
 def _step_kernel(
     outer_ptr,
     momentum_ptr,
@@ -83,6 +84,7 @@ def _step_kernel(
     run_bytes,
     code_offset,
     end,
+    outer_run,
     lr,
     mu,
     clip,
@@ -111,6 +113,7 @@ def _step_kernel(
     tile, is_whole = find_tile(
         tiles_ptr, segments_ptr, place, part[2], ROWS * BLOCK_SIZE, DTYPE_SET
     )
+    outer_at = element - outer_run.to(tl.int64) * run_elements
     flats = (outer_ptr, momentum_ptr, second_ptr)
     numbers = (
         lr, mu, clip, alpha, one_minus_alpha,
@@ -119,12 +122,12 @@ def _step_kernel(
     terms = (payloads, coefficients, terms_ptr, num_terms, run * run_bytes)
     if is_whole:
         _step_tile(
-            flats, numbers, terms, part, tile, element,
+            flats, numbers, terms, part, tile, element, outer_at,
             NUM_INLINE, FORM, OPTIMIZER, HAS_ALPHA, DTYPE_SET, True,
         )  # fmt: skip
     else:
         _step_tile(
-            flats, numbers, terms, part, tile, element,
+            flats, numbers, terms, part, tile, element, outer_at,
             NUM_INLINE, FORM, OPTIMIZER, HAS_ALPHA, DTYPE_SET, False,
         )  # fmt: skip
 
@@ -135,7 +138,7 @@ def _delayed_tile(
     numbers,
     terms,
     part,
-    element,
+    outer_at,
     NUM_INLINE: tl.constexpr,
     FORM: tl.constexpr,
     IS_FIRST: tl.constexpr,
@@ -149,27 +152,27 @@ def _delayed_tile(
     mask = offsets < part[2]
     d = sum_of_terms(terms, part, NUM_INLINE, FORM, FULL)
     if not IS_FIRST:
-        d = load_flat(pending_ptr + element, offsets, mask, FULL) + d
+        d = load_flat(pending_ptr + outer_at, offsets, mask, FULL) + d
     if IS_LAST:
         step = direct * d
         if momentum_ptr is not None:
-            old = load_flat(momentum_ptr + element, offsets, mask, FULL)
+            old = load_flat(momentum_ptr + outer_at, offsets, mask, FULL)
             m = mu * old + d
-            store_flat(momentum_ptr + element, offsets, m, mask, FULL)
+            store_flat(momentum_ptr + outer_at, offsets, m, mask, FULL)
             step = step + ahead * m
             if HAS_BEHIND:
                 step = step + behind * old
-        outer = load_flat(outer_ptr + element, offsets, mask, FULL)
-        store_flat(outer_ptr + element, offsets, outer - lr * step, mask, FULL)
+        outer = load_flat(outer_ptr + outer_at, offsets, mask, FULL)
+        store_flat(outer_ptr + outer_at, offsets, outer - lr * step, mask, FULL)
     else:
-        store_flat(pending_ptr + element, offsets, d, mask, FULL)
+        store_flat(pending_ptr + outer_at, offsets, d, mask, FULL)
 
 
 # d = pending + g; before the last arrival pending' = d, with it m' = mu m + d and
 # outer' = outer - lr (direct d + ahead m' + behind m).
 # Reads 1 + 4 bytes an element (int8, one term), writes 4; the last one reads 1 + 4 + 4 + 4 and
 # writes 4 + 4. One program a tile of ROWS blocks.
-@triton.jit(do_not_specialize=["num_terms", "first_run", "tiles_per_run", "end"])
+@triton.jit(do_not_specialize=["num_terms", "first_run", "tiles_per_run", "end", "outer_run"])
 def _delayed_kernel(
     outer_ptr,
     momentum_ptr,
@@ -185,6 +188,7 @@ def _delayed_kernel(
     run_bytes,
     code_offset,
     end,
+    outer_run,
     lr,
     mu,
     direct,
@@ -204,16 +208,17 @@ def _delayed_kernel(
             return
     FORM: tl.constexpr = (ROWS, BLOCK_SIZE, WIRE, CODE_BITS)
     run, part, element = find_part(first_run, tiles_per_run, run_elements, code_offset, end, FORM)
+    outer_at = element - outer_run.to(tl.int64) * run_elements
     flats = (outer_ptr, momentum_ptr, pending_ptr)
     numbers = (lr, mu, direct, ahead, behind)
     terms = (payloads, coefficients, terms_ptr, num_terms, run * run_bytes)
     if part[2] >= ROWS * BLOCK_SIZE:
         _delayed_tile(
-            flats, numbers, terms, part, element,
+            flats, numbers, terms, part, outer_at,
             NUM_INLINE, FORM, IS_FIRST, IS_LAST, HAS_BEHIND, True,
         )  # fmt: skip
     else:
         _delayed_tile(
-            flats, numbers, terms, part, element,
+            flats, numbers, terms, part, outer_at,
             NUM_INLINE, FORM, IS_FIRST, IS_LAST, HAS_BEHIND, False,
         )  # fmt: skip

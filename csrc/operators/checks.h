@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -84,21 +85,21 @@ void check_flat(c10::Device device, const char* name, const Tensor& tensor, at::
                       " strides ", tensor.strides());
 }
 
-void check_flat_of(c10::Device device, const char* name, const Tensor& tensor,
-                   int64_t num_elements) {
+void check_flat_of(c10::Device device, const char* name, const Tensor& tensor, int64_t num_elements,
+                   const char* whole = "the fragment") {
     check_flat(device, name, tensor, at::kFloat);
     TORCH_CHECK_VALUE(tensor.numel() == num_elements, name, " must have ", num_elements,
-                      " elements like the fragment, got ", tensor.numel());
+                      " elements like ", whole, ", got ", tensor.numel());
 }
 
 // A fragment's tensors as pointers. The storage is kept by the thread, so that nothing is allocated
 // in steady state.
 class FragmentView {
   public:
-    FragmentView(c10::Device device, const char* name, TensorList tensors)
+    // `begin`: the place of the first tensor in the fragment.
+    FragmentView(c10::Device device, const char* name, TensorList tensors, int64_t begin = 0)
         : storage_(thread_storage()) {
         storage_.clear();
-        int64_t begin = 0;
         for (const Tensor& tensor : tensors) {
             check_device(device, name, tensor);
             const DType dtype = parse_dtype(name, tensor);
@@ -129,6 +130,27 @@ void check_range(const codec::RunLayout& layout, int64_t begin, int64_t end, int
         begin % layout.run_elements == 0 && (end % layout.run_elements == 0 || end == num_elements),
         "[begin, end) = [", begin, ", ", end, ") must be whole runs of ", layout.run_elements,
         " elements, or end at the fragment's ", num_elements);
+}
+
+// The place in a fragment of its only tensor, before check_window says whether it can be right.
+int64_t window_begin(int64_t outer_begin) {
+    return std::clamp<int64_t>(outer_begin, 0, kMaxElements);
+}
+
+// `outer` holds elements [outer_begin, outer_begin + its size) of the fragment: whole runs, or up
+// to its end.
+void check_window(c10::Device device, const codec::RunLayout& layout, const Tensor& outer,
+                  int64_t outer_begin, int64_t begin, int64_t end, int64_t num_elements) {
+    check_flat(device, "outer", outer, at::kFloat);
+    const bool is_inside =
+        0 <= outer_begin && outer_begin <= begin && outer_begin % layout.run_elements == 0 &&
+        end - outer_begin <= outer.numel() && outer.numel() <= num_elements - outer_begin;
+    TORCH_CHECK_VALUE(is_inside || outer_begin != 0, "outer must have ", num_elements,
+                      " elements like the fragment, got ", outer.numel());
+    TORCH_CHECK_VALUE(is_inside, "outer of ", outer.numel(),
+                      " elements from outer_begin=", outer_begin, " must hold [begin, end) = [",
+                      begin, ", ", end, ") of the fragment's ", num_elements,
+                      " elements, from a multiple of ", layout.run_elements);
 }
 
 int64_t run_bytes(const codec::RunLayout& layout) {
@@ -257,6 +279,11 @@ void check_digest(c10::Device device, const Tensor& tensor, const Tensor& sums,
 
 void* data_or_null(const OptionalTensor& tensor) {
     return tensor.has_value() ? tensor->data_ptr() : nullptr;
+}
+
+// Where element 0 of the fragment would be, of a checked window's data: kernels count from there.
+float* origin_or_null(const OptionalTensor& window, int64_t outer_begin) {
+    return window.has_value() ? window->data_ptr<float>() - outer_begin : nullptr;
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ void encode_cpu(const OptionalTensor& outer, TensorList params, const Tensor& pa
                 int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
                 int64_t block_size, bool stochastic, int64_t rng_key,
                 const OptionalTensor& residual, const OptionalTensor& new_residual,
-                const OptionalTensor& nonfinite, c10::string_view impl) {
+                const OptionalTensor& nonfinite, int64_t outer_begin, c10::string_view impl) {
     codec::EncodeArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
@@ -48,8 +48,8 @@ void encode_cpu(const OptionalTensor& outer, TensorList params, const Tensor& pa
     check_payload(c10::kCPU, "payload", payload, args.layout, runs_up_to(args.layout, end));
     args.payload = payload.data_ptr<uint8_t>();
     if (outer.has_value()) {
-        check_flat_of(c10::kCPU, "outer", *outer, num_elements);
-        args.outer = outer->const_data_ptr<float>();
+        check_window(c10::kCPU, args.layout, *outer, outer_begin, begin, end, num_elements);
+        args.outer = outer->const_data_ptr<float>() - outer_begin;
     }
     args.residual_dtype = check_residuals(c10::kCPU, residual, new_residual, num_elements);
     args.residual = data_or_null(residual);
@@ -90,13 +90,15 @@ void reduce_cpu(const Tensor& received, const Tensor& result, c10::ArrayRef<doub
 void run_step(codec::StepArgs args, const Tensor& outer, const OptionalTensor& momentum,
               const OptionalTensor& second, TensorList params, TensorList payloads,
               c10::ArrayRef<double> coefficients, int64_t begin, int64_t end,
-              const OptionalTensor& verdict, const char* second_name = "exp_avg_sq") {
-    const FragmentView view(c10::kCPU, "params", params);
+              const OptionalTensor& verdict, int64_t outer_begin,
+              const char* second_name = "exp_avg_sq", int64_t params_begin = 0) {
+    const FragmentView view(c10::kCPU, "params", params, params_begin);
     const int64_t num_elements = view.num_elements();
     check_range(args.layout, begin, end, num_elements);
-    check_flat_of(c10::kCPU, "outer", outer, num_elements);
-    if (momentum.has_value()) check_flat_of(c10::kCPU, "momentum", *momentum, num_elements);
-    if (second.has_value()) check_flat_of(c10::kCPU, second_name, *second, num_elements);
+    check_window(c10::kCPU, args.layout, outer, outer_begin, begin, end, num_elements);
+    const int64_t size = outer.numel();
+    if (momentum.has_value()) check_flat_of(c10::kCPU, "momentum", *momentum, size, "outer");
+    if (second.has_value()) check_flat_of(c10::kCPU, second_name, *second, size, "outer");
     const TermList& terms = check_terms(c10::kCPU, payloads, coefficients, args.layout, end);
     check_count(c10::kCPU, "verdict", verdict);
     if (verdict.has_value() && *verdict->const_data_ptr<int64_t>() != 0) return;
@@ -105,9 +107,9 @@ void run_step(codec::StepArgs args, const Tensor& outer, const OptionalTensor& m
     args.coefficients = terms.coefficients.data();
     args.num_terms = terms.count;
     args.is_large = end - begin >= kLargeElements;
-    args.outer = outer.data_ptr<float>();
-    args.momentum = static_cast<float*>(data_or_null(momentum));
-    args.second = static_cast<float*>(data_or_null(second));
+    args.outer = origin_or_null(outer, outer_begin);
+    args.momentum = origin_or_null(momentum, outer_begin);
+    args.second = origin_or_null(second, outer_begin);
     parallel(begin, end, args.layout.block_size,
              [&](int64_t first, int64_t last) { codec::outer_step(args, first, last); });
     mark_written(params);
@@ -117,14 +119,14 @@ void outer_step_cpu(const Tensor& outer, const OptionalTensor& momentum, TensorL
                     TensorList payloads, c10::ArrayRef<double> coefficients, int64_t begin,
                     int64_t end, int64_t run_elements, c10::string_view wire, int64_t block_size,
                     c10::string_view optimizer, double lr, double mu, double alpha, double clip,
-                    const OptionalTensor& verdict, c10::string_view impl) {
+                    const OptionalTensor& verdict, int64_t outer_begin, c10::string_view impl) {
     codec::StepArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
     args.constants = step_constants(optimizer, momentum.has_value(), lr, mu, alpha, clip);
     const bool needs_momentum = args.constants.optimizer != codec::Optimizer::kSgd;
     run_step(args, outer, needs_momentum ? momentum : OptionalTensor(), OptionalTensor(), params,
-             payloads, coefficients, begin, end, verdict);
+             payloads, coefficients, begin, end, verdict, outer_begin);
 }
 
 void outer_step_adam_cpu(const Tensor& outer, const Tensor& exp_avg, const Tensor& exp_avg_sq,
@@ -132,12 +134,13 @@ void outer_step_adam_cpu(const Tensor& outer, const Tensor& exp_avg, const Tenso
                          int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
                          int64_t block_size, double lr, double beta1, double beta2, double eps,
                          int64_t step, double alpha, const OptionalTensor& verdict,
-                         c10::string_view impl) {
+                         int64_t outer_begin, c10::string_view impl) {
     codec::StepArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
     args.constants = adam_constants(lr, beta1, beta2, eps, step, alpha);
-    run_step(args, outer, exp_avg, exp_avg_sq, params, payloads, coefficients, begin, end, verdict);
+    run_step(args, outer, exp_avg, exp_avg_sq, params, payloads, coefficients, begin, end, verdict,
+             outer_begin);
 }
 
 void outer_step_delayed_cpu(const Tensor& outer, const OptionalTensor& momentum,
@@ -146,15 +149,16 @@ void outer_step_delayed_cpu(const Tensor& outer, const OptionalTensor& momentum,
                             int64_t run_elements, c10::string_view wire, int64_t block_size,
                             double lr, double mu, double direct, double ahead, double behind,
                             bool first, bool last, const OptionalTensor& verdict,
-                            c10::string_view impl) {
+                            int64_t outer_begin, c10::string_view impl) {
     codec::StepArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
     args.constants =
         arrival_constants(pending.has_value(), lr, mu, direct, ahead, behind, first, last);
-    // The driver walks over outer, where the other operators walk over parameters.
+    // The driver walks over outer, where the other operators walk over parameters. The fragment
+    // ends where outer ends.
     run_step(args, outer, last ? momentum : OptionalTensor(), pending, outer, payloads,
-             coefficients, begin, end, verdict, "pending");
+             coefficients, begin, end, verdict, outer_begin, "pending", window_begin(outer_begin));
 }
 
 void decode_cpu(TensorList payloads, c10::ArrayRef<double> coefficients, TensorList outs,

@@ -51,20 +51,22 @@ void encode_cuda(const OptionalTensor& outer, TensorList params, const Tensor& p
                  int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
                  int64_t block_size, bool stochastic, int64_t rng_key,
                  const OptionalTensor& residual, const OptionalTensor& new_residual,
-                 const OptionalTensor& nonfinite, c10::string_view impl) {
+                 const OptionalTensor& nonfinite, int64_t outer_begin, c10::string_view impl) {
     Call call(impl, payload);
     const codec::RunLayout layout = parse_layout(wire, block_size, run_elements);
     const FragmentView view(call.device, "params", params);
     const int64_t num_elements = view.num_elements();
     check_range(layout, begin, end, num_elements);
     check_payload(call.device, "payload", payload, layout, runs_up_to(layout, end));
-    if (outer.has_value()) check_flat_of(call.device, "outer", *outer, num_elements);
+    if (outer.has_value()) {
+        check_window(call.device, layout, *outer, outer_begin, begin, end, num_elements);
+    }
     cuda::EncodeArgs args;
     args.target = {};
     set_target(args.target, call.device, payload, num_elements, rng_key, residual, new_residual,
                nonfinite);
     args.target.runs = runs_of(layout, begin, end, tile_of(layout, cuda::kEncodeTile));
-    args.outer = static_cast<const float*>(data_or_null(outer));
+    args.outer = origin_or_null(outer, outer_begin);
     if (begin == end) return;
     set_segments(call, args.params, view.get(), begin, end);
     cuda::encode(args, layout.format, stochastic, call.queue());
@@ -94,14 +96,15 @@ void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<dou
 void run_step(Call& call, const codec::RunLayout& layout, const codec::StepConstants& constants,
               const Tensor& outer, const OptionalTensor& momentum, const OptionalTensor& second,
               TensorList params, TensorList payloads, c10::ArrayRef<double> coefficients,
-              int64_t begin, int64_t end, const OptionalTensor& verdict,
-              const char* second_name = "exp_avg_sq") {
-    const FragmentView view(call.device, "params", params);
+              int64_t begin, int64_t end, const OptionalTensor& verdict, int64_t outer_begin,
+              const char* second_name = "exp_avg_sq", int64_t params_begin = 0) {
+    const FragmentView view(call.device, "params", params, params_begin);
     const int64_t num_elements = view.num_elements();
     check_range(layout, begin, end, num_elements);
-    check_flat_of(call.device, "outer", outer, num_elements);
-    if (momentum.has_value()) check_flat_of(call.device, "momentum", *momentum, num_elements);
-    if (second.has_value()) check_flat_of(call.device, second_name, *second, num_elements);
+    check_window(call.device, layout, outer, outer_begin, begin, end, num_elements);
+    const int64_t size = outer.numel();
+    if (momentum.has_value()) check_flat_of(call.device, "momentum", *momentum, size, "outer");
+    if (second.has_value()) check_flat_of(call.device, second_name, *second, size, "outer");
     const TermList& terms = check_terms(call.device, payloads, coefficients, layout, end);
     check_count(call.device, "verdict", verdict);
     if (begin == end) return;
@@ -109,9 +112,9 @@ void run_step(Call& call, const codec::RunLayout& layout, const codec::StepConst
     args.runs = runs_of(layout, begin, end, cuda::kStepTile);
     args.constants = constants;
     args.verdict = static_cast<const int64_t*>(data_or_null(verdict));
-    args.outer = outer.data_ptr<float>();
-    args.momentum = static_cast<float*>(data_or_null(momentum));
-    args.second = static_cast<float*>(data_or_null(second));
+    args.outer = origin_or_null(outer, outer_begin);
+    args.momentum = origin_or_null(momentum, outer_begin);
+    args.second = origin_or_null(second, outer_begin);
     set_segments(call, args.params, view.get(), begin, end);
     set_terms(call, args.terms, terms);
     cuda::outer_step(args, layout.format, call.queue());
@@ -122,14 +125,14 @@ void outer_step_cuda(const Tensor& outer, const OptionalTensor& momentum, Tensor
                      TensorList payloads, c10::ArrayRef<double> coefficients, int64_t begin,
                      int64_t end, int64_t run_elements, c10::string_view wire, int64_t block_size,
                      c10::string_view optimizer, double lr, double mu, double alpha, double clip,
-                     const OptionalTensor& verdict, c10::string_view impl) {
+                     const OptionalTensor& verdict, int64_t outer_begin, c10::string_view impl) {
     Call call(impl, outer);
     const codec::StepConstants constants =
         step_constants(optimizer, momentum.has_value(), lr, mu, alpha, clip);
     const bool needs_momentum = constants.optimizer != codec::Optimizer::kSgd;
     run_step(call, parse_layout(wire, block_size, run_elements), constants, outer,
              needs_momentum ? momentum : OptionalTensor(), OptionalTensor(), params, payloads,
-             coefficients, begin, end, verdict);
+             coefficients, begin, end, verdict, outer_begin);
 }
 
 void outer_step_adam_cuda(const Tensor& outer, const Tensor& exp_avg, const Tensor& exp_avg_sq,
@@ -137,11 +140,12 @@ void outer_step_adam_cuda(const Tensor& outer, const Tensor& exp_avg, const Tens
                           c10::ArrayRef<double> coefficients, int64_t begin, int64_t end,
                           int64_t run_elements, c10::string_view wire, int64_t block_size,
                           double lr, double beta1, double beta2, double eps, int64_t step,
-                          double alpha, const OptionalTensor& verdict, c10::string_view impl) {
+                          double alpha, const OptionalTensor& verdict, int64_t outer_begin,
+                          c10::string_view impl) {
     Call call(impl, outer);
     run_step(call, parse_layout(wire, block_size, run_elements),
              adam_constants(lr, beta1, beta2, eps, step, alpha), outer, exp_avg, exp_avg_sq, params,
-             payloads, coefficients, begin, end, verdict);
+             payloads, coefficients, begin, end, verdict, outer_begin);
 }
 
 void outer_step_delayed_cuda(const Tensor& outer, const OptionalTensor& momentum,
@@ -150,14 +154,14 @@ void outer_step_delayed_cuda(const Tensor& outer, const OptionalTensor& momentum
                              int64_t run_elements, c10::string_view wire, int64_t block_size,
                              double lr, double mu, double direct, double ahead, double behind,
                              bool first, bool last, const OptionalTensor& verdict,
-                             c10::string_view impl) {
+                             int64_t outer_begin, c10::string_view impl) {
     Call call(impl, outer);
     const codec::StepConstants constants =
         arrival_constants(pending.has_value(), lr, mu, direct, ahead, behind, first, last);
-    // The fragment is outer alone: parameters are not written.
+    // The fragment is outer alone, and ends where outer ends: parameters are not written.
     run_step(call, parse_layout(wire, block_size, run_elements), constants, outer,
              last ? momentum : OptionalTensor(), pending, outer, payloads, coefficients, begin, end,
-             verdict, "pending");
+             verdict, outer_begin, "pending", window_begin(outer_begin));
 }
 
 void decode_cuda(TensorList payloads, c10::ArrayRef<double> coefficients, TensorList outs,

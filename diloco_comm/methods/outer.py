@@ -164,6 +164,7 @@ class _FusedState(OuterState):
                 alpha=update.alpha,
                 clip=update.clip,
                 verdict=update.verdict,
+                outer_begin=begin,
             )
         self.count_step(update.lr)
 
@@ -201,6 +202,7 @@ class _AdamState(OuterState):
                 step=self.num_steps + 1,
                 alpha=update.alpha,
                 verdict=update.verdict,
+                outer_begin=begin,
             )
         self.count_step(update.lr)
 

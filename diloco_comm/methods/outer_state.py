@@ -94,7 +94,10 @@ class OuterState(ABC):
         self.offloaded = Offloaded([self.outer, *self.tensors().values()], loader)
 
     def ranges(self, layout: Layout) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Have outer parameters and buffers on the device, all at once or chunk by chunk."""
+        """Have outer parameters and buffers on the device, all at once or chunk by chunk.
+
+        The tensors hold elements [begin, end) of the fragment.
+        """
         if self.offloaded is None:
             yield 0, layout.num_elements, [self.outer, *self.tensors().values()]
             return

@@ -61,12 +61,14 @@ def encode(
     residual: Tensor | None = None,
     new_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
+    outer_begin: int = 0,
     impl: str = "",
 ) -> None:
     """Write Q(outer - params + residual) of elements [begin, end) into the fragment's payload.
 
     Args:
-        outer: 1-D fp32 [N], or None to encode the parameters themselves.
+        outer: 1-D fp32 [N], or None to encode the parameters themselves. Or a window, 1-D fp32
+            [W]: elements [outer_begin, outer_begin + W) of the fragment, with [begin, end) inside.
         params: The fragment's tensors where they lie: fp32, bf16 or fp16, any shape, dense.
         payload: 1-D uint8, whole runs of the wire's ``run_bytes(run_elements)``. Only the runs of
             [begin, end) are written, and no padding.
@@ -77,6 +79,7 @@ def encode(
         residual, new_residual: 1-D fp32 or bf16 [N]; what the encoding lost is written to the
             second. They may be the same tensor.
         nonfinite: int64 [1]; the number of bad elements is added.
+        outer_begin: Where in the fragment a window begins, a multiple of ``run_elements``.
         impl: Implementation, or "" for the default.
 
     Raises:
@@ -139,12 +142,14 @@ def outer_step(
     alpha: float = 0.0,
     clip: float = float("inf"),
     verdict: Tensor | None = None,
+    outer_begin: int = 0,
     impl: str = "",
 ) -> None:
     """Step the outer optimizer on g = sum_i c_i * decode(payload_i), then merge into the params.
 
     Args:
-        outer, momentum: 1-D fp32 [N], updated in place; "sgd" needs no momentum.
+        outer, momentum: 1-D fp32 [N], updated in place; "sgd" needs no momentum. Or windows of one
+            size from ``outer_begin`` on, as in ``encode``.
         params: The fragment's tensors, set to alpha * params + (1 - alpha) * outer.
         payloads, coefficients: The terms of g: whole payloads of the fragment, and factors.
         optimizer: "sgd", "heavy_ball" or "nesterov".
@@ -176,6 +181,7 @@ def outer_step_adam(
     *,
     alpha: float = 0.0,
     verdict: Tensor | None = None,
+    outer_begin: int = 0,
     impl: str = "",
 ) -> None:
     """Step Adam as the outer optimizer; ``step`` counts from 1. Else as ``outer_step``."""
@@ -202,6 +208,7 @@ def outer_step_delayed(
     first: bool = False,
     last: bool = False,
     verdict: Tensor | None = None,
+    outer_begin: int = 0,
     impl: str = "",
 ) -> None:
     """Add an arrival g to what is pending; the last one of a period takes the outer step.
@@ -212,8 +219,9 @@ def outer_step_delayed(
 
     Args:
         outer, momentum: 1-D fp32 [N]; without a momentum the terms of ``ahead`` and ``behind``
-            are left out.
-        pending: 1-D fp32 [N]; may be None when every arrival is first and last.
+            are left out. Or windows of one size from ``outer_begin`` on, as in ``encode``; ``end``
+            may be where they end.
+        pending: As ``outer``; may be None when every arrival is first and last.
 
     The other arguments and the errors are those of ``outer_step``.
     """

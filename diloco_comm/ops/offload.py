@@ -47,7 +47,7 @@ class Offloaded:
     def chunk(self, begin: int, end: int, *, is_written: bool) -> Iterator[list[Tensor]]:
         """Bring the range to the device, and back afterwards if it is written.
 
-        The tensors given are as large as the whole ones; only the range may be touched.
+        The tensors given hold the range alone, until the block ends.
         """
         yield self.loader.load(self.tensors, begin, end)
         self.loader.release(self.tensors, begin, end, is_written)

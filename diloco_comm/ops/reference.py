@@ -77,6 +77,7 @@ def encode(
     residual: Tensor | None = None,
     new_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
+    outer_begin: int = 0,
 ) -> None:
     """Encode outer - params [+ residual], or params, of elements [begin, end) into the payload."""
     form = WireFormat(wire, block_size)
@@ -85,7 +86,7 @@ def encode(
     for run_idx, first, last in runs_of(begin, end, run_elements):
         x = gather(params, first, last)
         if outer is not None:
-            x = outer[first:last] - x
+            x = outer[first - outer_begin : last - outer_begin] - x
         if residual is not None:
             x = x + residual[first:last].float()
         run = payload[run_idx * run_bytes : (run_idx + 1) * run_bytes]
@@ -156,6 +157,7 @@ def outer_step(
     alpha: float = 0.0,
     clip: float = math.inf,
     verdict: Tensor | None = None,
+    outer_begin: int = 0,
 ) -> None:
     """Apply sgd, heavy_ball or nesterov to outer, and merge it into the parameters."""
     if verdict is not None and verdict.item() != 0:
@@ -163,15 +165,15 @@ def outer_step(
     form = WireFormat(wire, block_size)
     for run_idx, first, last in runs_of(begin, end, run_elements):
         g = _combine(payloads, coefficients, run_idx, run_elements, form, last - first)
-        step = g
+        step, here = g, slice(first - outer_begin, last - outer_begin)
         if optimizer != "sgd":
             assert momentum is not None
-            m = fp32(mu) * momentum[first:last] + g
+            m = fp32(mu) * momentum[here] + g
             m = torch.minimum(torch.maximum(m, fp32(-clip)), fp32(clip))
-            momentum[first:last] = m
+            momentum[here] = m
             step = m if optimizer == "heavy_ball" else g + fp32(mu) * m
-        new = outer[first:last] - fp32(lr) * step
-        outer[first:last] = new
+        new = outer[here] - fp32(lr) * step
+        outer[here] = new
         scatter(_merged(new, params, first, alpha), params, first)
 
 
@@ -195,6 +197,7 @@ def outer_step_adam(
     step: int,
     alpha: float = 0.0,
     verdict: Tensor | None = None,
+    outer_begin: int = 0,
 ) -> None:
     """Apply Adam's step number ``step`` (the first is 1) to outer, and merge it."""
     if verdict is not None and verdict.item() != 0:
@@ -204,14 +207,15 @@ def outer_step_adam(
     correction = fp32(math.sqrt(1 - beta2**step))
     for run_idx, first, last in runs_of(begin, end, run_elements):
         g = _combine(payloads, coefficients, run_idx, run_elements, form, last - first)
-        m = fp32(beta1) * exp_avg[first:last] + fp32(1 - beta1) * g
-        v = fp32(beta2) * exp_avg_sq[first:last] + (fp32(1 - beta2) * g) * g
-        exp_avg[first:last] = m
-        exp_avg_sq[first:last] = v
+        here = slice(first - outer_begin, last - outer_begin)
+        m = fp32(beta1) * exp_avg[here] + fp32(1 - beta1) * g
+        v = fp32(beta2) * exp_avg_sq[here] + (fp32(1 - beta2) * g) * g
+        exp_avg[here] = m
+        exp_avg_sq[here] = v
         # torch's fp32 square root is not the IEEE one; fp64's, rounded once more, is.
         root = v.double().sqrt().float()
-        new = outer[first:last] - (step_size * m) / (root / correction + fp32(eps))
-        outer[first:last] = new
+        new = outer[here] - (step_size * m) / (root / correction + fp32(eps))
+        outer[here] = new
         scatter(_merged(new, params, first, alpha), params, first)
 
 
@@ -235,6 +239,7 @@ def outer_step_delayed(
     first: bool = False,
     last: bool = False,
     verdict: Tensor | None = None,
+    outer_begin: int = 0,
 ) -> None:
     """Add an arrival to what is pending; the last of a period takes the outer step."""
     if verdict is not None and verdict.item() != 0:
@@ -242,22 +247,23 @@ def outer_step_delayed(
     form = WireFormat(wire, block_size)
     for run_idx, start, stop in runs_of(begin, end, run_elements):
         d = _combine(payloads, coefficients, run_idx, run_elements, form, stop - start)
+        here = slice(start - outer_begin, stop - outer_begin)
         if not first:
             assert pending is not None
-            d = pending[start:stop] + d
+            d = pending[here] + d
         if not last:
             assert pending is not None
-            pending[start:stop] = d
+            pending[here] = d
             continue
         step = fp32(direct) * d
         if momentum is not None:
-            old = momentum[start:stop].clone()
+            old = momentum[here].clone()
             m = fp32(mu) * old + d
-            momentum[start:stop] = m
+            momentum[here] = m
             step = step + fp32(ahead) * m
             if fp32(behind) != 0:
                 step = step + fp32(behind) * old
-        outer[start:stop] = outer[start:stop] - fp32(lr) * step
+        outer[here] = outer[here] - fp32(lr) * step
 
 
 @_exact

@@ -367,7 +367,7 @@ class SyncedFragment(SyncedPart):
         for begin in range(0, self.num_elements, CHUNK_ELEMENTS):
             end = min(begin + CHUNK_ELEMENTS, self.num_elements)
             with offloaded.chunk(begin, end, is_written=False) as (outer, *_):
-                ops.merge(outer[begin:end], slices(tensors, begin, end), impl=impl)
+                ops.merge(outer, slices(tensors, begin, end), impl=impl)
 
 
 def squared_norm(outer: Tensor | None, tensors: list[Tensor], impl: str) -> Tensor:

@@ -3,9 +3,10 @@
 // engine's own streams, events and copies run on it through the same interfaces as on CUDA.
 //
 // What a GPU forgives by luck fails here. Memory that is freed is overwritten in the order of the
-// stream that allocated it. Tensors of the host cannot stand in for those of the device. Whatever
+// stream that allocated it. Tensors of the host cannot stand in for those of the device, and a
+// tensor's elements lie in memory that the device's allocator has given out. Whatever
 // makes the host wait is written down: torch.ops.lagging.host_waits() lists it; tasks() lists what
-// was enqueued, where, and after what.
+// was enqueued, where, and after what; set_devices() lists the devices that threads changed to.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -36,16 +37,38 @@ REGISTER_ALLOCATOR(kType, &device_allocator);
 
 // --------------------------------------------------------------------------------------- guards
 
+// On a GPU whatever sets a device makes a context there, unless it is the thread's device already.
+void set_device(DeviceIndex to) noexcept {
+    if (current_device == to) return;
+    current_device = to;
+    note_device(to);
+}
+
+// Events are used on their stream's device; afterwards the thread's device is what it was.
+class OnDevice {
+  public:
+    explicit OnDevice(DeviceIndex device) { set_device(device); }
+    ~OnDevice() { set_device(before_); }
+    OnDevice(const OnDevice&) = delete;
+    OnDevice& operator=(const OnDevice&) = delete;
+
+  private:
+    const DeviceIndex before_ = static_cast<DeviceIndex>(current_device);
+};
+
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     static constexpr c10::DeviceType static_type = kType;
     c10::DeviceType type() const override { return kType; }
     Device exchangeDevice(Device to) const override {
         const Device before = getDevice();
-        uncheckedSetDevice(to);
+        setDevice(to);
         return before;
     }
     Device getDevice() const override { return Device(kType, current_device); }
-    void setDevice(Device to) const override { uncheckedSetDevice(to); }
+    void setDevice(Device to) const override {
+        if (to.has_index()) set_device(to.index());
+    }
+    // With this a guard ends. No context is made.
     void uncheckedSetDevice(Device to) const noexcept override {
         if (to.has_index()) current_device = to.index();
     }
@@ -57,16 +80,19 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     Stream exchangeStream(Stream to) const override {
         return stream(to.device(), std::exchange(current[to.device_index()], to.id()));
     }
-    void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    void destroyEvent(void* event, const DeviceIndex device) const noexcept override {
+        const OnDevice there(device);
         delete static_cast<PointPtr*>(event);
     }
     void record(void** event, const Stream& on, const DeviceIndex,
                 const c10::EventFlag) const override {
+        const OnDevice there(on.device_index());
         if (*event == nullptr) *event = new PointPtr(std::make_shared<Point>());
         record_point(*static_cast<PointPtr*>(*event), on.id());
     }
     void block(void* event, const Stream& on) const override {
         if (event == nullptr) return;
+        const OnDevice there(on.device_index());
         const PointPtr point = *static_cast<PointPtr*>(event);
         uint64_t version = 0;
         {
@@ -146,8 +172,13 @@ Lane& lane_of(const at::Tensor& tensor) { return lane(current[tensor.device().in
 // The device's memory as the stream's thread sees it. It does not keep the memory.
 at::Tensor on_host(const at::Tensor& tensor) {
     TORCH_CHECK(is_here(tensor), "a tensor in host memory where one of the device is needed");
-    return at::from_blob(const_cast<void*>(tensor.unsafeGetTensorImpl()->data()), tensor.sizes(),
-                         tensor.strides(), tensor.options().device(at::kCPU).pinned_memory(false));
+    const void* data = tensor.unsafeGetTensorImpl()->data();
+    const size_t num_bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
+                                                              tensor.dtype().itemsize());
+    TORCH_CHECK(tensor.numel() == 0 || device_blocks().have(data, num_bytes), "a tensor of ",
+                tensor.sizes(), " lies outside of the memory that was allocated");
+    return at::from_blob(const_cast<void*>(data), tensor.sizes(), tensor.strides(),
+                         tensor.options().device(at::kCPU).pinned_memory(false));
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
@@ -289,7 +320,8 @@ at::Tensor cat(const at::ITensorListRef& tensors, int64_t dim) {
     return out;
 }
 
-// diloco_comm's own: enqueued, and run later by the CPU's implementation.
+// diloco_comm's own: enqueued, and run later by the CPU's implementation, or by Triton's in the
+// interpreter.
 c10::IValue for_the_host(const c10::IValue& value) {
     if (value.isTensor()) {
         const at::Tensor& tensor = value.toTensor();
@@ -308,7 +340,16 @@ c10::IValue for_the_host(const c10::IValue& value) {
     return value;
 }
 
-void enqueue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// The operator of that name; the one of Triton where the last argument asks for it, as on a GPU.
+c10::OperatorHandle asked_for(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+    const std::string name = op.schema().name();
+    if (stack.back().toStringRef() != "triton") return op;
+    const std::string triton = "diloco_comm_triton" + name.substr(name.find("::"));
+    return c10::Dispatcher::singleton().findSchemaOrThrow(triton.c_str(), "");
+}
+
+void enqueue_operator(const c10::OperatorHandle& given_op, torch::jit::Stack* stack) {
+    const c10::OperatorHandle op = asked_for(given_op, *stack);
     const size_t count = op.schema().arguments().size();
     torch::jit::Stack arguments;
     Lane* here = nullptr;
@@ -351,12 +392,15 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
     m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
 }
 
-TORCH_LIBRARY_IMPL(diloco_comm, PrivateUse1, m) {
+void serve(torch::Library& library) {
     for (const char* name : {"encode", "reduce", "outer_step", "outer_step_adam",
                              "outer_step_delayed", "decode", "merge", "norms", "digest"}) {
-        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>());
+        library.impl(name, torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>());
     }
 }
+
+TORCH_LIBRARY_IMPL(diloco_comm, PrivateUse1, m) { serve(m); }
+TORCH_LIBRARY_IMPL(diloco_comm_triton, PrivateUse1, m) { serve(m); }
 
 // -------------------------------------------------------------------------------- for the tests
 
@@ -380,6 +424,7 @@ TORCH_LIBRARY(lagging, m) {
     m.def("set_lag(int us) -> ()", [](int64_t us) { lag_us = us; });
     m.def("host_waits() -> str[]", [] { return take(&Record::waits); });
     m.def("tasks() -> str[]", [] { return take(&Record::tasks); });
+    m.def("set_devices() -> str[]", [] { return take(&Record::devices); });
     m.def("num_allocations() -> int", [] { return num_allocations.load(); });
     m.def("synchronize() -> ()", [] { synchronize_all(); });
     m.def("host_function(int address) -> ()", &host_function);

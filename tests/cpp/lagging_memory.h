@@ -20,6 +20,41 @@ namespace lagging {
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 inline std::atomic<int64_t> num_allocations{0};
 
+// Memory that an allocator has given out and not taken back.
+class Blocks {
+  public:
+    void add(const void* memory, size_t num_bytes) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        blocks_[static_cast<const char*>(memory)] = num_bytes;
+    }
+    void remove(const void* memory) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        blocks_.erase(static_cast<const char*>(memory));
+    }
+    bool have(const void* data, size_t num_bytes) {
+        const auto* at = static_cast<const char*>(data);
+        std::lock_guard<std::mutex> lock(mutex_);
+        auto next = blocks_.upper_bound(at);
+        if (next == blocks_.begin()) return false;
+        --next;
+        return at + num_bytes <= next->first + next->second;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::map<const char*, size_t> blocks_;
+};
+
+inline Blocks& device_blocks() {
+    static auto* one = new Blocks;
+    return *one;
+}
+
+inline Blocks& pinned() {
+    static auto* one = new Blocks;
+    return *one;
+}
+
 struct Block {
     void* memory;
     size_t num_bytes;
@@ -31,6 +66,7 @@ struct Block {
 // other streams that were named are done with it.
 inline void free_block(void* context) {
     auto* block = static_cast<Block*>(context);
+    device_blocks().remove(block->memory);
     for (const StreamId user : block->users) {
         auto point = std::make_shared<Point>();
         record_point(point, user);
@@ -50,6 +86,7 @@ class DeviceAllocator final : public c10::Allocator {
         void* memory = nullptr;
         if (posix_memalign(&memory, 64, std::max<size_t>(num_bytes, 64)) != 0) std::abort();
         const int device = current_device;
+        device_blocks().add(memory, num_bytes);
         auto* block = new Block{memory, num_bytes, current[device], {}};
         return {memory, block, &free_block, c10::Device(kType, device)};
     }
@@ -59,32 +96,14 @@ class DeviceAllocator final : public c10::Allocator {
     }
 };
 
-struct Pinned {
-    std::mutex mutex;
-    std::map<const char*, size_t> blocks;
-};
-
-inline Pinned& pinned() {
-    static auto* one = new Pinned;
-    return *one;
-}
-
-inline bool is_pinned(const void* data) {
-    const auto* at = static_cast<const char*>(data);
-    std::lock_guard<std::mutex> lock(pinned().mutex);
-    auto next = pinned().blocks.upper_bound(at);
-    if (next == pinned().blocks.begin()) return false;
-    --next;
-    return at < next->first + next->second;
-}
+inline bool is_pinned(const void* data) { return pinned().have(data, 1); }
 
 class PinnedAllocator final : public c10::Allocator {
   public:
     c10::DataPtr allocate(size_t num_bytes) override {
         void* memory = nullptr;
         if (posix_memalign(&memory, 64, std::max<size_t>(num_bytes, 64)) != 0) std::abort();
-        std::lock_guard<std::mutex> lock(pinned().mutex);
-        pinned().blocks[static_cast<char*>(memory)] = num_bytes;
+        pinned().add(memory, num_bytes);
         return {memory, memory, &release, c10::Device(c10::DeviceType::CPU)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -94,8 +113,7 @@ class PinnedAllocator final : public c10::Allocator {
 
   private:
     static void release(void* memory) {
-        std::lock_guard<std::mutex> lock(pinned().mutex);
-        pinned().blocks.erase(static_cast<char*>(memory));
+        pinned().remove(memory);
         std::free(memory);
     }
 };

@@ -34,6 +34,7 @@ struct Record {
     std::mutex mutex;
     std::vector<std::string> waits;
     std::vector<std::string> tasks;
+    std::vector<std::string> devices;
 };
 
 inline Record& record() {
@@ -41,11 +42,20 @@ inline Record& record() {
     return *one;
 }
 
+inline std::string this_thread() {
+    char name[16] = {};
+    pthread_getname_np(pthread_self(), name, sizeof(name));
+    return name;
+}
+
 inline void note_wait(const std::string& what) {
-    char thread[16] = {};
-    pthread_getname_np(pthread_self(), thread, sizeof(thread));
     std::lock_guard<std::mutex> lock(record().mutex);
-    record().waits.push_back(what + " in " + thread);
+    record().waits.push_back(what + " in " + this_thread());
+}
+
+inline void note_device(int device) {
+    std::lock_guard<std::mutex> lock(record().mutex);
+    record().devices.push_back(std::to_string(device) + " in " + this_thread());
 }
 
 class Lane {

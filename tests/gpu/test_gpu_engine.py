@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import device_training
 import devices
 import pytest
 import torch
@@ -213,17 +214,28 @@ def test_the_stand_in_tells_of_waits(replicas, stand_in) -> None:
     assert values == "0.0 1000.0"
 
 
-def offloaded(rank: int, world: int, device: str, library: str, names: list[str]) -> list[str]:
+def offloaded(
+    rank: int,
+    world: int,
+    device: str,
+    library: str,
+    names: list[str],
+    shapes: tuple[tuple[int, ...], ...] = device_training.SHAPES,
+    num_steps: int = 13,
+    **options: Any,
+) -> list[str]:
     """Outer state in host memory, in chunks of a few thousand elements; the names that differ."""
     here = devices.use(device, library)
-    offload.CHUNK_ELEMENTS = 4096
-    offload.chunks_of.__defaults__ = (4096,)  # type: ignore[attr-defined]
     wrong = []
-    for name in names:
-        arguments = METHODS[name]
-        expected = train(rank, torch.device("cpu"), 13, **arguments)
-        given = train(rank, here, 13, checks=name != "co2", offload="cpu", **arguments)
-        wrong += [] if equal(expected, given) else [name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload.chunks_of, "__defaults__", (4096,))
+        patch.setattr(device_training, "SHAPES", shapes)
+        for name in names:
+            arguments = {**METHODS[name], **options}
+            expected = train(rank, torch.device("cpu"), num_steps, **{**arguments, "impl": ""})
+            arguments["offload"] = "cpu"
+            given = train(rank, here, num_steps, checks=name != "co2", **arguments)
+            wrong += [] if equal(expected, given) else [name]
     return wrong
 
 
@@ -231,6 +243,27 @@ def offloaded(rank: int, world: int, device: str, library: str, names: list[str]
 def test_offloaded_state_gives_the_same_bits(device: str, replicas, stand_in) -> None:
     names = ["diloco", "streaming", "eager", "co2", "adam", "fedavg"]
     assert replicas(2).run(offloaded, device, stand_in, names) == [[], []]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_offloaded_state_that_is_sent_in_pieces(device: str, replicas, stand_in) -> None:
+    """More elements than the engine has brought to the device at a time."""
+    options = {"shapes": (((4 << 20) + 99_991,), (7, 3)), "num_steps": 5, "chunk_bytes": 1 << 20}
+    crew = replicas(2)
+    assert crew.run(offloaded, device, stand_in, ["diloco"], **options) == [[], []]
+
+
+@pytest.mark.nightly(
+    "5 s each in the interpreter; they differ in the optimizer", but=["diloco-lagging"]
+)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["diloco", "eager", "adam"])
+def test_offloaded_state_with_triton_s_kernels(device: str, name: str, replicas, stand_in) -> None:
+    """A driver refuses pointers into memory that it does not know, and so does the stand-in."""
+    pytest.importorskip("triton", reason="needs Triton")
+    shapes = ((33, 65), (7,), (3001,), (0, 3), (255,))
+    options = {"shapes": shapes, "num_steps": 6, "impl": "triton"}
+    assert replicas(2).run(offloaded, device, stand_in, [name], **options) == [[], []]
 
 
 def where_the_state_is(rank: int, world: int, device: str, library: str) -> list[Any]:
@@ -293,3 +326,21 @@ def captured(rank: int, world: int, device: str, library: str) -> bool:
 @pytest.mark.parametrize("device", DEVICES)
 def test_encode_and_outer_step_can_be_captured(device: str, replicas, stand_in) -> None:
     assert replicas(1).run(captured, device, stand_in) == [True]
+
+
+def on_the_second_device(rank: int, world: int, library: str) -> list[Any]:
+    """Train on device 1 of two; whether the bits are right, and the devices that the engine set."""
+    here = devices.use("lagging", library, 1)
+    expected = train(rank, torch.device("cpu"), 9, **METHODS["streaming"])
+    with torch.accelerator.device_index(1):
+        torch.ops.lagging.set_devices()
+        given = train(rank, here, 9, **METHODS["streaming"])
+        taken = torch.ops.lagging.set_devices()
+    engine = {device for device in taken if "diloco-engine" in device}
+    return [equal(expected, given), sorted(engine)]
+
+
+def test_the_engine_stays_off_other_devices(replicas, stand_in) -> None:
+    """A thread begins on device 0; on a GPU, going back to it makes a context there."""
+    results = replicas(2).run(on_the_second_device, stand_in)
+    assert results == [[True, ["1 in diloco-engine"]]] * 2

@@ -1,25 +1,10 @@
 #include "exchange/device/chunk_loader.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 
-#include <utility>
+#include <algorithm>
 
 namespace diloco {
-namespace {
-
-// The device's buffer as a tensor of which it holds the elements from `begin`.
-at::Tensor window(const at::Tensor& buffer, int64_t begin, int64_t num_elements) {
-    auto* data = static_cast<char*>(buffer.data_ptr()) - begin * buffer.element_size();
-    // The deleter keeps the buffer.
-    return at::for_blob(data, {num_elements})
-        .deleter([buffer](void*) {})
-        .options(buffer.options())
-        .target_device(buffer.device())
-        .make_tensor();
-}
-
-}  // namespace
 
 ChunkLoader::ChunkLoader(c10::Device device) : device_(device), loads_(device), stores_(device) {}
 
@@ -57,9 +42,8 @@ std::vector<at::Tensor> ChunkLoader::load(const std::vector<at::Tensor>& hosts, 
     last_end_ = end;
     std::vector<at::Tensor> windows;
     for (size_t i = 0; i < hosts.size(); ++i) {
-        copy_on(loads_.get(), buffers.tensors[i].narrow(0, 0, end - begin),
-                hosts[i].narrow(0, begin, end - begin));
-        windows.push_back(window(buffers.tensors[i], begin, hosts[i].numel()));
+        windows.push_back(buffers.tensors[i].narrow(0, 0, end - begin));
+        copy_on(loads_.get(), windows.back(), hosts[i].narrow(0, begin, end - begin));
     }
     mark_stream(loads_.get())->block(caller_stream(device_));
     return windows;

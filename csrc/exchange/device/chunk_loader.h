@@ -19,9 +19,8 @@ class ChunkLoader {
     explicit ChunkLoader(c10::Device device);
 
     // Brings elements [begin, end) of 1-D tensors of one size and dtype for the caller's stream.
-    // The tensors returned pretend to be the whole ones on the device: only that range may be
-    // touched. Ranges rise; a lower range, or other tensors, begin a new pass, which sees earlier
-    // writes.
+    // The tensors returned hold that range alone, until release(). Ranges rise; a lower range, or
+    // other tensors, begin a new pass, which sees earlier writes.
     std::vector<at::Tensor> load(const std::vector<at::Tensor>& hosts, int64_t begin, int64_t end);
 
     // Call after enqueuing the work on the tensors of load(). Copies the range back if written.

@@ -1,5 +1,6 @@
 #include "exchange/engine/engine.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -242,6 +243,10 @@ void Engine::loop() {
 }
 
 void Engine::run(const JobPtr& job) {
+    // Events leave the thread's device as they found it. In a new thread that is device 0, and the
+    // driver would make a context there for a replica that is on another device.
+    const c10::OptionalDeviceGuard device(
+        job->staging ? std::optional(job->staging->queue->device()) : std::nullopt);
     const auto begin = Clock::now();
     const int64_t faults = minor_faults();
     at::Tensor staging;  // outlives the session, whose messages are received into it

@@ -114,6 +114,7 @@ struct EncodeInputs {
     int64_t rng_key = 0;
     c10::IValue residual;
     c10::IValue new_residual;
+    int64_t outer_begin = 0;  // the element of the fragment that `outer` begins with
 };
 
 // The device's side of a job.

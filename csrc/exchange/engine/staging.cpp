@@ -19,6 +19,7 @@ void encode_range(Job& job, int64_t begin, int64_t end) {
     if (!job.staging || !job.staging->loader) return call_encode(job, begin, end);
     const std::vector<at::Tensor> outer{job.staging->outer};
     job.encode.outer = job.staging->loader->load(outer, begin, end)[0];
+    job.encode.outer_begin = begin;
     call_encode(job, begin, end);
     job.staging->loader->release(outer, begin, end, false);
 }

@@ -54,10 +54,10 @@ class Sending:
         return chunks_of(layout, begin=begin, end=end)
 
     @contextmanager
-    def outer_of(self, begin: int, end: int) -> Iterator[Tensor | None]:
-        """Have the outer parameters of a range on the device."""
+    def outer_of(self, begin: int, end: int) -> Iterator[tuple[Tensor | None, int]]:
+        """Have the outer parameters of a range on the device, and the element they begin with."""
         if self.loader is None or self.outer is None:
-            yield self.outer
+            yield self.outer, 0
             return
-        yield self.loader.load([self.outer], begin, end)[0]
+        yield self.loader.load([self.outer], begin, end)[0], begin
         self.loader.release([self.outer], begin, end, False)

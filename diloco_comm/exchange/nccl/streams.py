@@ -133,8 +133,8 @@ class StreamDriver(Connections):
             begin = layout.run_range(chunk * self.size)[0]
             end = layout.run_range((chunk + 1) * self.size - 1)[1]
             for first, last in sending.pieces(layout, begin, end):
-                with sending.outer_of(first, last) as outer:
-                    self._encode_range(buffers, round, sending, outer, first, last)
+                with sending.outer_of(first, last) as (outer, outer_begin):
+                    self._encode_range(buffers, round, sending, outer, outer_begin, first, last)
             self._encoded[chunk].record(here)
 
     def _encode_range(
@@ -143,6 +143,7 @@ class StreamDriver(Connections):
         round: Round,
         sending: Sending,
         outer: Tensor | None,
+        outer_begin: int,
         begin: int,
         end: int,
     ) -> None:
@@ -162,6 +163,7 @@ class StreamDriver(Connections):
             residual=buffers.residuals.added,
             new_residual=buffers.residuals.new,
             nonfinite=round.own.ballot.bad,
+            outer_begin=outer_begin,
             impl=self.impl,
         )
 

@@ -59,11 +59,11 @@ def _compile(library: Path) -> None:
     partial.rename(library)
 
 
-def use(name: str, library: str = "") -> torch.device:
-    """Make a device ready in this process, and return it."""
+def use(name: str, library: str = "", index: int = 0) -> torch.device:
+    """Make a device ready in this process, and return it; the stand-in and a host may have two."""
     if name == "cuda":
-        torch.cuda.set_device(0)
-        return torch.device("cuda:0")
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     if name == "lagging" and not hasattr(torch, "lagging"):
         torch.ops.load_library(library)
         torch.utils.rename_privateuse1_backend("lagging")
@@ -77,7 +77,7 @@ def use(name: str, library: str = "") -> torch.device:
         )
         torch._register_device_module("lagging", module)
         torch.ops.lagging.set_lag(LAG_US)
-    return torch.device("cpu" if name == "cpu" else f"{name}:0")
+    return torch.device("cpu" if name == "cpu" else f"{name}:{index}")
 
 
 @contextmanager
