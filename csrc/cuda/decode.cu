@@ -74,32 +74,28 @@ __global__ void __launch_bounds__(kThreads) upload_kernel(const __grid_constant_
 void decode(const DecodeArgs& args, Format format, Queue queue) {
     if (wire::is_sparse(format)) return decode_sparse(args, queue);
     by_format(format, [&](auto constant) {
-        static ResidentBlocks fits{};
-        launch<DecodeArgs>(decode_kernel<decltype(constant)::value>, fits, args,
-                           args.runs.num_tiles, queue);
+        launch<DecodeArgs>(decode_kernel<decltype(constant)::value>, args, args.runs.num_tiles,
+                           queue);
     });
 }
 
 void merge(const MergeArgs& args, Queue queue) {
-    static ResidentBlocks fits{};
-    launch<MergeArgs>(merge_kernel, fits, args, args.runs.num_tiles, queue);
+    launch<MergeArgs>(merge_kernel, args, args.runs.num_tiles, queue);
 }
 
 void norms(const NormsArgs& args, Queue queue) {
-    static ResidentBlocks fits{}, fits_total{};
-    launch<NormsArgs>(norms_kernel, fits, args, num_norm_chunks(args), queue);
-    launch<NormsArgs>(total_kernel, fits_total, args, 1, queue);
+    launch<NormsArgs>(norms_kernel, args, num_norm_chunks(args), queue);
+    launch<NormsArgs>(total_kernel, args, 1, queue);
 }
 
 void upload(void* target, const void* data, size_t num_bytes, Queue queue) {
-    static ResidentBlocks fits{};
     for (size_t at = 0; at < num_bytes; at += Packet::kBytes) {
         const size_t size = num_bytes - at < Packet::kBytes ? num_bytes - at : Packet::kBytes;
         Packet packet;
         packet.target = reinterpret_cast<uint4*>(static_cast<char*>(target) + at);
         packet.count = static_cast<uint32_t>(size / sizeof(uint4));
         std::memcpy(packet.words, static_cast<const char*>(data) + at, size);
-        launch<Packet>(upload_kernel, fits, packet, 1, queue);
+        launch<Packet>(upload_kernel, packet, 1, queue);
     }
 }
 

@@ -1,3 +1,6 @@
+#include <array>
+#include <atomic>
+
 #include "cuda/digest_tile.h"
 #include "cuda/launch.cuh"
 
@@ -11,13 +14,32 @@ __global__ void __launch_bounds__(kThreads) digest_kernel(const __grid_constant_
     digest_tiles<kAlignment>(WarpLanes(nullptr), args, first_warp(), grid_warps());
 }
 
+// Blocks of `kernel` that the device runs at a time: more would only add to the sums more often.
+// `known` keeps the number of each device.
+template <class Kernel>
+int64_t resident_blocks(Kernel kernel, int device, std::array<std::atomic<int>, 64>& known) {
+    std::atomic<int>& blocks = known[static_cast<size_t>(device) % known.size()];
+    if (blocks.load() == 0) {
+        int each = 0, multiprocessors = 0;
+        check(cudaSetDevice(device), "select the device");
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, 0),
+              "tell how many blocks fit");
+        check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+              "tell the number of multiprocessors");
+        blocks = each * multiprocessors;
+    }
+    return blocks.load();
+}
+
 }  // namespace
 
 void digest(const DigestArgs& args, Queue queue) {
     by_alignment(args, [&](auto alignment) {
-        static ResidentBlocks fits{};
-        launch<DigestArgs>(digest_kernel<decltype(alignment)::value>, fits, args,
-                           static_cast<int64_t>(num_digest_tiles(args)), queue);
+        static std::array<std::atomic<int>, 64> known{};
+        const auto kernel = digest_kernel<decltype(alignment)::value>;
+        const int64_t resident = resident_blocks(kernel, queue.device, known);
+        if (queue.max_blocks == 0 || queue.max_blocks > resident) queue.max_blocks = resident;
+        launch<DigestArgs>(kernel, args, static_cast<int64_t>(num_digest_tiles(args)), queue);
     });
 }
 

@@ -37,10 +37,9 @@ __global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads>)
 template <class Args>
 void launch_encode(const Args& args, Format format, bool is_stochastic, Queue queue) {
     by_tile(args, format, is_stochastic, [&](auto constant, auto stochastic, auto quads) {
-        static ResidentBlocks fits{};
         launch<Args>(encode_kernel<decltype(constant)::value, decltype(stochastic)::value,
                                    decltype(quads)::value, Args>,
-                     fits, args, args.target.runs.num_tiles, queue);
+                     args, args.target.runs.num_tiles, queue);
     });
 }
 

@@ -14,19 +14,16 @@ namespace diloco::cuda {
 struct Queue {
     int device;
     void* stream;
-    int64_t max_blocks = 0;  // of the grid; 0: as many as the device runs at a time
+    int64_t max_blocks = 0;  // of the grid; 0: one for each piece of work
 };
 
 constexpr int kWarps = 4;  // of a block
 
-// The blocks of a persistent grid for `num_warps` pieces of work, of which the device runs
-// `resident` blocks at a time. Each warp takes every n-th piece, so any number of blocks will do.
-inline int64_t grid_blocks(int64_t num_warps, int64_t resident, int64_t max_blocks,
-                           int warps_per_block = kWarps) {
-    int64_t blocks = (num_warps + warps_per_block - 1) / warps_per_block;
-    if (blocks > resident) blocks = resident;
-    if (max_blocks > 0 && blocks > max_blocks) blocks = max_blocks;
-    return blocks;
+// The blocks of a grid for `num_warps` pieces of work, at most `max_blocks` unless that is 0. Each
+// warp takes every n-th piece, so any number of blocks will do.
+inline int64_t grid_blocks(int64_t num_warps, int64_t max_blocks, int warps_per_block = kWarps) {
+    const int64_t blocks = (num_warps + warps_per_block - 1) / warps_per_block;
+    return max_blocks > 0 && blocks > max_blocks ? max_blocks : blocks;
 }
 
 // By the format they call those of the sparse formats, whose kernels are in sparse.cu.

@@ -12,7 +12,7 @@ constexpr int kStepBlocks = kIsAdam || !wire::has_scales(kFormat) ? 3 : 4;
 // g = sum_i c_i decode(payload_i);  the optimizer's update of outer and its state;  params <-
 // alpha params + (1 - alpha) outer.
 // Nesterov, int8, fp32 parameters: reads 9n bytes and writes 12n; Adam 4n more each. alpha reads
-// the parameters, too: 4n. One warp per 512 elements, in a grid that fills the device.
+// the parameters, too: 4n. One warp per 512 elements.
 template <Format kFormat, bool kIsAdam>
 __global__ void __launch_bounds__(kThreads, kStepBlocks<kFormat, kIsAdam>)
     step_kernel(const __grid_constant__ StepArgs args) {
@@ -45,15 +45,12 @@ void outer_step(const StepArgs& args, Format format, Queue queue) {
     if (wire::is_sparse(format)) return outer_step_sparse(args, queue);
     by_format(format, [&](auto constant) {
         constexpr Format kFormat = decltype(constant)::value;
-        static ResidentBlocks fits{}, fits_adam{}, fits_arrival{};
         if (codec::is_arrival(args.constants.optimizer)) {
-            launch<StepArgs>(arrival_kernel<kFormat>, fits_arrival, args, args.runs.num_tiles,
-                             queue);
+            launch<StepArgs>(arrival_kernel<kFormat>, args, args.runs.num_tiles, queue);
         } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
-            launch<StepArgs>(step_kernel<kFormat, true>, fits_adam, args, args.runs.num_tiles,
-                             queue);
+            launch<StepArgs>(step_kernel<kFormat, true>, args, args.runs.num_tiles, queue);
         } else {
-            launch<StepArgs>(step_kernel<kFormat, false>, fits, args, args.runs.num_tiles, queue);
+            launch<StepArgs>(step_kernel<kFormat, false>, args, args.runs.num_tiles, queue);
         }
     });
 }

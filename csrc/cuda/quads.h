@@ -14,18 +14,11 @@ struct Quad {
     float v[kQuad];
 };
 
-// Accesses to the device's memory, by addresses that are multiples of the size. What load_global
-// reads is not read again soon: it need not stay in the caches, and the same goes for what
-// store_once writes. Neighbouring warps share the sectors that load_shared reads.
+// Accesses to the device's memory, by addresses that are multiples of the size.
 #if defined(__CUDACC__)
 template <class T>
 DILOCO_DEVICE T load_global(uint64_t address) {
-    return __ldcs(reinterpret_cast<const T*>(address));
-}
-DILOCO_DEVICE uint16_t load_shared(uint64_t address) {
-    uint16_t value;
-    asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(address));
-    return value;
+    return __ldca(reinterpret_cast<const T*>(address));
 }
 // As assembly, since the compiler does not see that the addresses are global memory's, and would
 // ask each time whether they are.
@@ -48,10 +41,6 @@ DILOCO_DEVICE void store_global(uint64_t address, uint4 value) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x),
                  "r"(value.y), "r"(value.z), "r"(value.w));
 }
-template <class T>
-DILOCO_DEVICE void store_once(uint64_t address, T value) {
-    __stcs(reinterpret_cast<T*>(address), value);
-}
 #else
 struct uint2 {
     uint32_t x, y;
@@ -65,14 +54,9 @@ T load_global(uint64_t address) {
     __builtin_memcpy(&value, reinterpret_cast<const void*>(address), sizeof(T));
     return value;
 }
-inline uint16_t load_shared(uint64_t address) { return load_global<uint16_t>(address); }
 template <class T>
 void store_global(uint64_t address, T value) {
     __builtin_memcpy(reinterpret_cast<void*>(address), &value, sizeof(T));
-}
-template <class T>
-void store_once(uint64_t address, T value) {
-    store_global(address, value);
 }
 #endif
 
@@ -111,16 +95,10 @@ DILOCO_DEVICE Quad load_quad(uint64_t address, DType dtype) {
              half_value(dtype, w.y & 0xFFFFu), half_value(dtype, w.y >> 16)}};
 }
 
-template <bool kOnce>
 DILOCO_DEVICE void store_quad(uint64_t address, DType dtype, const Quad& q) {
     if (dtype == DType::kFp32) {
-        const uint4 bits{wire::float_bits(q.v[0]), wire::float_bits(q.v[1]),
-                         wire::float_bits(q.v[2]), wire::float_bits(q.v[3])};
-        if constexpr (kOnce) {
-            store_once(address, bits);
-        } else {
-            store_global(address, bits);
-        }
+        store_global(address, uint4{wire::float_bits(q.v[0]), wire::float_bits(q.v[1]),
+                                    wire::float_bits(q.v[2]), wire::float_bits(q.v[3])});
     } else {
         store_global(address, uint2{half_bits(dtype, q.v[0]) | (half_bits(dtype, q.v[1]) << 16),
                                     half_bits(dtype, q.v[2]) | (half_bits(dtype, q.v[3]) << 16)});

@@ -60,39 +60,34 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
 }
 
 template <class Args>
-void launch_sparse(void (*kernel)(Args), ResidentBlocks& fits, const Args& args, const Runs& runs,
-                   Queue queue) {
-    launch<Args, kBlockWarps>(kernel, fits, args, int64_t{kBlockWarps} * runs.num_tiles, queue);
+void launch_sparse(void (*kernel)(Args), const Args& args, const Runs& runs, Queue queue) {
+    launch<Args, kBlockWarps>(kernel, args, int64_t{kBlockWarps} * runs.num_tiles, queue);
 }
 
 }  // namespace
 
 void encode_sparse(const EncodeArgs& args, Queue queue) {
-    static ResidentBlocks fits{};
-    launch_sparse<EncodeArgs>(sparse_encode_kernel<EncodeArgs, EncodeMemory>, fits, args,
+    launch_sparse<EncodeArgs>(sparse_encode_kernel<EncodeArgs, EncodeMemory>, args,
                               args.target.runs, queue);
 }
 
 void reduce_sparse(const ReduceArgs& args, Queue queue) {
-    static ResidentBlocks fits{};
-    launch_sparse<ReduceArgs>(sparse_encode_kernel<ReduceArgs, ReduceMemory>, fits, args,
+    launch_sparse<ReduceArgs>(sparse_encode_kernel<ReduceArgs, ReduceMemory>, args,
                               args.target.runs, queue);
 }
 
 void outer_step_sparse(const StepArgs& args, Queue queue) {
-    static ResidentBlocks fits{}, fits_adam{}, fits_arrival{};
     if (codec::is_arrival(args.constants.optimizer)) {
-        launch_sparse<StepArgs>(sparse_arrival_kernel, fits_arrival, args, args.runs, queue);
+        launch_sparse<StepArgs>(sparse_arrival_kernel, args, args.runs, queue);
     } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
-        launch_sparse<StepArgs>(sparse_step_kernel<true>, fits_adam, args, args.runs, queue);
+        launch_sparse<StepArgs>(sparse_step_kernel<true>, args, args.runs, queue);
     } else {
-        launch_sparse<StepArgs>(sparse_step_kernel<false>, fits, args, args.runs, queue);
+        launch_sparse<StepArgs>(sparse_step_kernel<false>, args, args.runs, queue);
     }
 }
 
 void decode_sparse(const DecodeArgs& args, Queue queue) {
-    static ResidentBlocks fits{};
-    launch_sparse<DecodeArgs>(sparse_decode_kernel, fits, args, args.runs, queue);
+    launch_sparse<DecodeArgs>(sparse_decode_kernel, args, args.runs, queue);
 }
 
 }  // namespace diloco::cuda

@@ -21,7 +21,7 @@ DILOCO_DEVICE void load_flat(const Lanes& lanes, const float* array, const Tile&
 template <class Lanes>
 DILOCO_DEVICE void store_flat(const Lanes& lanes, float* array, const Tile& tile,
                               const StepQuads<Lanes>& x) {
-    store_flat_tile<DType::kFp32, kStepQuads, true>(lanes, array, tile, x);
+    store_flat_tile<DType::kFp32, kStepQuads>(lanes, array, tile, x);
 }
 
 // Calls f(lane, j, i) for each element of a lane.

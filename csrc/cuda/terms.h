@@ -72,8 +72,8 @@ DILOCO_DEVICE void load_term(const Runs& runs, const Term& term, const Tile& til
     to.scale = 0;
     if constexpr (wire::has_scales(kFormat)) {
         if (lane << runs.block_shift < kTile<kQuads>) {
-            to.scale =
-                load_shared(reinterpret_cast<uint64_t>(term.payload + tile.scales + 2 * lane));
+            to.scale = load_global<uint16_t>(
+                reinterpret_cast<uint64_t>(term.payload + tile.scales + 2 * lane));
         }
     }
 }

@@ -85,7 +85,7 @@ DILOCO_DEVICE int32_t find(const Lanes& lanes, const Segment* list, int32_t coun
     return begin;
 }
 
-// The segment where a warp found its last tile. Its next tile lies in the same one or behind it.
+// The segment in which a tile begins.
 struct Place {
     uint64_t origin = 0;
     int64_t end = 0;  // the element at which the next segment begins
@@ -100,18 +100,12 @@ template <class Lanes>
 DILOCO_DEVICE void move_to(const Lanes& lanes, const Segments& segments, int64_t element,
                            Place& place) {
     if (element < place.end) return;
-    // Most tensors are so large that a warp's next tile lies in one of the next few.
-    constexpr int kNextOnes = 4;
-    int32_t entry = place.entry;
-    const int32_t most = entry + kNextOnes < segments.count ? entry + kNextOnes : segments.count;
-    while (entry < most && begin_of(segment_at(segments, entry + 1)) <= element) ++entry;
-    if (entry == most) entry = find(lanes, list_of(segments), segments.count, element);
-    const Segment found = segment_at(segments, entry);
-    place.entry = entry;
+    place.entry = find(lanes, list_of(segments), segments.count, element);
+    const Segment found = segment_at(segments, place.entry);
     place.origin = found.origin;
     place.within_16 = static_cast<uint32_t>(found.origin % 16);
     place.dtype = dtype_of(found);
-    place.end = begin_of(segment_at(segments, entry + 1));
+    place.end = begin_of(segment_at(segments, place.entry + 1));
 }
 
 // An array that holds the whole fragment.
@@ -289,8 +283,7 @@ DILOCO_DEVICE void load_flat_tile(const Lanes& lanes, const void* array, const T
     load_inside<kDType, kQuads>(lanes, segment, is_quad_aligned<kDType>(segment.origin), tile, x);
 }
 
-// kOnce: what is written is not read again soon.
-template <DType kDType, int kQuads, bool kOnce = false, class Lanes>
+template <DType kDType, int kQuads, class Lanes>
 DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, bool is_aligned,
                                 const Tile& tile,
                                 const typename Lanes::template Of<Quads<kQuads>>& x) {
@@ -299,7 +292,7 @@ DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, bool
             const uint64_t own = address_in<kDType>(segment, tile.first + quad_at(lane, 0));
             DILOCO_UNROLL
             for (int j = 0; j < kQuads; ++j) {
-                store_quad<kOnce>(own + kRowBytes<kDType> * j, kDType, x[lane].q[j]);
+                store_quad(own + kRowBytes<kDType> * j, kDType, x[lane].q[j]);
             }
         });
         return;
@@ -314,12 +307,12 @@ DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, bool
     lanes.sync();
 }
 
-template <DType kDType, int kQuads, bool kOnce = false, class Lanes>
+template <DType kDType, int kQuads, class Lanes>
 DILOCO_DEVICE void store_flat_tile(const Lanes& lanes, void* array, const Tile& tile,
                                    const typename Lanes::template Of<Quads<kQuads>>& x) {
     const Segment segment = whole(array, kDType);
     const bool is_aligned = is_quad_aligned<kDType>(segment.origin);
-    store_inside<kDType, kQuads, kOnce>(lanes, segment, is_aligned, tile, x);
+    store_inside<kDType, kQuads>(lanes, segment, is_aligned, tile, x);
 }
 
 // Calls f(segment, whether its quads are aligned, dtype constant) when the tile lies in one

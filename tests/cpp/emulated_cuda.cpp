@@ -141,7 +141,7 @@ class EmulatedWarps {
 // The warps of the grid: those of a bounded one, else `unbounded`, as if the device ran no more.
 int64_t num_warps(int64_t pieces, const Queue& queue, int64_t unbounded) {
     if (queue.max_blocks == 0) return unbounded;
-    return kWarps * grid_blocks(pieces, pieces, queue.max_blocks);
+    return kWarps * grid_blocks(pieces, queue.max_blocks);
 }
 
 template <class Args>
