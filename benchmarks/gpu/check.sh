@@ -124,6 +124,7 @@ part_B() {
         --logs "$work/triton_tests" "${operators[@]}"
     step kernels 168 "$python" -m benchmarks.operators.kernels_gpu --check --jobs 14 \
         --json "$work/kernels.json"
+    step offload 60 "$python" -m benchmarks.gpu.offload
 }
 
 part_C() {

@@ -9,6 +9,7 @@ Status 1 if a bit of its parameters or of its outer model differs.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ NUM_STEPS = 3 * SYNC_EVERY
 
 def train(device: torch.device, num_elements: int, offload: str | None) -> dict[str, Any]:
     """Take the steps; digests, the longest step in seconds, and bytes on the device."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -78,6 +78,12 @@ constexpr bool is_small_tile(int tile, wire::Format format, int64_t block_size) 
 }
 // Of all other operators.
 constexpr int kStepTile = 512;
+// The most neighbouring tiles of a warp. Where much is computed for a tile, the start of a warp and
+// its search for the tensor are worth several tiles; where most of the time is the memory's, one.
+// Measured on an H200 (docs/measurements/gpu-kernels.md).
+constexpr uint32_t kEncodeTilesPerWarp = 16;
+constexpr uint32_t kReduceTilesPerWarp = 4;
+constexpr uint32_t kDecodeTilesPerWarp = 8;
 // Of any operator on a sparse wire: a block, which eight warps share.
 constexpr int kSparseTile = 4096;
 
@@ -94,6 +100,7 @@ struct Runs {
     int32_t log_kept;  // of the elements that a sparse format keeps of a block
     uint32_t tiles_per_run;
     uint32_t num_tiles;
+    uint32_t tiles_per_warp;  // neighbouring ones
 };
 
 struct EncodeTarget {

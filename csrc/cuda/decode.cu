@@ -10,16 +10,14 @@ namespace diloco::cuda {
 namespace {
 
 // outs = sum_i c_i decode(payload_i). Reads n + n / 128 bytes a term (int8, blocks of 256), writes
-// 4n (fp32). One warp per 512 elements.
+// 4n (fp32). One warp per eight tiles.
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads, 5)
     decode_kernel(const __grid_constant__ DecodeArgs args) {
     __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
     const WarpLanes lanes(stages[warp_in_block()]);
     Place place;
-    for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
-        decode_tile<kFormat>(lanes, args, i, place);
-    }
+    each_tile(args.runs, [&](uint32_t i) { decode_tile<kFormat>(lanes, args, i, place); });
 }
 
 // params = alpha params + (1 - alpha) outer. Reads 4n bytes, 8n with alpha, writes 4n (fp32). One
@@ -29,9 +27,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
     const WarpLanes lanes(stages[warp_in_block()]);
     Place place;
-    for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
-        merge_tile(lanes, args, i, place);
-    }
+    each_tile(args.runs, [&](uint32_t i) { merge_tile(lanes, args, i, place); });
 }
 
 __host__ __device__ int64_t num_norm_chunks(const NormsArgs& args) {
@@ -74,13 +70,13 @@ __global__ void __launch_bounds__(kThreads) upload_kernel(const __grid_constant_
 void decode(const DecodeArgs& args, Format format, Queue queue) {
     if (wire::is_sparse(format)) return decode_sparse(args, queue);
     by_format(format, [&](auto constant) {
-        launch<DecodeArgs>(decode_kernel<decltype(constant)::value>, args, args.runs.num_tiles,
+        launch<DecodeArgs>(decode_kernel<decltype(constant)::value>, args, num_warps(args.runs),
                            queue);
     });
 }
 
 void merge(const MergeArgs& args, Queue queue) {
-    launch<MergeArgs>(merge_kernel, args, args.runs.num_tiles, queue);
+    launch<MergeArgs>(merge_kernel, args, num_warps(args.runs), queue);
 }
 
 void norms(const NormsArgs& args, Queue queue) {

@@ -17,8 +17,8 @@ constexpr int kEncodeBlocks = kQuads == 2   ? 8
 // x = outer - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;
 // code = round(x / scale), by blocks.
 // int8, blocks of 256, fp32 parameters: encode reads 8n bytes, reduce W (n + n / 128); both write
-// n + n / 128; error feedback reads and writes 4n more each. One warp per tile, in a grid
-// that fills the device, or for reduce within the caller's bound.
+// n + n / 128; error feedback reads and writes 4n more each. One warp per 16 tiles
+// (reduce: 4), or for reduce within the caller's bound.
 template <Format kFormat, bool kStochastic, int kQuads, class Args>
 __global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads>)
     encode_kernel(const __grid_constant__ Args args) {
@@ -26,9 +26,9 @@ __global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads>)
     const WarpLanes lanes(stages[warp_in_block()]);
     WarpLanes::Of<int> bad{0};
     Place place;
-    for (uint32_t i = first_warp(); i < args.target.runs.num_tiles; i += grid_warps()) {
+    each_tile(args.target.runs, [&](uint32_t i) {
         encode_tile<kFormat, kStochastic, kQuads>(lanes, args, i, place, bad);
-    }
+    });
     if (args.target.nonfinite != nullptr) {
         lanes.count(args.target.nonfinite, [&](int lane) { return bad[lane]; });
     }
@@ -39,7 +39,7 @@ void launch_encode(const Args& args, Format format, bool is_stochastic, Queue qu
     by_tile(args, format, is_stochastic, [&](auto constant, auto stochastic, auto quads) {
         launch<Args>(encode_kernel<decltype(constant)::value, decltype(stochastic)::value,
                                    decltype(quads)::value, Args>,
-                     args, args.target.runs.num_tiles, queue);
+                     args, num_warps(args.target.runs), queue);
     });
 }
 

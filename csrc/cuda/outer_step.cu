@@ -12,7 +12,7 @@ constexpr int kStepBlocks = kIsAdam || !wire::has_scales(kFormat) ? 3 : 4;
 // g = sum_i c_i decode(payload_i);  the optimizer's update of outer and its state;  params <-
 // alpha params + (1 - alpha) outer.
 // Nesterov, int8, fp32 parameters: reads 9n bytes and writes 12n; Adam 4n more each. alpha reads
-// the parameters, too: 4n. One warp per 512 elements.
+// the parameters, too: 4n. One warp per tile.
 template <Format kFormat, bool kIsAdam>
 __global__ void __launch_bounds__(kThreads, kStepBlocks<kFormat, kIsAdam>)
     step_kernel(const __grid_constant__ StepArgs args) {
@@ -20,23 +20,19 @@ __global__ void __launch_bounds__(kThreads, kStepBlocks<kFormat, kIsAdam>)
     Place place;
     __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
     const WarpLanes lanes(stages[warp_in_block()]);
-    for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
-        step_tile<kFormat, kIsAdam>(lanes, args, i, place);
-    }
+    each_tile(args.runs, [&](uint32_t i) { step_tile<kFormat, kIsAdam>(lanes, args, i, place); });
 }
 
 // d = pending + g: pending <- d, or with the last arrival m' = mu m + d and outer -= lr (direct d +
 // ahead m' + behind m). int8, blocks of 256: reads 5n bytes and writes 4n; the last one reads 13n
-// and writes 8n. One warp per 512 elements.
+// and writes 8n. One warp per tile.
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads, 4)
     arrival_kernel(const __grid_constant__ StepArgs args) {
     if (args.verdict != nullptr && *args.verdict != 0) return;
     __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
     const WarpLanes lanes(stages[warp_in_block()]);
-    for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
-        arrival_tile<kFormat>(lanes, args, i);
-    }
+    each_tile(args.runs, [&](uint32_t i) { arrival_tile<kFormat>(lanes, args, i); });
 }
 
 }  // namespace
@@ -46,11 +42,11 @@ void outer_step(const StepArgs& args, Format format, Queue queue) {
     by_format(format, [&](auto constant) {
         constexpr Format kFormat = decltype(constant)::value;
         if (codec::is_arrival(args.constants.optimizer)) {
-            launch<StepArgs>(arrival_kernel<kFormat>, args, args.runs.num_tiles, queue);
+            launch<StepArgs>(arrival_kernel<kFormat>, args, num_warps(args.runs), queue);
         } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
-            launch<StepArgs>(step_kernel<kFormat, true>, args, args.runs.num_tiles, queue);
+            launch<StepArgs>(step_kernel<kFormat, true>, args, num_warps(args.runs), queue);
         } else {
-            launch<StepArgs>(step_kernel<kFormat, false>, args, args.runs.num_tiles, queue);
+            launch<StepArgs>(step_kernel<kFormat, false>, args, num_warps(args.runs), queue);
         }
     });
 }

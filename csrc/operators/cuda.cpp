@@ -65,7 +65,8 @@ void encode_cuda(const OptionalTensor& outer, TensorList params, const Tensor& p
     args.target = {};
     set_target(args.target, call.device, payload, num_elements, rng_key, residual, new_residual,
                nonfinite);
-    args.target.runs = runs_of(layout, begin, end, tile_of(layout, cuda::kEncodeTile));
+    args.target.runs =
+        runs_of(layout, begin, end, tile_of(layout, cuda::kEncodeTile), cuda::kEncodeTilesPerWarp);
     args.outer = origin_or_null(outer, outer_begin);
     if (begin == end) return;
     set_segments(call, args.params, view.get(), begin, end);
@@ -86,7 +87,8 @@ void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<dou
     args.target = {};
     set_target(args.target, call.device, result, num_elements, rng_key, residual, new_residual,
                nonfinite);
-    args.target.runs = runs_of(layout, 0, num_elements, tile_of(layout, cuda::kReduceTile));
+    args.target.runs = runs_of(layout, 0, num_elements, tile_of(layout, cuda::kReduceTile),
+                               cuda::kReduceTilesPerWarp);
     args.target.index_begin = static_cast<uint64_t>(index_begin);
     if (num_elements == 0) return;
     set_terms(call, args.terms, terms);
@@ -176,7 +178,7 @@ void decode_cuda(TensorList payloads, c10::ArrayRef<double> coefficients, Tensor
     const TermList& terms = check_terms(call.device, payloads, coefficients, layout, end);
     if (begin == end) return;
     cuda::DecodeArgs args;
-    args.runs = runs_of(layout, begin, end, cuda::kStepTile);
+    args.runs = runs_of(layout, begin, end, cuda::kStepTile, cuda::kDecodeTilesPerWarp);
     set_segments(call, args.outs, view.get(), begin, end);
     set_terms(call, args.terms, terms);
     cuda::decode(args, layout.format, call.queue());

@@ -83,8 +83,11 @@ class Call {
     std::vector<Tensor> scratch_;
 };
 
-// Cuts elements [begin, end) into tiles of `tile` elements, or of a block of a sparse wire.
-cuda::Runs runs_of(const codec::RunLayout& layout, int64_t begin, int64_t end, int64_t tile) {
+// Cuts elements [begin, end) into tiles of `tile` elements, or of a block of a sparse wire. A warp
+// gets at most `most` of them, where enough warps are left to fill a device several times.
+cuda::Runs runs_of(const codec::RunLayout& layout, int64_t begin, int64_t end, int64_t tile,
+                   uint32_t most = 1) {
+    constexpr int64_t kEnoughWarps = 16384;
     if (wire::is_sparse(layout.format)) tile = cuda::kSparseTile;
     const auto tiles_of = [&](int64_t elements) { return (elements + tile - 1) / tile; };
     cuda::Runs runs{};
@@ -107,6 +110,11 @@ cuda::Runs runs_of(const codec::RunLayout& layout, int64_t begin, int64_t end, i
                       " elements is more than one call can do");
     runs.tiles_per_run = static_cast<uint32_t>(per_run);
     runs.num_tiles = static_cast<uint32_t>(num_tiles);
+    runs.tiles_per_warp = 1;
+    while (2 * runs.tiles_per_warp <= most &&
+           num_tiles / (2 * runs.tiles_per_warp) >= kEnoughWarps) {
+        runs.tiles_per_warp *= 2;
+    }
     return runs;
 }
 
