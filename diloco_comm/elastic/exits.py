@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -78,13 +79,7 @@ def end_with_status(*, has_launcher: bool = True) -> None:
             sys.exit(DONE)
         before(kind, error, traceback)
         status = status_of(error)
-        if status is None and _is_asked:
-            print(
-                "diloco_comm: SIGTERM asked this replica to leave, and its program failed before "
-                "the boundary: if the signal has ended a worker of a DataLoader, let SIGTERM reach "
-                "the launcher alone (systemd: KillMode=mixed)",
-                file=sys.stderr,
-            )
+        _advise(error)
         if status is not None and (has_launcher or status == LEFT):
             sys.exit(status)
 
@@ -92,11 +87,36 @@ def end_with_status(*, has_launcher: bool = True) -> None:
     sys.excepthook = hook
 
 
+def _advise(error: BaseException | None) -> None:
+    """Say once why a program that was asked to leave may have failed; ``error`` ended it."""
+    global _is_advised
+    if error is None or not _is_asked or _is_advised or status_of(error) is not None:
+        return
+    _is_advised = True
+    print(
+        "diloco_comm: SIGTERM asked this replica to leave, and its program failed before "
+        "the boundary: if the signal has ended a worker of a DataLoader, let SIGTERM reach "
+        "the launcher alone (systemd: KillMode=mixed)",
+        file=sys.stderr,
+    )
+
+
+def _advise_at_end(earlier: BaseException | None) -> None:
+    """Advise where ``sys.excepthook`` was broken off, as by torch's handler of SIGCHLD.
+
+    Args:
+        earlier: ``sys.last_value`` when the replica was asked to leave.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is not earlier:
+        _advise(error)
+
+
 # ------------------------------------------------------------------------------------- SIGTERM
 
 # The groups of this process that leave at SIGTERM.
 _heeding: weakref.WeakSet[object] = weakref.WeakSet()
-_is_asked = False
+_is_asked = _is_advised = False
 
 
 def is_asked_to_leave() -> bool:
@@ -129,12 +149,9 @@ def forget_sigterm(group: object) -> None:
 
 
 def _handle_sigterm(folder: StateFolder | None, *, has_mates: bool) -> None:
-    process = os.getpid()
-
     def handle(number: int, frame: FrameType | None) -> None:
         global _is_asked
-        # A forked child, such as a worker of a DataLoader, has the handler of its parent.
-        is_ours = os.getpid() == process and len(_heeding) > 0 and not _is_asked
+        is_ours = len(_heeding) > 0 and not _is_asked
         if is_ours and has_mates and folder is not None:
             is_ours = _launcher_asks(folder)
         if not is_ours:
@@ -142,12 +159,18 @@ def _handle_sigterm(folder: StateFolder | None, *, has_mates: bool) -> None:
             os.kill(os.getpid(), number)
             return
         _is_asked = True
+        atexit.register(_advise_at_end, getattr(sys, "last_value", None))
         if folder is not None:
             # The wish outlives this process.
             with suppress(OSError):
                 folder.ask_to_leave()
 
+    handle.asks_to_leave = True  # type: ignore[attr-defined]
     signal.signal(signal.SIGTERM, handle)
+
+
+def _is_handled() -> bool:
+    return hasattr(signal.getsignal(signal.SIGTERM), "asks_to_leave")
 
 
 def _launcher_asks(folder: StateFolder) -> bool:
@@ -155,3 +178,41 @@ def _launcher_asks(folder: StateFolder) -> bool:
     while time.monotonic() < until and not folder.is_asked_to_leave:
         time.sleep(0.05)
     return folder.is_asked_to_leave
+
+
+# ---------------------------------------------------------------------------- forked children
+
+# The signals that a thread had blocked before it forked.
+_blocked = threading.local()
+
+
+def _before_fork() -> None:
+    """Let a SIGTERM for the child, such as a worker of a DataLoader, wait until the child can die.
+
+    Python forgets the signals that a child gets before the fork has returned, because a handler in
+    Python would run only later.
+    """
+    if _is_handled():
+        _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+
+def _after_fork() -> None:
+    before = vars(_blocked).pop("before", None)
+    if before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _after_fork_in_child() -> None:
+    """Let SIGTERM end the child, which is no replica, as if this package were not there."""
+    global _is_asked
+    _is_asked = False
+    _heeding.clear()
+    if _is_handled():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)

@@ -236,7 +236,9 @@ def share_a_folder(rank: int, world: int, store: tuple[str, int], registry: str,
     signs = connect(store)
     if rank == 1:
         signs.wait(["begun"])
-        shutil.copytree(f"{path}/0", f"{path}/1")
+        # Replica 0 trains on, and may be writing a new version beside its file.
+        unfinished = shutil.ignore_patterns("*.partial.*")
+        shutil.copytree(f"{path}/0", f"{path}/1", ignore=unfinished)
     os.environ["DILOCO_COMM_STATE_DIR"] = f"{path}/{rank}"
     try:
         diloco, model, optimizer = attach(registry, None, founding_wait=0.0, total_steps=10**6)
