@@ -86,7 +86,6 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "DILOCO_WERROR": os.environ.get("DILOCO_WERROR", "OFF"),
             "DILOCO_CUDA": os.environ.get("DILOCO_CUDA", "AUTO"),
-            "DILOCO_FP8_HARDWARE": os.environ.get("DILOCO_FP8_HARDWARE", "OFF"),
             "DILOCO_CUDA_ARCHS": os.environ.get("DILOCO_CUDA_ARCHS", ""),
         }
         flags = [f"-D{key}={value}" for key, value in options.items()]

@@ -8,10 +8,10 @@
 namespace diloco::cuda {
 namespace {
 
-// Blocks of a multiprocessor, for which registers are set aside.
-template <int kQuads>
-constexpr int kEncodeBlocks = kQuads == 2   ? 8
-                              : kQuads == 4 ? 5
+// Blocks of a multiprocessor, for which registers are set aside: as many as leave enough of them.
+template <int kQuads, bool kStochastic>
+constexpr int kEncodeBlocks = kQuads == 2   ? 7
+                              : kQuads == 4 ? (kStochastic ? 4 : 5)
                                             : 3;
 
 // x = outer - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;
@@ -20,7 +20,7 @@ constexpr int kEncodeBlocks = kQuads == 2   ? 8
 // n + n / 128; error feedback reads and writes 4n more each. One warp per 16 tiles
 // (reduce: 4), or for reduce within the caller's bound.
 template <Format kFormat, bool kStochastic, int kQuads, class Args>
-__global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads>)
+__global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads, kStochastic>)
     encode_kernel(const __grid_constant__ Args args) {
     __shared__ __align__(16) float stages[kWarps][kEncodeStageFloats<kQuads>];
     const WarpLanes lanes(stages[warp_in_block()]);

@@ -3,12 +3,12 @@
 //   - An integer n with |n| <= 2^15 is the low bits of the fp32 number 1.5 * 2^23 + n, and adding
 //     1.5 * 2^23 rounds to it, half to even. So neither direction needs a conversion, of which a
 //     multiprocessor does fewer than additions.
-//   - With DILOCO_FP8_HARDWARE, sm_89 and later convert fp8 themselves (fp8_hardware.h).
+//   - sm_89 and later convert fp8 themselves (fp8_hardware.h).
 #pragma once
 
 #include "cuda/quads.h"
 #include "wire/stochastic.h"
-#if defined(DILOCO_FP8_HARDWARE) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #include "cuda/fp8_hardware.h"
 #define DILOCO_HAS_FP8_HARDWARE 1
 #else

@@ -44,8 +44,8 @@ class Instruction:
 
     @property
     def bytes_loaded(self) -> int:
-        """Bytes that a streaming load to registers asks for; else 0."""
-        if self.code.startswith("LDG.") and ".EF" in self.code:
+        """Bytes that a load from global memory to registers asks for; else 0."""
+        if self.code.startswith("LDG."):
             return next((_BYTES[p] for p in self.code.split(".") if p in _BYTES), 4)
         return 0
 
