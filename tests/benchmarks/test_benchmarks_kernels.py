@@ -130,7 +130,7 @@ def test_the_bars(kernels: ModuleType, changes: dict[str, Any], holds: list[bool
         ({"operator": "outer_step", "layout": "mixed", "compile_ratio": 1.0, "host_us": None},
          [False, True, False]),
         ({"operator": "reduce of 4", "wire": "int4", "share_percent": 33.0}, [True]),
-        ({"operator": "decode", "eager_ratio": None}, [False]),
+        ({"operator": "merge", "eager_ratio": None}, [False]),
     ],
 )  # fmt: skip
 def test_bars_that_arithmetic_forbids(
