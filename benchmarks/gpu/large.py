@@ -65,7 +65,9 @@ def compare(device: str, num_elements: int, wire: str, impl: str, edge: int) -> 
     spans = list(windows(layout, edge))
     hosts = [on_host(tensor, spans) for tensor in (outer, params, momentum)]
     size = layout.run_bytes
-    runs = [(begin // RUN_ELEMENTS * size, begin // RUN_ELEMENTS * size + size) for begin, _ in spans]
+    runs = [
+        (begin // RUN_ELEMENTS * size, begin // RUN_ELEMENTS * size + size) for begin, _ in spans
+    ]
     payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8, device=device)
     options = {"stochastic": form.has_element_codes, "rng_key": 5}
     ops.encode(outer, [params], payload, 0, num_elements, *numbers, impl=impl, **options)
@@ -137,7 +139,9 @@ def main() -> int:
         for impl in args.impl.split(",") if args.impl else known:
             wrong = compare(args.device, count, wire, impl, min(EDGE, count // 2))
             num_wrong += len(wrong)
-            print(f"{wire:>9} {impl:>9} {count} elements: {', '.join(wrong) or 'equal'}", flush=True)
+            print(
+                f"{wire:>9} {impl:>9} {count} elements: {', '.join(wrong) or 'equal'}", flush=True
+            )
     return 1 if num_wrong else 0
 
 

@@ -25,6 +25,7 @@ from diloco_comm.ops.digests import digest_of
 NUM_TENSORS = 16
 SYNC_EVERY = 4
 NUM_STEPS = 3 * SYNC_EVERY
+UNITS = (("longest", 1e3), ("peak", 2.0**-30))  # of the figures that are printed
 
 
 def train(device: torch.device, num_elements: int, offload: str | None) -> dict[str, Any]:
@@ -81,11 +82,10 @@ def main() -> int:
         plain, offloaded = (train(device, args.size // 4, where) for where in (None, offload))
         is_same = all(plain[name] == offloaded[name] for name in ("digests", "outer"))
         is_good &= is_same
-        figures = [
-            f"longest step {1e3 * plain['longest']:.1f} ms, offloaded {1e3 * offloaded['longest']:.1f} ms",
-            f"most memory {plain['peak'] / 2**30:.2f} GiB, offloaded {offloaded['peak'] / 2**30:.2f} GiB",
-        ]
-        print(f"{impl:>7}: {'equal' if is_same else 'DIFFERENT'}; {'; '.join(figures)}", flush=True)
+        ms, gib = ([run[key] * by for run in (plain, offloaded)] for key, by in UNITS)
+        figures = f"longest step {ms[0]:.1f} ms, offloaded {ms[1]:.1f} ms; "
+        figures += f"most memory {gib[0]:.2f} GiB, offloaded {gib[1]:.2f} GiB"
+        print(f"{impl:>7}: {'equal' if is_same else 'DIFFERENT'}; {figures}", flush=True)
     dist.destroy_process_group()
     return 0 if is_good else 1
 

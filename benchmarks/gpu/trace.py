@@ -95,7 +95,9 @@ def judge(
     names = f"no host wait in {len(ranges)} ranges" if not waits else f"host waits: {waits[0]}, ..."
     percent = 100 * hidden_part
     is_hidden = world == 1 or percent >= least_hidden  # no number is not enough
-    overlap = f"hidden {percent:.1f} %, overlap {100 * fraction:.1f} %" if world > 1 else "one replica"
+    overlap = (
+        f"hidden {percent:.1f} %, overlap {100 * fraction:.1f} %" if world > 1 else "one replica"
+    )
     hidden = {"name": "hidden part of the exchange (%)", "value": percent, "is": ">="}
     return {
         "summary": f"{overlap}; {names}",

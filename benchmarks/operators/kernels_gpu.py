@@ -50,8 +50,8 @@ BAR_WIRES = ("", "int8", "int4")
 # The wires of the bars first; one rotated wire of each block size.
 DEFAULT_WIRES = ("int8", "int4", *(w for w in ELEMENT_WIRES if "int" not in w), "int2r", "sub8")
 BAR_RATIOS = ("encode", "outer_step")
-# Bars that an H200 has missed, with the reason (docs/measurements/gpu-kernels.md). A figure below such
-# a bar is reported with the reason and fails no check.
+# Bars that an H200 has missed, with the reason (docs/measurements/gpu-kernels.md). A figure below
+# such a bar is reported with the reason and fails no check.
 PREDICTED_MISSES = {
     ("encode", "int4", "share"): "instructions bound it: 85-90 % on an H200",
     ("decode", "int8", "share"): "few of its bytes are read at a time: 82-87 % on an H200",

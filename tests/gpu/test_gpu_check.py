@@ -201,3 +201,43 @@ def test_shares_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     assert (nothing.returncode, nothing.stdout) == (1, "nothing\n")
     assert sorted(path.name for path in tmp_path.glob("*.log")) == ["0.log", "1.log"]
+
+
+def test_large_fragments_are_compared_with_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A byte that differs in a window is found, and its place is told."""
+    from benchmarks.gpu import large
+    from diloco_comm import ops
+
+    arguments = [
+        "large",
+        "--device",
+        "cpu",
+        "--size",
+        "4000003",
+        "--wires",
+        "topk64",
+        "--impl",
+        "scalar",
+    ]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert large.main() == 0
+    assert capsys.readouterr().out == "   topk64    scalar 4000003 elements: equal\n"
+    decode = ops.decode
+
+    def wrong(*args: Any, **kwargs: Any) -> None:
+        decode(*args, **kwargs)
+        if kwargs.get("impl") == "scalar":
+            args[2][0][-1] += 1.0
+
+    monkeypatch.setattr(ops, "decode", wrong)
+    assert large.main() == 1
+    assert "decoded values of [3145728, 4000003)" in capsys.readouterr().out
+
+
+def test_offload_is_compared_with_state_on_the_device() -> None:
+    options = ["--device", "cpu", "--size", "1M", "--impl", "scalar"]
+    done = run_benchmark("gpu.offload", *options, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " scalar: equal; longest step " in done.stdout

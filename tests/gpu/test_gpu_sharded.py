@@ -85,7 +85,9 @@ def norms_of(rank: int, world: int, device: str, library: str) -> list[Any]:
             patch.setattr(torch, "Stream", None)  # none is taken from torch's pool in a step
             one.steps(0, 13)
         one.diloco.flush()
-        results.append([m.pseudo_gradient_norm for m in one.diloco.metrics()])
+        # In the order of the sends: on a device a round is recorded when its verdict is there.
+        records = sorted(one.diloco.metrics(), key=lambda m: (m.round, m.fragment))
+        results.append([m.pseudo_gradient_norm for m in records])
         one.diloco.close()
     return results
 

@@ -126,7 +126,16 @@ def test_fp8_is_converted_by_devices_that_can(tmp_path: Path, arch: int) -> None
     source.write_text(FP8)
     include, output = cuda_sass.ROOT / "csrc", tmp_path / "fp8.ptx"
     subprocess.run(
-        ["nvcc", "-std=c++17", f"-I{include}", "-ptx", f"-arch=compute_{arch}", "-o", output, source],
+        [
+            "nvcc",
+            "-std=c++17",
+            f"-I{include}",
+            "-ptx",
+            f"-arch=compute_{arch}",
+            "-o",
+            output,
+            source,
+        ],
         check=True,
         timeout=300,
     )

@@ -226,9 +226,7 @@ def test_equal_bytes_have_equal_digests_whatever_the_implementation() -> None:
     assert len({digest_of(tensors, impl=impl) for impl in ops.available_impls()}) == 1
 
 
-def on_device(
-    rank: int, world: int, device: str, library: str
-) -> tuple[bool, list[str] | None]:
+def on_device(rank: int, world: int, device: str, library: str) -> tuple[bool, list[str] | None]:
     """Whether host and device agree, and what of the device the host waited for."""
     here = devices.use(device, library)
     tensors = [torch.randn(100_003), torch.randn(70, 30).t().bfloat16(), torch.zeros(0)]
