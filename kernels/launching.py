@@ -17,8 +17,8 @@ from .tables import Tiles, find_tiles, lone_tensor, make_tiles
 # Elements of a tile (a multiple of the largest block; a block of a sparse wire is larger, and is a
 # tile) and warps of its program. Where maxima are taken a thread has eight elements, so that one
 # warp has a block of 256; elsewhere four, which are 16 bytes of fp32 and need no exchange between
-# threads. Words of a tile for digest, which adds to its sums once a program. By reasoning: no GPU
-# has measured them.
+# threads. Words of a tile for digest, which adds to its sums once a program. By reasoning: other
+# sizes have not been measured.
 PROGRAMS = {
     "encode": (2048, 8),
     "reduce": (2048, 8),

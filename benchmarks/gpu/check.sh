@@ -129,8 +129,8 @@ part_B() {
 
 part_C() {
     prepare || return
-    # Two ranks of NCCL on one GPU are refused unless they seem to be on two hosts. Nobody has shown
-    # that they then work; where they do not, that alone stays unproven.
+    # Two ranks of NCCL on one GPU are refused unless they seem to be on two hosts. Where they are
+    # refused all the same, that alone stays unproven.
     step nccl_two_ranks 25 "$python" -m benchmarks.gpu.nccl_probe
     if [ $? -eq 0 ]; then ranks=2; else ranks=1; fi
     export DILOCO_TEST_NCCL_RANKS=$ranks NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1

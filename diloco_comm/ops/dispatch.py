@@ -35,8 +35,8 @@ IMPLEMENTATIONS = {
     },
 }
 # The default of each operator on CUDA tensors, where both implementations are there; else the
-# available one is the default. The table was written before any GPU measured the operators;
-# benchmarks/operators/kernels_gpu.py prints the table that a GPU measures.
+# available one is the default. docs/measurements/gpu-kernels.md has the figures of an H200, and why
+# Triton serves none of the operators there; benchmarks/operators/kernels_gpu.py measures a GPU.
 DEFAULT_ON_CUDA = {
     "encode": "cuda",
     "reduce": "cuda",

@@ -22,12 +22,12 @@ from ..round import Round
 from .connections import Connections
 from .sending import Sending, current
 
-# Kernels on the side stream get a quarter of the blocks of ``reduce`` that a device runs at a time
-# (its registers allow three on a multiprocessor). On an H200 these are 99, at most one on each of
-# the 132 multiprocessors, where two thirds of the registers stay free for the training's kernels.
-# Calculated as in docs/measurements/gpu-kernels.md, reduce then reads about 1000 GB/s of four
-# int8 payloads: 20 times what a NIC of 400 Gbit/s brings (50 GB/s), and twice what NVLink does
-# (450 GB/s), so that the link is the limit, not the reduction. No GPU has measured any of this.
+# Kernels on the side stream get three blocks for each four multiprocessors of a device: 99 on an
+# H200, at most one on each of the 132 multiprocessors, where most of the registers stay free for
+# the training's kernels. Calculated as in docs/measurements/gpu-kernels.md, reduce then reads about
+# 650 GB/s of four int8 payloads: 13 times what a NIC of 400 Gbit/s brings (50 GB/s), and more than
+# NVLink does (450 GB/s), so that the link is the limit, not the reduction. A bounded grid has been
+# timed on no GPU.
 SIDE_SHARE = 4
 _REDUCE_BLOCKS = 3
 
