@@ -81,7 +81,7 @@ def extension() -> dict[str, Any]:
     except Exception as error:
         raise RuntimeError(
             f"the extension does not load ({error}): build it with benchmarks/gpu/build.sh, or "
-            "carry the one that make gpu-build made for this Python and torch"
+            "carry an extension that make gpu-build made for this Python and torch"
         ) from error
     impls = ops.available_impls("cuda")
     if not impls:

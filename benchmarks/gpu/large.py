@@ -120,7 +120,7 @@ def compare_plain(
     ops.digest(params[:half], parts, impl=impl)
     ops.digest(params[half:], parts, half // 2, impl=impl)
     if not torch.equal(sums, parts):
-        wrong.append("digest: the sums of two halves differ from those of the whole")
+        wrong.append("digest: the sums of two halves are not the sums of the whole")
     return wrong
 
 

@@ -128,8 +128,8 @@ def computation(events: Sequence[Event]) -> list[Interval]:
 def hidden_fraction(events: Sequence[Event], seconds: dict[tuple[int, int], float]) -> float:
     """Return the share of the exchanges for which no step waited; NaN when there was none.
 
-    The overlap says less of replicas that share a device: while the kernels of one run, those of
-    the other wait.
+    The overlap says less of replicas that share a device: while the kernels of one replica run, the
+    kernels of the other wait.
     """
     waits = [one for one in our_ranges(events) if one.stage == "wait"]
     total = 1e6 * sum(seconds.values())

@@ -76,7 +76,7 @@ constexpr int kLargeTile = 1024;
 constexpr bool is_small_tile(int tile, wire::Format format, int64_t block_size) {
     return wire::has_element_codes(format) && block_size <= tile;
 }
-// Of all other operators.
+// A tile of all other operators.
 constexpr int kStepTile = 512;
 // The most neighbouring tiles of a warp. Where much is computed for a tile, the start of a warp and
 // its search for the tensor are worth several tiles; where most of the time is the memory's, one.

@@ -1,7 +1,7 @@
 // The fp8 conversions of sm_89 and later, four at a time. By their definition in the PTX ISA they
 // give the codes of wire/codes.h for every number that is not NaN:
-//   - cvt.rn.satfinite rounds the mantissa half to even, sub-normal results too, keeps the sign also
-//     of what becomes zero, and turns what is larger than the largest number into that number;
+//   - cvt.rn.satfinite rounds the mantissa half to even, sub-normal results too, keeps the sign
+//     where a number becomes zero, and turns larger numbers into the largest one;
 //     minifloat_nearest does the same, with the smaller of the code and kLargest.
 //   - NaN does not come here: the codes of a bad block are zero.
 //   - cvt to f16x2 is exact, and so is f16 to f32: all fp8 numbers are fp16 numbers.

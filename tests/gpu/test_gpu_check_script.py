@@ -98,7 +98,7 @@ def bodies() -> dict[str, str]:
 
 @pytest.mark.parametrize("part", "ABC")
 def test_the_limits_of_a_part_fit_in_nine_minutes(part: str) -> None:
-    """With what ending and archiving a step may take on top."""
+    """Each step may take four seconds more, to be ended and archived."""
     functions = bodies()
     text = functions["prepare"] + functions[f"part_{part}"]
     limits = dict(re.findall(r"\bstep (\w+) (\d+)", text))
