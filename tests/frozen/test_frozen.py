@@ -58,6 +58,19 @@ def test_entry(name: str, found: dict[str, Bits | str]) -> None:
     assert differences(found[name], EXPECTED[name]) == [], f"with {IN_ROTATION[name]}"
 
 
+def test_only_failed_attempts_may_be_missing() -> None:
+    expected = {"payloads": [["0.0:a", "1.0:b", "0.1:c", "1.1:d", "0.1:e", "1.1:f"]]}
+    early = {"payloads": [["0.0:a", "1.0:b", "0.1:c", "0.1:e", "1.1:f"]]}
+    assert differences(early, expected) == []
+    for wrong in (
+        ["0.0:a", "1.0:b", "0.1:c", "0.1:e"],
+        ["0.0:a", "1.0:b", "0.1:x", "0.1:e", "1.1:f"],
+        ["0.0:a", "1.0:b", "0.1:c", "1.1:f", "0.1:e"],
+        ["0.0:a", "0.1:c", "1.1:d", "0.1:e", "1.1:f"],
+    ):
+        assert differences({"payloads": [wrong]}, expected) != []
+
+
 @pytest.mark.parametrize(
     "name",
     [*DEATHS[:NUM_DEATHS], *(pytest.param(name, marks=nightly) for name in DEATHS[NUM_DEATHS:])],
