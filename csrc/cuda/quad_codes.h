@@ -60,13 +60,11 @@ DILOCO_DEVICE Quad values_of(const CodeQuad<kFormat>& codes) {
             const uint32_t bits = kPlainMagicBits | (w >> (4 * i) & 0xFu);
             values.v[i] = wire::sub(wire::bits_float(bits), 8388608.0f + 8.0f);
         }
-    } else {
 #if DILOCO_HAS_FP8_HARDWARE
-        if constexpr (is_fp8(kFormat)) {
-            fp8_values<kFormat == Format::kFp8E4m3>(codes.w[0], values.v);
-            return values;
-        }
+    } else if constexpr (is_fp8(kFormat)) {
+        fp8_values<kFormat == Format::kFp8E4m3>(codes.w[0], values.v);
 #endif
+    } else {
         DILOCO_UNROLL
         for (int i = 0; i < kQuad; ++i) values.v[i] = wire::code_value<kFormat>(codes.get(i));
     }
@@ -81,25 +79,26 @@ DILOCO_DEVICE CodeQuad<kFormat> scaled_codes_of(const Quad& y, uint32_t random) 
 #if DILOCO_HAS_FP8_HARDWARE
     if constexpr (is_fp8(kFormat) && !kStochastic) {
         codes.w[0] = fp8_codes<kFormat == Format::kFp8E4m3>(y.v);
-        return codes;
-    }
+    } else
 #endif
-    uint32_t each[kQuad];
-    DILOCO_UNROLL
-    for (int i = 0; i < kQuad; ++i) {
-        if constexpr (kStochastic) {
-            each[i] = wire::encode_stochastic<kFormat>(y.v[i], wire::random16_of(random, i));
-        } else if constexpr (is_integer(kFormat)) {
-            each[i] = wire::float_bits(wire::add(y.v[i], kRoundingMagic));
-        } else {
-            each[i] = wire::encode_nearest<kFormat>(y.v[i]);
-        }
-    }
-    if constexpr (CodeQuad<kFormat>::kBits == 8) {
-        codes.w[0] = low_bytes(each);
-    } else {
+    {
+        uint32_t each[kQuad];
         DILOCO_UNROLL
-        for (int i = 0; i < kQuad; ++i) codes.put(i, each[i] & 0xFu);
+        for (int i = 0; i < kQuad; ++i) {
+            if constexpr (kStochastic) {
+                each[i] = wire::encode_stochastic<kFormat>(y.v[i], wire::random16_of(random, i));
+            } else if constexpr (is_integer(kFormat)) {
+                each[i] = wire::float_bits(wire::add(y.v[i], kRoundingMagic));
+            } else {
+                each[i] = wire::encode_nearest<kFormat>(y.v[i]);
+            }
+        }
+        if constexpr (CodeQuad<kFormat>::kBits == 8) {
+            codes.w[0] = low_bytes(each);
+        } else {
+            DILOCO_UNROLL
+            for (int i = 0; i < kQuad; ++i) codes.put(i, each[i] & 0xFu);
+        }
     }
     return codes;
 }
