@@ -204,19 +204,20 @@ def test_a_lost_server_is_a_clear_error_and_the_weights_are_kept() -> None:
         attach(server.address, "b", timeout=0.5)
 
 
-def test_a_worker_that_was_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["next_message", "send"])
+def test_a_worker_that_was_stopped_asks_again(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker is stopped for longer than its timeout, and has no message when it wakes."""
     with serving() as server:
         model, worker = attach(server.address, "a", timeout=1.5)
-        hear, stopped = worker._link.next_message, []
+        own, stopped = getattr(worker._link, call), []
 
-        def stop_once(seconds: float) -> Message | None:
+        def stop_once(given: float | Message) -> Message | bool | None:
             if not stopped:
                 stopped.append(time.sleep(2.2))
-                return None
-            return hear(seconds)
+                return True if call == "send" else None
+            return own(given)
 
-        monkeypatch.setattr(worker._link, "next_message", stop_once)
+        monkeypatch.setattr(worker._link, call, stop_once)
         model.descend(torch.ones(7))
         worker.step()
         assert stopped and worker.seq == 1

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -204,6 +205,31 @@ def test_a_ctrl_c_in_the_hook_waits_for_the_end_of_the_hook(
             assert torch.equal(model.values(), other.values())
         for each in (learner, second):
             each.close()
+
+
+@pytest.mark.parametrize("call", ["wait", "send"])
+def test_a_learner_that_was_stopped_has_not_lost_its_syncer(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The courier is stopped for longer than its timeout, while it waits or while it sends."""
+    with make_server() as server:
+        model, learner = attach(server.address, "a", timeout=1.5)
+        (shard,) = learner._shards
+        own, stopped = getattr(shard.link, call), []
+
+        def stop_once(*given: Any) -> bool | None:
+            if not stopped:
+                stopped.append(time.sleep(2.2))
+                return True if call == "send" else None
+            return own(*given)
+
+        monkeypatch.setattr(shard.link, call, stop_once)
+        for _ in range(30):
+            model.descend(torch.ones(SIZE))
+            learner.step()
+            time.sleep(0.1)
+        assert stopped
+        learner.close()
 
 
 def test_a_syncer_without_its_folder_is_another_run() -> None:

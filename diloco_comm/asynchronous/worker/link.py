@@ -63,6 +63,37 @@ class ServerRefused(SyncError):
     """The server refused a worker; the message has the server's reason."""
 
 
+class Silence:
+    """Measure for how long a server is silent.
+
+    A time in which this process was stopped does not count, wherever the process stood.
+
+    Attributes:
+        heard_at: Time of the server's last message, later by the times that do not count.
+    """
+
+    def __init__(self) -> None:
+        self.heard_at = self._looked_at = time.monotonic()
+
+    def look(self, wait_s: float) -> float:
+        """Return the time now.
+
+        Args:
+            wait_s: Seconds that this process has waited for a message, at most, since the last
+                look; more than that, and a second, is a time in which the process was stopped.
+        """
+        now = time.monotonic()
+        absence_s = now - self._looked_at - wait_s
+        self._looked_at = now
+        if absence_s > RETRY_S:
+            self.heard_at += absence_s
+        return now
+
+    def end(self) -> None:
+        """Note that the server has said something."""
+        self.heard_at = time.monotonic()
+
+
 class Link:
     """Talk to one server. Calls block; only one thread may use a link.
 
@@ -171,19 +202,15 @@ class Link:
                 state.
             ServerRefused: If the server refuses this worker.
         """
-        began = heard_at = time.monotonic()
+        silence = Silence()
+        began = asked_at = silence.heard_at
         ask()
-        asked_at = began
         while True:
-            wait_s, before = BLOCKED_S if self.is_blocked else RETRY_S, time.monotonic()
+            wait_s = BLOCKED_S if self.is_blocked else RETRY_S
             message = self.next_message(wait_s)
-            now = time.monotonic()
-            # A time in which this process was stopped does not count as the server's silence.
-            absence_s = now - before - wait_s
-            if absence_s > RETRY_S:
-                heard_at += absence_s
+            now = silence.look(wait_s)
             if message is not None:
-                heard_at = now
+                silence.end()
                 if message.kind == Kind.REFUSED:
                     if message.number == NAME_TAKEN and self.goes_by_another_name(message):
                         continue
@@ -205,8 +232,8 @@ class Link:
                     asked_at = now
             if now - asked_at < RETRY_S and not self.is_blocked:
                 continue
-            if now - heard_at > self.timeout:
-                raise self.silence(now - heard_at, stage, now - began)
+            if now - silence.heard_at > self.timeout:
+                raise self.silence(now - silence.heard_at, stage, now - began)
             ask()
             asked_at = now
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ....base.background import batch_threads
 from ....ops.wire import Layout
 from ...protocol.messages import NAME_TAKEN, Kind, Message
-from ...worker.link import RETRY_S, Link, ServerLost
+from ...worker.link import RETRY_S, Link, ServerLost, Silence
 from ..pieces import Piece
 from ..settings import DecoupledSettings
 from .fetching import Fetch
@@ -68,7 +68,8 @@ class Courier(Postbox):
         self._fetch: Fetch | None = None
         self._parameters: tuple[list[Tensor], list[Layout]] | None = None
         now = time.monotonic()
-        self._heard_at = self._asked_at = self._fetched_at = now
+        self._silence = Silence()
+        self._asked_at = self._fetched_at = now
         self._joined_at, self._began_at, self.has_given = 0.0, now, False
         with batch_threads():
             self._thread = threading.Thread(target=self._run, name="diloco-courier", daemon=True)
@@ -100,28 +101,25 @@ class Courier(Postbox):
             self._link.close()
 
     def _turn(self) -> None:
-        before = time.monotonic()
         wait_s = 0.02 if self._link.is_blocked else RETRY_S / 4
         self._link.wait(wait_s, self._bell)
         with suppress(BlockingIOError):
             os.read(self._bell, 4096)
-        now = time.monotonic()
-        # A time in which this process was stopped does not count as the server's silence.
-        if now - before - wait_s > RETRY_S:
-            self._heard_at += now - before
+        self._silence.look(wait_s)
         for _ in range(_BATCH):
             message = self._link.next_message(0)
             if message is None:
                 break
-            self._heard_at = time.monotonic()
+            self._silence.end()
             self._receive(message)
         self._act(time.monotonic())
 
     def _act(self, now: float) -> None:
         """Send what is due."""
-        if now - self._heard_at > self._link.timeout:
-            self._fail(self._link.silence(now - self._heard_at, "decoupled", 0.0))
-            self._heard_at = now
+        silent_s = now - self._silence.heard_at
+        if silent_s > self._link.timeout:
+            self._fail(self._link.silence(silent_s, "decoupled", 0.0))
+            self._silence.end()
         if not self._is_admitted or self._needs_start:
             if now - self._joined_at >= RETRY_S or self._link.is_blocked:
                 self._joined_at = now
@@ -142,7 +140,7 @@ class Courier(Postbox):
     def _send_steps(self, now: float) -> None:
         with self._lock:
             steps, seconds, token, rest = self._steps, self._step_s, self._token, self._rest
-        is_silent = now - max(self._heard_at, self._asked_at) > _ASK_S
+        is_silent = now - max(self._silence.heard_at, self._asked_at) > _ASK_S
         is_wanted = token > self._noted and (
             token > self._asked_token or now - self._asked_at >= RETRY_S
         )
