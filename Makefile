@@ -10,7 +10,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated cuda-tests test test-all coverage nightly cpptest cuda kernels gpu-build demo bench bars soak-async soak-decoupled soak-elastic lint docs package format sanitize clean
+.PHONY: setup emulated cuda-tests test test-all coverage nightly cpptest cuda kernels gpu-build gpu-rehearsal demo bench bars soak-async soak-decoupled soak-elastic lint docs package format sanitize clean
 
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
@@ -102,7 +102,7 @@ $(GPU_VENV)/.installed:
 	mkdir -p $(GPU_VENV)
 	test $$(df --output=avail -k $(GPU_VENV) | tail -n 1) -gt 8000000
 	$(PYTHON) -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/pip install --quiet --no-cache-dir $(GPU_TORCH) "setuptools>=77,<82" numpy cmake ninja pytest pytest-timeout hypothesis psutil
+	$(GPU_VENV)/bin/pip install --quiet --no-cache-dir $(GPU_TORCH) "setuptools>=77,<82" numpy cmake ninja pytest pytest-timeout hypothesis psutil pillow
 	touch $@
 
 gpu-build: $(GPU_VENV)/.installed
@@ -112,7 +112,13 @@ gpu-build: $(GPU_VENV)/.installed
 		&& benchmarks/gpu/build.sh $$python ON $(GPU_ARCHS) \
 		&& $$python -m benchmarks.gpu.facts --versions --extension \
 		&& $$python -m benchmarks.gpu.names \
-		&& $$python -m pytest -q -m gpu --collect-only -p no:cacheprovider tests/ops/test_ops_*.py tests/ops/test_triton_*.py tests/gpu/test_gpu_*.py
+		&& $$python -m pytest -q -m gpu --collect-only -p no:cacheprovider tests/ops tests/gpu
+
+# The check of a GPU without one, in the tree that gpu-build made: every step on small sizes, with the kernels
+# emulated or interpreted. PART=A, B or C for one part; the archive and the summary are in build/gpu-rehearsal.
+gpu-rehearsal: gpu-build
+	cmake --build $(GPU_TREE)/build/gpu-ON --target diloco_emulated
+	PYTHON=$(abspath $(GPU_VENV))/bin/python $(GPU_TREE)/benchmarks/gpu_check.sh --rehearse build/gpu-rehearsal $(PART)
 
 # Seven trainings compared on this machine; QUICK=1 for short ones, ARGS for options.
 demo: setup

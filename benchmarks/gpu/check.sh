@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Proves on one NVIDIA GPU what tests without one cannot:
 #
-#     benchmarks/gpu_check.sh OUT [A|B|C]
+#     benchmarks/gpu_check.sh [--rehearse] OUT [A|B|C]
 #
 # in three parts, each at most nine minutes long and complete by itself; without a letter, in turn:
 #
@@ -16,11 +16,20 @@
 # and hypothesis, and the extension, which benchmarks/gpu/build.sh builds in minutes; make gpu-build
 # builds the extension on a machine without a GPU. Without CUDA's kernels in the extension Triton
 # serves the operators, and what needs CUDA's kernels is left out.
+#
+# With --rehearse the same steps run without a GPU, on small sizes: kernels in CUDA are emulated,
+# Triton's are interpreted, gloo stands for NCCL, and the profilers' programs run without a profiler.
+# make gpu-rehearsal builds what a rehearsal needs. steps.txt has the limits and measured times of both.
 set -uo pipefail
 usage() {
-    echo "usage: benchmarks/gpu_check.sh OUT [A|B|C]" >&2
+    echo "usage: benchmarks/gpu_check.sh [--rehearse] OUT [A|B|C]" >&2
     exit 2
 }
+is_rehearsal=false
+if [ "${1:-}" = --rehearse ]; then
+    is_rehearsal=true
+    shift
+fi
 [ $# -eq 1 ] || [ $# -eq 2 ] || usage
 case "${2:-}" in A | B | C) parts=$2 ;; "") parts="A B C" ;; *) usage ;; esac
 mkdir -p "$1" || exit 2
@@ -33,6 +42,7 @@ trap 'rm -rf "$work"' EXIT
 [ -f "$out/all.tgz" ] && tar -xzf "$out/all.tgz" -C "$work"
 
 PART_SECONDS=540
+$is_rehearsal && PART_SECONDS=1200
 GRACE=2           # for a step that ignores the first signal
 MOST_BYTES=$((15 << 20)) # of the archive; traces are left out of one that would be larger
 begun=$SECONDS    # of the part
@@ -52,17 +62,30 @@ publish() {
     cp "$work/summary.txt" "$out/summary.txt"
 }
 
+# The limit of each step, and what a rehearsal adds to its command.
+declare -A limits options
+while read -r _ name there _ here _ more; do
+    limits[$name]=$there
+    if $is_rehearsal; then
+        limits[$name]=$here
+        options[$name]=$more
+    fi
+done < <(grep -v '^#' benchmarks/gpu/steps.txt)
+
 # note NAME STATUS SECONDS LIMIT REASON
 note() {
-    printf '{"part": "%s", "step": "%s", "status": %s, "seconds": %s, "limit": %s, "reason": "%s"}\n' \
-        "$part" "$@" >>"$work/steps.jsonl"
+    printf '{"part": "%s", "step": "%s", "status": %s, "seconds": %s, "limit": %s, "reason": "%s", "is_rehearsal": %s}\n' \
+        "$part" "$@" "$is_rehearsal" >>"$work/steps.jsonl"
     publish
 }
 
-# step NAME SECONDS COMMAND...: runs it under its own limit and notes how it ended.
+# step NAME COMMAND...: runs a command under the limit of that step and notes how the step ended.
 step() {
-    local name=$1 limit=$2 begin=$SECONDS status
-    shift 2
+    local name=$1 begin=$SECONDS status more
+    local limit=${limits[$name]}
+    read -ra more <<<"${options[$name]:-}"
+    shift
+    set -- "$@" "${more[@]}"
     local left=$((PART_SECONDS - GRACE - (SECONDS - begun)))
     [ "$limit" -le "$left" ] || limit=$left
     if [ "$limit" -lt 1 ]; then
@@ -81,76 +104,98 @@ skip() {
     note "$1" null 0 0 "$2"
 }
 
+# What runs the operators: a device, or their emulation.
+operate=("$python" -m)
+$is_rehearsal && operate=("$python" -m benchmarks.gpu.rehearse)
+
 # prepare: a Python with torch, the extension, and a device that answers, or status 1.
 prepare() {
     # The first import of torch on a machine reads gigabytes from its disk.
-    step versions 60 "$python" -m benchmarks.gpu.facts --versions
-    step extension 30 "$python" -m benchmarks.gpu.facts --extension
+    step versions "$python" -m benchmarks.gpu.facts --versions
+    step extension "$python" -m benchmarks.gpu.facts --extension
     # An import that took too long says nothing about the extension.
     [ $? -ne 1 ] || return
     impl=cuda
-    grep -q '"impls": \["triton"\]' "$work/extension.log" && impl=triton
-    step first_call 20 "$python" -m benchmarks.gpu.facts --first-call
+    if grep -q '"impls": \["triton"\]' "$work/extension.log"; then
+        impl=triton
+        skip cuda_kernels "the extension has none: Triton serves all operators"
+    fi
+    step first_call "$python" -m benchmarks.gpu.facts --first-call
 }
 
 # sources of the operators' tests
-operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,digest,digest_errors}.py
+operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,windows,digest,digest_errors}.py
     tests/ops/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py
     tests/ops/test_{rotated,triton_rotated,sparse,sparse_examples,triton_sparse,cuda_sparse}.py)
 
 part_A() {
     prepare || return
-    step bars 60 "$python" -m benchmarks.operators.kernels_gpu --check --impl "$impl" --no-compile \
+    step bars "${operate[@]}" benchmarks.operators.kernels_gpu --check --impl "$impl" --no-compile \
         --wires int8,int4 --json "$work/bars.json"
-    if command -v ncu >/dev/null; then
-        step ncu_send 45 benchmarks/gpu/ncu.sh "$python" send "$impl" "$work" encode reduce
-        step ncu_apply 45 benchmarks/gpu/ncu.sh "$python" apply "$impl" "$work" outer_step decode
+    if $is_rehearsal; then
+        step ncu_send "${operate[@]}" benchmarks.gpu.profile encode reduce --impl "$impl"
+        step ncu_apply "${operate[@]}" benchmarks.gpu.profile outer_step decode --impl "$impl"
+    elif command -v ncu >/dev/null; then
+        step ncu_send benchmarks/gpu/ncu.sh "$python" send "$impl" "$work" encode reduce
+        step ncu_apply benchmarks/gpu/ncu.sh "$python" apply "$impl" "$work" outer_step decode
     else
         skip ncu "ncu is not on PATH"
     fi
-    step forked_call 20 "$python" -m benchmarks.gpu.facts --forked-call
+    step forked_call "$python" -m benchmarks.gpu.facts --forked-call
     if [ "$impl" = cuda ]; then
-        step cuda_tests 90 "$python" -m benchmarks.gpu.run_tests --processes 12 --select "not triton" \
+        step cuda_tests "$python" -m benchmarks.gpu.run_tests --processes 12 --select "not triton" \
             --logs "$work/cuda_tests" "${operators[@]}"
-    else
-        skip cuda_tests "the extension has no CUDA kernels"
     fi
-    step large 60 "$python" -m benchmarks.gpu.large
+    step large "${operate[@]}" benchmarks.gpu.large
 }
 
 part_B() {
     prepare || return
-    step triton_tests 150 "$python" -m benchmarks.gpu.run_tests --processes 14 --select triton \
+    step triton_tests "$python" -m benchmarks.gpu.run_tests --processes 14 --select triton \
         --logs "$work/triton_tests" "${operators[@]}"
-    step kernels 168 "$python" -m benchmarks.operators.kernels_gpu --check --jobs 14 \
+    step kernels "${operate[@]}" benchmarks.operators.kernels_gpu --check --jobs 14 \
         --json "$work/kernels.json"
-    step offload 60 "$python" -m benchmarks.gpu.offload
+    step offload "$python" -m benchmarks.gpu.offload
 }
 
 part_C() {
     prepare || return
     # Two ranks of NCCL on one GPU are refused unless they seem to be on two hosts. Where they are
     # refused all the same, that alone stays unproven.
-    step nccl_two_ranks 25 "$python" -m benchmarks.gpu.nccl_probe
+    step nccl_two_ranks "$python" -m benchmarks.gpu.nccl_probe
     if [ $? -eq 0 ]; then ranks=2; else ranks=1; fi
     export DILOCO_TEST_NCCL_RANKS=$ranks NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
-    step engine_tests 60 "$python" -m benchmarks.gpu.run_tests --processes 3 \
-        --logs "$work/engine_tests" tests/gpu/test_gpu_{engine,streams,sharded}.py
-    step trace 60 "$python" -m benchmarks.gpu.trace --device cuda --least_hidden 95 \
+    step engine_tests "$python" -m benchmarks.gpu.run_tests --processes 3 \
+        --logs "$work/engine_tests" tests/gpu/test_gpu_{engine,streams,sharded,order}.py
+    step trace "$python" -m benchmarks.gpu.trace --device cuda --least_hidden 95 \
         --json "$work/trace.json" --trace "$work/trace-events.json.gz"
-    step trace_nccl 60 "$python" -m benchmarks.gpu.trace --device cuda --backend nccl \
+    step trace_nccl "$python" -m benchmarks.gpu.trace --device cuda --backend nccl \
         --replicas "$ranks" --json "$work/trace_nccl.json" --trace "$work/trace_nccl-events.json.gz"
-    step training 80 "$python" -m benchmarks.gpu.training --device cuda --json "$work/training.json"
+    step training "$python" -m benchmarks.gpu.training --device cuda --json "$work/training.json"
     # After all that is timed: these tests stop and kill processes which have the device busy.
-    step group_tests 50 "$python" -m benchmarks.gpu.run_tests --processes 3 \
+    step group_tests "$python" -m benchmarks.gpu.run_tests --processes 3 \
         --logs "$work/group_tests" tests/gpu/test_gpu_{group,graphs,nonfinite,stopped}.py
+    if $is_rehearsal; then
+        step sanitizers "$python" -m benchmarks.gpu.operators
+        return
+    fi
     sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
-    step sanitizers 45 benchmarks/gpu/sanitize.sh "$sanitizer" "$python" "$work"
+    step sanitizers benchmarks/gpu/sanitize.sh "$sanitizer" "$python" "$work"
 }
 
+# A rehearsal and a run on a GPU do not share an archive.
+other=true
+$is_rehearsal && other=false
+if [ -f "$work/steps.jsonl" ] && grep -q "\"is_rehearsal\": $other" "$work/steps.jsonl"; then
+    echo "$out has the archive of a $($other && echo rehearsal || echo "run on a GPU"): give another folder" >&2
+    exit 2
+fi
 # Figures and steps of an earlier run of the same part are not this run's.
 for part in $parts; do
     [ -f "$work/steps.jsonl" ] && sed -i "/^{\"part\": \"$part\"/d" "$work/steps.jsonl"
+    while read -r parts_of name _; do
+        case $parts_of in "$part") rm -f "$work/$name.json" "$work/$name.log" ;; esac
+    done < <(grep -v '^#' benchmarks/gpu/steps.txt)
 done
 for part in $parts; do
     begun=$SECONDS

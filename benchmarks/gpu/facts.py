@@ -1,6 +1,7 @@
 """Say what a GPU check runs on, and make the first call to the device.
 
-python -m benchmarks.gpu.facts --versions | --extension | --first-call | --forked-call
+python -m benchmarks.gpu.facts --versions | --extension
+python -m benchmarks.gpu.facts --first-call | --forked-call [--device cpu]
 """
 
 from __future__ import annotations
@@ -49,12 +50,15 @@ def versions() -> dict[str, Any]:
     return facts
 
 
-def first_call() -> dict[str, Any]:
+def first_call(device: str = "cuda") -> dict[str, Any]:
     """Compute something on the device; what it is.
 
     Raises:
         RuntimeError: If there is none, or this torch cannot use it.
     """
+    if device == "cpu":
+        assert torch.arange(10).sum().item() == 45
+        return {"device": "none: this is a rehearsal"}
     if not torch.cuda.is_available():
         raise RuntimeError(
             "no CUDA device: torch "
@@ -89,7 +93,7 @@ def extension() -> dict[str, Any]:
     return {"impls": impls}
 
 
-def forked_call() -> dict[str, Any]:
+def forked_call(device: str = "cuda") -> dict[str, Any]:
     """Make the first call in a process forked after the imports, as the tests' workers are.
 
     Raises:
@@ -102,7 +106,7 @@ def forked_call() -> dict[str, Any]:
     if child == 0:
         status = 1
         try:
-            first_call()
+            first_call(device)
             status = 0
         except RuntimeError as error:
             print(error)
@@ -120,12 +124,17 @@ def main() -> int:
     calls = {
         "versions": (versions, "no call to a device"),
         "extension": (extension, "status 1 unless the extension loads"),
-        "first-call": (first_call, "use the device once"),
-        "forked-call": (forked_call, "use the device once, in a child process"),
+        "first-call": (lambda: first_call(args.device), "use the device once"),
+        "forked-call": (
+            lambda: forked_call(args.device),
+            "use the device once, in a child process",
+        ),
     }
     for name, (_, text) in calls.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
-    wanted = vars(parser.parse_args())
+    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
+    args = parser.parse_args()
+    wanted = vars(args)
     facts: dict[str, Any] = {}
     try:
         for name, (call, _) in calls.items():

@@ -1,10 +1,11 @@
-"""Run the operators on fragments of more than 2^31 elements, and compare windows with the CPU.
+"""Run operators on fragments of more than 2^31 elements, and compare windows with the CPU.
 
     python -m benchmarks.gpu.large [--device cuda] [--size 2200M] [--impl cuda,triton]
 
-An index that is cut to 32 bits shows only there. The windows are the runs of a payload: the first,
-the ones around element 2^31, and the last. Their bytes must be the CPU's, which computes the same
-windows and touches no other memory. Status 1 if a byte differs.
+A signed index of 32 bits shows only there. Run are encode, decode, the outer step with Nesterov,
+merge, norms and digest, on one aligned fp32 tensor, and reduce in a bounded grid. The windows are
+the runs of a payload: the first, the ones around element 2^31, and the last. Their bytes must be
+the CPU's, which computes the same windows and touches no other memory. Status 1 if a byte differs.
 """
 
 from __future__ import annotations
@@ -121,7 +122,38 @@ def compare_plain(
     ops.digest(params[half:], parts, half // 2, impl=impl)
     if not torch.equal(sums, parts):
         wrong.append("digest: the sums of two halves are not the sums of the whole")
-    return wrong
+    return wrong + compare_bounded(outer, impl)
+
+
+def compare_bounded(values: Tensor, impl: str) -> list[str]:
+    """Sum two runs in a grid as large as the work and in a bounded one; the outputs that differ.
+
+    The runs are so large that each warp of the CUDA kernel takes several tiles at a time.
+    """
+    count = min(values.numel() // 4096 * 2048, 1 << 25)
+    form: Any = (count, "int8", 256)
+    size = WireFormat("int8").run_bytes(count)
+    received = torch.zeros(2 * size, dtype=torch.uint8, device=values.device)
+    for i in range(2):
+        part = values[i * count : (i + 1) * count].clone()
+        part[count // 3] = float("nan")
+        ops.encode(None, [part], received[i * size :][:size], 0, count, *form, impl=impl)
+    outputs = []
+    for max_blocks in (0, 99):
+        result = torch.zeros_like(received[:size])
+        residual = torch.full((count,), 1e-3, device=values.device)
+        bad = torch.zeros(1, dtype=torch.int64, device=values.device)
+        ops.reduce(
+            received, result, [0.5, 0.5], count, *form, residual=residual, new_residual=residual,
+            nonfinite=bad, max_blocks=max_blocks, impl=impl,
+        )  # fmt: skip
+        outputs.append((result, residual.view(torch.int32), bad))
+    names = ("result", "residual", "number of bad elements")
+    return [
+        f"{name} of a bounded reduce"
+        for name, a, b in zip(names, *outputs, strict=True)
+        if not torch.equal(a, b)
+    ]
 
 
 def main() -> int:

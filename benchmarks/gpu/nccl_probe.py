@@ -1,12 +1,13 @@
 """Try two NCCL ranks on one GPU: each takes a NCCL_HOSTID of its own, as if on its own host.
 
-    python -m benchmarks.gpu.nccl_probe
+    python -m benchmarks.gpu.nccl_probe [--backend gloo]
 
 Ends with status 0 when an all_to_all and an all_gather of the two gave the right bytes.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from datetime import timedelta
@@ -18,37 +19,42 @@ from benchmarks.support import common
 from diloco_comm.tools.common import workers
 
 
-def probe() -> None:
+def probe(backend: str) -> None:
     # A rank whose launcher was ended by a time limit would hold the device.
     workers.die_with_launcher()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["NCCL_HOSTID"] = f"diloco-{rank}"
-    torch.cuda.set_device(0)
-    dist.init_process_group(
-        "nccl", rank=rank, world_size=world, timeout=timedelta(seconds=20), device_id=0
-    )
-    given = torch.arange(world * 1024, device="cuda") + 10_000 * rank
+    options = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=20)}
+    device = "cpu"
+    if backend == "nccl":
+        torch.cuda.set_device(0)
+        device, options["device_id"] = "cuda", 0
+    dist.init_process_group(backend, **options)
+    given = torch.arange(world * 1024, device=device) + 10_000 * rank
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given)
     expected = [torch.arange(1024) + 1024 * rank + 10_000 * peer for peer in range(world)]
     assert torch.equal(taken.cpu(), torch.cat(expected))
-    rows = torch.empty(world, 1024, dtype=given.dtype, device="cuda")
+    rows = torch.empty(world, 1024, dtype=given.dtype, device=device)
     dist.all_gather_into_tensor(rows, given[:1024])
     assert rows[:, 0].tolist() == [10_000 * peer for peer in range(world)]
     dist.destroy_process_group()
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="nccl", help="nccl (default), or gloo without a GPU")
+    backend = parser.parse_args().backend
     if common.is_worker():
-        probe()
+        probe(backend)
         return 0
     env = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
     try:
         common.run_workers(common.same_command(), 2, env=env, timeout_s=15.0)
     except RuntimeError as error:
-        print(f"two NCCL ranks on one GPU: refused ({error})")
+        print(f"two ranks of {backend}: refused ({error})")
         return 1
-    print("two NCCL ranks on one GPU: they work")
+    print(f"two ranks of {backend}: they work")
     return 0
 
 

@@ -86,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--processes", type=int, default=8)
     add("--select", default="", metavar="EXPR", help="pytest's -k")
     add("--mark", default="gpu", help="marker of the tests (default: gpu)")
+    add("--rehearse", action="store_true", help="the same tests without a GPU, on its stand-ins")
     args = parser.parse_args(arguments)
+    if args.rehearse:
+        args.mark, args.processes = "not gpu and not nightly", os.cpu_count() or 1
     args.logs.mkdir(parents=True, exist_ok=True)
     # ``timeout`` ends the whole process group: the tests end, and this process tells what they did.
     signal.signal(signal.SIGTERM, lambda number, frame: None)

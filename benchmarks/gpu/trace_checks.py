@@ -132,7 +132,9 @@ def hidden_fraction(events: Sequence[Event], seconds: dict[tuple[int, int], floa
     kernels of the other wait.
     """
     waits = [one for one in our_ranges(events) if one.stage == "wait"]
-    total = 1e6 * sum(seconds.values())
+    # Exchanges that no step of the trace waits for say nothing, such as those before the trace.
+    waited_for = {(one.fragment, one.round) for one in waits}
+    total = 1e6 * sum(length for name, length in seconds.items() if name in waited_for)
     return 1.0 - sum(one.end - one.begin for one in waits) / total if total else float("nan")
 
 

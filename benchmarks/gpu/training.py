@@ -38,7 +38,7 @@ def train(args: argparse.Namespace, rank: int, world: int, with_diloco: bool) ->
             wire="int4",
             overlap=Eager(),
             outer=Nesterov(lr=0.7, momentum=0.9),
-            backend="gloo",
+            link="gloo",
         )
     dist.barrier()
     run = trainer.train(args.iters, args.warmup_iters, diloco)

@@ -10,7 +10,7 @@ namespace diloco::cuda {
 namespace {
 
 // outs = sum_i c_i decode(payload_i). Reads n + n / 128 bytes a term (int8, blocks of 256), writes
-// 4n (fp32). One warp per eight tiles.
+// 4n (fp32). A warp takes eight tiles at most.
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads, 5)
     decode_kernel(const __grid_constant__ DecodeArgs args) {

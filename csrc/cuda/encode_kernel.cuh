@@ -17,8 +17,8 @@ constexpr int kEncodeBlocks = kQuads == 2   ? 7
 // x = outer - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;
 // code = round(x / scale), by blocks.
 // int8, blocks of 256, fp32 parameters: encode reads 8n bytes, reduce W (n + n / 128); both write
-// n + n / 128; error feedback reads and writes 4n more each. One warp per 16 tiles
-// (reduce: 4), or for reduce within the caller's bound.
+// n + n / 128; error feedback reads and writes 4n more each. A warp takes 16 tiles at most
+// (reduce: 4), for reduce within the caller's bound.
 template <Format kFormat, bool kStochastic, int kQuads, class Args>
 __global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads, kStochastic>)
     encode_kernel(const __grid_constant__ Args args) {

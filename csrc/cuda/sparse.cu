@@ -1,5 +1,5 @@
-// The kernels of the sparse formats: a CTA of 256 threads a block of 4096 elements, in a grid that
-// fills the device, or for reduce within the caller's bound. One kernel serves all of them.
+// The kernels of the sparse formats: a CTA of 256 threads for each block of 4096 elements, for
+// reduce within the caller's bound. One kernel serves all formats.
 #include "cuda/launch.cuh"
 #include "cuda/sparse_encode.h"
 #include "cuda/sparse_step.h"

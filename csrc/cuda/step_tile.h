@@ -1,5 +1,5 @@
-// One tile of the outer step, of decode and of merge: no lane needs another's values, so tiles are
-// half as large as those of encode and hold more arrays.
+// One tile of the outer step, of decode and of merge: no lane needs another's values, so a tile
+// of any size may hold parts of blocks.
 #pragma once
 
 #include "codec/step_rule.h"

@@ -137,15 +137,16 @@ int64_t window_begin(int64_t outer_begin) {
     return std::clamp<int64_t>(outer_begin, 0, kMaxElements);
 }
 
-// `outer` holds elements [outer_begin, outer_begin + its size) of the fragment: whole runs, or up
-// to its end.
+// `outer` holds elements [outer_begin, outer_begin + its size) of the fragment, among them
+// [begin, end).
 void check_window(c10::Device device, const codec::RunLayout& layout, const Tensor& outer,
                   int64_t outer_begin, int64_t begin, int64_t end, int64_t num_elements) {
     check_flat(device, "outer", outer, at::kFloat);
     const bool is_inside =
         0 <= outer_begin && outer_begin <= begin && outer_begin % layout.run_elements == 0 &&
         end - outer_begin <= outer.numel() && outer.numel() <= num_elements - outer_begin;
-    TORCH_CHECK_VALUE(is_inside || outer_begin != 0, "outer must have ", num_elements,
+    const bool is_whole = outer_begin == 0 && begin == 0 && end == num_elements;
+    TORCH_CHECK_VALUE(is_inside || !is_whole, "outer must have ", num_elements,
                       " elements like the fragment, got ", outer.numel());
     TORCH_CHECK_VALUE(is_inside, "outer of ", outer.numel(),
                       " elements from outer_begin=", outer_begin, " must hold [begin, end) = [",

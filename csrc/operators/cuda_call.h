@@ -53,7 +53,7 @@ class Call {
         queue_ = {device.index(), current_stream(device)};
     }
 
-    // For a kernel of at most `max_blocks` blocks; 0: of as many as the device runs at a time.
+    // For a kernel of at most `max_blocks` blocks; 0: of as many as there is work for.
     cuda::Queue queue(int64_t max_blocks = 0) const {
         cuda::Queue queue = queue_;
         queue.max_blocks = max_blocks;

@@ -5,9 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from .memory import CPU, current
 
 
 class Finisher:
@@ -22,16 +25,27 @@ class Finisher:
         self._ends: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def finish(self, end: Callable[[], Any]) -> torch.futures.Future[Any]:
+    def finish(
+        self, end: Callable[[], Any], device: torch.device = CPU
+    ) -> torch.futures.Future[Any]:
         """Return a future with the result or the exception of ``end()``.
 
         C++ code does not see the exception of this future: give C++ code ``for_native(future)``.
+
+        Args:
+            device: The device, with an index, on which ``end`` writes. On a device with streams
+                ``end`` runs on the stream that is current now, and the stream of a thread that
+                waits for the future waits for what ``end`` enqueued.
         """
+        on_stream: AbstractContextManager[Any] = nullcontext()
         future: torch.futures.Future[Any] = torch.futures.Future()
+        if device.type != "cpu":
+            on_stream = current(torch.accelerator.current_stream(device))
+            future = torch.futures.Future(devices=[device])
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="diloco_comm", daemon=True)
             self._thread.start()
-        self._ends.put(lambda: _settle(future, end))
+        self._ends.put(lambda: _settle(future, end, on_stream))
         return future
 
     def close(self) -> None:
@@ -51,11 +65,15 @@ def for_native(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
     return future.then(lambda done: done.value())
 
 
-def _settle(future: torch.futures.Future[Any], end: Callable[[], Any]) -> None:
+def _settle(
+    future: torch.futures.Future[Any],
+    end: Callable[[], Any],
+    on_stream: AbstractContextManager[Any],
+) -> None:
     try:
-        result = end()
+        with on_stream:
+            future.set_result(end())
     # The top of a thread: the future raises the error in the thread that waits.
     except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        if not future.done():
+            future.set_exception(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,6 +156,21 @@ class Payload:
             torch.zeros(1, dtype=torch.int64, device=device),
             page_locked(1, torch.int64),
         )
+
+
+@contextmanager
+def current(stream: torch.Stream) -> Iterator[None]:
+    """Make a stream the current one, and its device; then both as before."""
+    module = torch.get_device_module(stream.device)
+    device = module.current_device()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        # Streams are set together with their device, which need not be the caller's.
+        module.set_device(device)
 
 
 def device_of(tensors: list[Tensor]) -> torch.device:

@@ -160,4 +160,4 @@ def quantized_allreduce_hook(
     If the exchange fails (a dead peer, values that are not finite), ``backward()`` raises.
     """
     work = state.start(bucket)
-    return for_native(state.finisher.finish(work.wait))
+    return for_native(state.finisher.finish(work.wait, bucket.buffer().device))

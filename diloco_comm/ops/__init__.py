@@ -116,7 +116,7 @@ def reduce(
         index_begin: Index in the fragment of the run's first element (for stochastic rounding).
         residual, new_residual: 1-D fp32 or bf16 [num_elements], as in ``encode``.
         max_blocks: Most thread blocks of the kernel's grid on a GPU, so that kernels on other
-            streams have room; 0: as many as the device runs at a time. The bytes are the same.
+            streams have room; 0: as many as there is work for. The bytes are the same.
             Implementations on the CPU ignore the bound.
 
     The other arguments and the errors are those of ``encode``.

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from ..base.memory import CPU, Reading, page_locked, rounded_norm
-from ..exchange.nccl.sending import current
+from ..base.memory import CPU, Reading, current, page_locked, rounded_norm
 from ..methods.overlap import Overlap
 from ..replica.workers import ReplicaWorkers
 from .synced import SyncedPart

@@ -130,6 +130,9 @@ def test_the_bars(kernels: ModuleType, changes: dict[str, Any], holds: list[bool
         ({"operator": "outer_step", "layout": "mixed", "compile_ratio": 1.0, "host_us": None},
          [False, True, False]),
         ({"operator": "reduce of 4", "wire": "int4", "share_percent": 33.0}, [True]),
+        # Worse than the reason explains.
+        ({"operator": "reduce of 4", "wire": "int4", "share_percent": 10.0}, [False]),
+        ({"operator": "decode", "share_percent": 5.0, "eager_ratio": None}, [False]),
         ({"operator": "merge", "eager_ratio": None}, [False]),
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 import diloco_comm
 from diloco_comm import ops
 from diloco_comm.base.errors import PeerLeft
-from diloco_comm.exchange.nccl.sending import current
+from diloco_comm.base.memory import current
 from diloco_comm.ops import offload
 from diloco_comm.ops.wire import Layout, WireFormat
 

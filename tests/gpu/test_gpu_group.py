@@ -20,10 +20,9 @@ from test_gpu_streams import on_streams, use_streams
 
 from diloco_comm import _C, ops
 from diloco_comm.base.errors import SyncError
-from diloco_comm.base.memory import GIVEN_UP, Ballot
+from diloco_comm.base.memory import GIVEN_UP, Ballot, current
 from diloco_comm.exchange.nccl import group as nccl_group
 from diloco_comm.exchange.nccl import streams
-from diloco_comm.exchange.nccl.sending import current
 from diloco_comm.exchange.nccl.streams import StreamDriver
 
 # Of torch's pool; a device has as many of them.

@@ -16,6 +16,8 @@ from problems import equal
 from test_gpu_streams import on_streams, use_streams
 
 import diloco_comm
+from diloco_comm.base.futures import Finisher, for_native
+from diloco_comm.base.memory import current
 from diloco_comm.exchange.nccl.sending import Sending
 from diloco_comm.ops import offload
 
@@ -180,3 +182,37 @@ def test_offloaded_chunks_come_and_go_behind_the_steps(replicas, stand_in) -> No
         assert not after(steps[k + 1], stores[k])
     for k in range(len(steps) - 2):
         assert after(loads[k + 2], stores[k])
+
+
+def finished_on_a_side_stream(rank: int, world: int, name: str, library: str) -> list[Any]:
+    """Write a tensor before, in and after a function that a thread calls; one value, one device."""
+    here = devices.use(name, library, 1 if name == "lagging" else 0)
+    tensor = torch.zeros(1 << 22, device=here)
+    finisher, side = Finisher(), torch.Stream(here)
+    torch.accelerator.synchronize()
+    found = []
+
+    def end() -> torch.Tensor:
+        found.append(torch.accelerator.current_device_index())
+        return tensor.mul_(3.0)
+
+    torch.accelerator.set_device_index(here.index)
+    for _ in range(20):
+        tensor.zero_()
+        side.wait_stream(torch.accelerator.current_stream(here))
+        with current(side):
+            tensor.add_(1.0)
+            future = for_native(finisher.finish(end, here))
+        future.wait()
+        tensor.add_(1.0)
+        found.append(tensor.unique().tolist())
+    finisher.close()
+    return [here.index, found]
+
+
+@pytest.mark.parametrize("name", devices.DEVICES)
+def test_the_end_of_an_exchange_runs_on_the_stream_of_its_begin(
+    name: str, replicas, stand_in
+) -> None:
+    ((index, found),) = replicas(1).run(finished_on_a_side_stream, name, stand_in)
+    assert found == [index, [4.0]] * 20

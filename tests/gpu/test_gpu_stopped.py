@@ -22,8 +22,8 @@ from workers import Pool
 
 from diloco_comm import Eager
 from diloco_comm.base.errors import SyncError
+from diloco_comm.base.memory import current
 from diloco_comm.exchange.nccl import member
-from diloco_comm.exchange.nccl.sending import current
 from diloco_comm.exchange.nccl.streams import StreamDriver
 
 SUSPECT_S = 2.0

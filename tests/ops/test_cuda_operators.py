@@ -50,7 +50,7 @@ def test_reduce_of_many_ranks(impl: str, wire: str) -> None:
 @pytest.mark.parametrize("wire", ELEMENT_WIRES)
 @pytest.mark.parametrize("max_blocks", [1, 2, 3, 1000])
 def test_a_bounded_grid_of_reduce(impl: str, wire: str, max_blocks: int) -> None:
-    """Each warp, four a block, takes several of the 41 tiles; the last tile is cut short."""
+    """Each warp, four a block, takes several tiles; the last tile is cut short."""
     form, count = WireFormat(wire, 256), 40 * 1024 + 301
     received = reducing.received_runs(3, count, form, "bad", 5)
     options = {

@@ -245,8 +245,7 @@ void Engine::loop() {
 void Engine::run(const JobPtr& job) {
     // Events leave the thread's device as they found it. In a new thread that is device 0, and the
     // driver would make a context there for a replica that is on another device.
-    const c10::OptionalDeviceGuard device(
-        job->staging ? std::optional(job->staging->queue->device()) : std::nullopt);
+    c10::OptionalDeviceGuard device;
     const auto begin = Clock::now();
     const int64_t faults = minor_faults();
     at::Tensor staging;  // outlives the session, whose messages are received into it
@@ -269,6 +268,7 @@ void Engine::run(const JobPtr& job) {
     failure = Failure();
     failure.kind = "SyncError";
     try {
+        if (job->staging) device.reset_device(job->staging->queue->device());
         if (job->lost) throw std::runtime_error(job->lost->reason);
         session->run(*job, staging);
         job->seconds["total"] = seconds_since(begin);

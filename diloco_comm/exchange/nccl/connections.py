@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ... import _C
 from ...base.errors import SyncError
-from ...base.memory import GIVEN_UP, page_locked
+from ...base.memory import GIVEN_UP, current, page_locked
 from .group import HelperThread
-from .sending import current
 
 # Bytes of the collectives that make the connections: a chunk of the default size (``buffers``).
 # NCCL chooses the way of a collective by its size, and connects each way at its first use.

@@ -6,28 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ... import _C
 from ...ops.offload import chunks_of
 from ...ops.wire import Layout
 from ..headers import shares
-
-
-@contextmanager
-def current(stream: torch.Stream) -> Iterator[None]:
-    """Make a stream the current one, and its device; then both as before."""
-    module = torch.get_device_module(stream.device)
-    device = module.current_device()
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        # Streams are set together with their device, which need not be the caller's.
-        module.set_device(device)
 
 
 @dataclass

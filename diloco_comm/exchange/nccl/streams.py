@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import _C, ops
-from ...base.memory import Ballot, vote_token
+from ...base.memory import Ballot, current, vote_token
 from ...ops.wire import Layout
 from ..buffers import ExchangeBuffers
 from ..round import Round
 from .connections import Connections
-from .sending import Sending, current
+from .sending import Sending
 
 # Kernels on the side stream get three blocks for each four multiprocessors of a device: 99 on an
 # H200, at most one on each of the 132 multiprocessors, where most of the registers stay free for

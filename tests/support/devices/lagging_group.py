@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco_comm.exchange.nccl.sending import current
+from diloco_comm.base.memory import current
 
 # The device may still be in one of them when its group is gone.
 _CALLBACKS: list[Any] = []
