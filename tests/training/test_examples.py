@@ -45,6 +45,29 @@ def test_train_plain_learns(num_replicas: int, tmp_path: Path) -> None:
     assert len(set(hashes)) == 1
 
 
+@pytest.mark.nightly("6 s each; two replicas share", but=["2"])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_nano_diloco_is_the_library_bit_for_bit(num_replicas: int, tmp_path: Path) -> None:
+    """The last round is a part of one: 50 steps, eight a round."""
+    hashes = set()
+    for more in ([], ["--library"]):
+        command = [sys.executable, str(EXAMPLES / "nano_diloco.py"), *more]
+        if num_replicas == 1:
+            output = run(command, tmp_path)
+        else:
+            with (tmp_path / "output").open("w+") as file:
+                preload = ranks.WITH_OPTIMIZER
+                run_workers(command, num_replicas, preload=preload, stdout=file.fileno())
+                file.seek(0)
+                output = file.read()
+        told = re.findall(r"replica [0-2]: (\w{16})", output)
+        assert len(told) == num_replicas
+        hashes |= set(told)
+    assert len(hashes) == 1
+    lines = (EXAMPLES / "nano_diloco.py").read_text().splitlines()
+    assert len(lines) <= 150
+
+
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     readme = EXAMPLES.parent / "README.md"
     (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
