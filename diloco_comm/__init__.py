@@ -33,6 +33,7 @@ from .methods.outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptim
 from .methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
 from .methods.schedules import WarmupCosine
 from .ops.wire import WireFormat
+from .options import Link, NonFinite, StorePeers, Wire
 from .rounds.metrics import SyncMetrics, SyncTotals
 from .training.diloco import DiLoCo
 from .training.presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
@@ -68,18 +69,22 @@ __all__ = [
     "HeavyBall",
     "LeftBehind",
     "LighthouseDetector",
+    "Link",
     "Nesterov",
+    "NonFinite",
     "NonFiniteError",
     "OuterOptimizer",
     "Overlap",
     "PeerLeft",
     "ReplicaMismatch",
     "RunEnded",
+    "StorePeers",
     "Streaming",
     "SyncError",
     "SyncMetrics",
     "SyncTotals",
     "WarmupCosine",
+    "Wire",
     "WireFormat",
     "all_reduce",
     "co2",

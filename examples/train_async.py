@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diloco_comm import Wire
 from diloco_comm.asynchronous.worker import AsyncDiLoCo
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -76,8 +77,7 @@ diloco = AsyncDiLoCo(  # this is all
     model,
     optimizer,
     server=options.server,
-    wire=options.wire,
-    error_feedback=True,
+    wire=Wire(options.wire, error_feedback=True),
     on_round=lambda r: print(f"round {r.seq}: {r.steps} steps, staleness {r.staleness}"),
 )
 print(f"validation {validate():.4f} with the parameters of version {diloco.version}", flush=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diloco_comm import DiLoCo, LeftBehind, SyncError
+from diloco_comm import DiLoCo, LeftBehind, StorePeers, SyncError
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--store", required=True)
@@ -55,9 +55,7 @@ diloco = DiLoCo(
     model,
     optimizer,
     sync_every=options.sync_every,
-    store=store,
-    replica=options.replica,
-    members=both,
+    peers=StorePeers(store, replica=options.replica, members=both),
     init="join" if options.join else "broadcast",
 )
 print(f"replica {options.replica}: {list(diloco.members)} at step {diloco.inner_step}", flush=True)

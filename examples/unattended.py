@@ -45,8 +45,8 @@ def tell(happening: Happening) -> None:
         print(happening, flush=True)
 
 
-membership = Elastic(total_steps=options.steps, suspect_after=10, on_event=tell)
-diloco = DiLoCo(model, optimizer, sync_every=options.sync_every, membership=membership)
+peers = Elastic(total_steps=options.steps, suspect_after=10, on_event=tell)
+diloco = DiLoCo(model, optimizer, sync_every=options.sync_every, peers=peers)
 own = diloco.members[diloco.replica_index]
 data = torch.Generator().manual_seed(1 + own)  # data of its own for each replica
 while not diloco.is_done:

@@ -114,7 +114,7 @@ class RunLayout:
         is_run = outer_begin % self.run_elements == 0
         if is_run and 0 <= outer_begin <= begin and end <= last <= num_elements:
             return
-        if outer_begin == 0:
+        if outer_begin == begin == 0 and end == num_elements:
             check_flat_of("outer", outer, num_elements, device)
         raise ValueError(
             f"outer of {outer.numel()} elements from outer_begin={outer_begin} must hold "

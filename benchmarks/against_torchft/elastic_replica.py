@@ -92,7 +92,7 @@ class Ours:
             wire="fp32",
             outer=Nesterov(OUTER_LR, OUTER_MOMENTUM),
             attach=False,
-            membership=Elastic(
+            peers=Elastic(
                 place.coordinator,
                 run="compare",
                 replica=place.replica,

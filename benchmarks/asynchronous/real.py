@@ -42,7 +42,7 @@ from benchmarks.asynchronous.convergence import (
 from benchmarks.asynchronous.methods import METHODS, MOMENTUM, SPEEDS
 from benchmarks.asynchronous.report import recorded_losses
 from benchmarks.support import common
-from diloco_comm import DiLoCo, Nesterov
+from diloco_comm import DiLoCo, Link, Nesterov
 from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
@@ -174,7 +174,7 @@ def train_asynchronous(trainer: Trainer) -> None:
     run = trainer.run
     worker = AsyncDiLoCo(
         trainer.net, trainer.optimizer, server=run.address, name=f"w{trainer.rank}", wire="int8",
-        timeout=60.0, attach=False, on_round=lambda metrics: trainer.note(metrics.steps),
+        link=Link(timeout=60.0), attach=False, on_round=lambda metrics: trainer.note(metrics.steps),
     )  # fmt: skip
     trainer.start()
     while trainer.shared.done.value < run.steps * WORKERS:

@@ -33,7 +33,7 @@ from torch import nn
 
 from benchmarks.asynchronous.floor import Courier, carrying
 from benchmarks.support import common
-from diloco_comm import Adam, Nesterov
+from diloco_comm import Adam, Link, Nesterov
 from diloco_comm.asynchronous.model.rules import DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.model.shared import SharedModel
 from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator, Update
@@ -138,7 +138,7 @@ def worker_main(options: argparse.Namespace) -> None:
         server=options.address,
         wire=options.wire,
         fetch=options.fetch,
-        timeout=100.0,
+        link=Link(timeout=100.0),
         attach=False,
     )
     if options.free:

@@ -101,7 +101,7 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
         sync_every=settings.sync_every,
         wire="fp32",
         outer=SGD(lr=1.0),
-        membership=Elastic(
+        peers=Elastic(
             place.registry,
             run=RUN,
             replica=place.number,

@@ -42,7 +42,7 @@ class DilocoReplica(Replica):
             sync_every=args.sync_every,
             outer=Nesterov(lr=0.7, momentum=0.9),
             wire=args.wire,
-            membership=membership,
+            peers=membership,
             attach=False,
         )
         self.sync = self.diloco.step  # type: ignore[method-assign]

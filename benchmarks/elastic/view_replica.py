@@ -70,7 +70,7 @@ def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings)
         model,
         optimizer,
         sync_every=1,
-        membership=Elastic(
+        peers=Elastic(
             place.registry,
             run="views",
             replica=place.number,

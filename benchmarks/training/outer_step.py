@@ -99,7 +99,7 @@ class DilocoReplica(Replica):
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> Any:
     """Our DiLoCo with the outer optimizer of the baseline; `step` is called by hand."""
-    from diloco_comm import DiLoCo, Nesterov
+    from diloco_comm import DiLoCo, Link, Nesterov
 
     return DiLoCo(
         model,
@@ -107,7 +107,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Na
         sync_every=args.sync_every,
         outer=Nesterov(lr=0.7, momentum=0.9),
         wire=args.wire,
-        lanes=args.lanes,
+        link=Link(lanes=args.lanes),
         impl=args.impl,
         attach=False,
     )

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.exchange import netns
 from benchmarks.support import common
 from benchmarks.training.overlap_report import print_rows, summarize
-from diloco_comm import DiLoCo, Nesterov
+from diloco_comm import DiLoCo, Link, Nesterov
 from diloco_comm.methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
 from diloco_comm.tools.common import ranks
 from diloco_comm.tools.demo.data import Batches, load_corpus
@@ -140,7 +140,7 @@ class LowCommunication(Alone):
             overlap=POLICIES[variant.policy](variant.delay),
             outer=Nesterov(0.4, 0.9),
             wire=variant.wire,
-            lanes=args.lanes,
+            link=Link(lanes=args.lanes),
             init="check",
         )
         if args.gbps:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from enum import Enum
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -26,6 +27,18 @@ _NOT_THE_USERS = frozenset(
         *("transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric"),
     }
 )
+
+
+class Unset(Enum):
+    """The default of an argument whose value None has a meaning of its own."""
+
+    UNSET = "unset"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = Unset.UNSET
 
 
 def integer(name: str, value: Any, least: int | None = None, *, most: int | None = None) -> int:

@@ -81,9 +81,9 @@ def refuse_if_forgotten(environ: Mapping[str, str] | None = None) -> None:
     if number > 1:
         raise RuntimeError(
             f"{launcher} has started {number} processes, but torch.distributed is not initialised "
-            "and neither group, mesh nor store is given, so that each process would train alone: "
-            "call torch.distributed.init_process_group() first (in a trainer: replica_per_process()"
-            "), or give num_replicas=1 if this process is meant to be the only replica"
+            "and peers= is not given, so that each process would train alone: call "
+            "torch.distributed.init_process_group() first (in a trainer: replica_per_process()), "
+            'or give peers="alone" if this process is meant to be the only replica'
         )
 
 

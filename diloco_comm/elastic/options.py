@@ -47,7 +47,7 @@ _registries: dict[tuple[str, str], str] = {}
 
 @dataclass
 class Elastic:
-    """Replicas come and go while the others train on: the argument ``membership=`` of ``DiLoCo``.
+    """Replicas come and go while the others train on: the argument ``peers=`` of ``DiLoCo``.
 
     Every process that names the same registry and run is a replica of the same training. A replica
     that dies is left out after seconds, and no outer step that was applied anywhere is lost. A

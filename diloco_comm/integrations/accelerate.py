@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -23,8 +23,13 @@ from torch import nn
 
 from ..replica import wrappers
 from ..training.diloco import DiLoCo
-from .attaching import Make, check
+from .attaching import Make, check, choices_for
 from .wrapping import refuse_if_alone_in_a_job, refuse_if_spans_replicas
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..training.arguments import Arguments
 
 _REMEDY = (
     "write `replicas = replica_per_process()` (of diloco_comm.integrations.launch) before the "
@@ -38,7 +43,7 @@ def attach(
     optimizer: Any,
     *,
     make: Make = DiLoCo,
-    **arguments: Any,
+    **arguments: Unpack[Arguments],
 ) -> DiLoCo:
     """Attach DiLoCo to a prepared model and optimizer, and save its state with the accelerator's.
 
@@ -58,7 +63,7 @@ def attach(
             inside accelerate's ``find_executable_batch_size``, which begins one replica anew.
         TypeError: For an argument that ``make`` does not have.
     """
-    arguments = check(attach, make, arguments)
+    given = check(attach, make, arguments)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(
             "under DeepSpeed the optimizer steps inside accelerator.backward(), where no hook "
@@ -66,9 +71,10 @@ def attach(
         )
     _refuse_if_restarted()
     _refuse_if_unwrapped(accelerator, model)
-    refuse_if_spans_replicas(model, arguments, _REMEDY)
-    refuse_if_alone_in_a_job(accelerator.num_processes, arguments, _REMEDY)
-    diloco = make(accelerator.unwrap_model(model), optimizer, **arguments)
+    choices = choices_for(make, given)
+    refuse_if_spans_replicas(model, choices, _REMEDY)
+    refuse_if_alone_in_a_job(accelerator.num_processes, choices, _REMEDY)
+    diloco = make(accelerator.unwrap_model(model), optimizer, **given)
     # A prepared loader divides the batches of a replica among its workers.
     diloco._batches_at_once = 1 if accelerator.split_batches else accelerator.num_processes
     accelerator.register_for_checkpointing(diloco)

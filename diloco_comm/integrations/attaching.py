@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..options import DEFAULTS, choices_of, with_defaults
 from ..replica.sharding import is_sharded, local
 from ..rounds.agreement.handshake import check_place
 from ..rounds.agreement.resets import check_on_reset
@@ -52,9 +53,9 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
     base: Any = make
     bound = dict(arguments)
     while isinstance(base, partial):
-        base, bound = base.func, {**base.keywords, **bound}
-    is_ours = base is DiLoCo or getattr(base, "__module__", "") == _PRESETS
-    everything = _named(DiLoCo)
+        base, bound = base.func, with_defaults(base.keywords, bound)
+    is_ours = _is_ours(base)
+    everything = _all_named()
     wanted = _named(make)
     if wanted.pop("**", None) is not None:
         if not is_ours:
@@ -66,7 +67,7 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
             asking = getattr(base, "__name__", type(base).__name__)
             raise TypeError(f"{owner.__name__} needs {name}=, which {asking} asks for")
     if is_ours:
-        given = {**everything, **bound}
+        given = choices_of({**everything, **bound}, owner.__name__)
         check_arguments({**given, "model": nn.Module()})
         check_place(*(given[name] for name in ("store", "replica", "num_replicas", "members")))
         weight_of(given["weight"])
@@ -84,6 +85,25 @@ def with_norms(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
     named = _named(make)
     takes = "norms" in named or ("**" in named and getattr(base, "__module__", "") == _PRESETS)
     return {"norms": True, **arguments} if takes else dict(arguments)
+
+
+def choices_for(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``make`` as ``choices_of`` does."""
+    base: Any = make
+    while isinstance(base, partial):
+        base = base.func
+    return choices_of(arguments, is_ours=_is_ours(base))
+
+
+def _is_ours(base: Any) -> bool:
+    return base is DiLoCo or getattr(base, "__module__", "") == _PRESETS
+
+
+def _all_named() -> dict[str, Any]:
+    """Return the arguments of ``DiLoCo`` and the single choices that they may hold, as defaults."""
+    named = _named(DiLoCo)
+    del named["**"]
+    return {**DEFAULTS, **named}
 
 
 def _named(make: Make) -> dict[str, Any]:
@@ -117,7 +137,7 @@ def check_names(
         owner: The class or function that the user calls.
         wanted: By name; None for the arguments of ``DiLoCo``.
     """
-    wanted = _named(DiLoCo) if wanted is None else wanted
+    wanted = _all_named() if wanted is None else wanted
     for name in arguments:
         if name in wanted:
             continue
@@ -176,21 +196,22 @@ def has_joined(diloco: DiLoCo) -> bool:
 
 
 def with_total_steps(arguments: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
-    """Return arguments whose ``membership`` ends at the trainer's last step, unless it has an end.
+    """Return arguments whose ``Elastic`` ends at the trainer's last step, unless it has an end.
 
     Args:
         num_steps: Of the trainer; below 1 if the trainer does not know.
     """
-    membership = arguments.get("membership")
-    if membership is None or membership.total_steps is not None or num_steps < 1:
+    elastic = choices_of(arguments, is_ours=False)["membership"]
+    if elastic is None or elastic.total_steps is not None or num_steps < 1:
         return dict(arguments)
-    return {**arguments, "membership": replace(membership, total_steps=num_steps)}
+    name = "peers" if arguments.get("membership") is None else "membership"
+    return {**arguments, name: replace(elastic, total_steps=num_steps)}
 
 
 def finish(diloco: DiLoCo) -> None:
     """Share what is left and close, when the trainer has ended.
 
-    With ``membership=`` the others may train on: a flush needs them all, so this replica leaves.
+    With ``Elastic`` the others may train on: a flush needs them all, so this replica leaves.
     """
     trains_on = diloco.view >= 0 and not diloco.is_done
     try:

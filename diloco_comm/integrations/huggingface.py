@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.data_loader import DataLoaderStateMixin
 from torch import nn
@@ -31,6 +31,7 @@ from .attaching import (
     Make,
     attach,
     check,
+    choices_for,
     finish,
     savable,
     state_with_local,
@@ -41,6 +42,11 @@ from .counting import TrainerSteps, leave_schedules, move_schedule
 from .evaluating import CHOICES, Swap, share_best
 from .wrapping import Division, refuse_if_alone_in_a_job, refuse_if_spans_replicas
 from .writers import FIGURES, Figures
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..training.arguments import Arguments
 
 _logger = logging.getLogger(__name__)
 _REMEDY = (
@@ -60,7 +66,7 @@ class DiLoCoCallback(TrainerCallback):
     holds the outer parameters.
 
     All replicas end at the same step: the earliest at which a replica's ``max_steps`` or data end.
-    With ``membership=`` all end at its ``total_steps``, by default the trainer's ``max_steps``. A
+    With ``Elastic`` all end at its ``total_steps``, by default the trainer's ``max_steps``. A
     replica that joins goes on at the group's step: ``trainer.state.global_step`` and the
     learning-rate schedule are moved there.
 
@@ -106,13 +112,14 @@ class DiLoCoCallback(TrainerCallback):
         evaluate: str = "local",
         shard: bool = True,
         figures: str = "main",
-        **arguments: Any,
+        **arguments: Unpack[Arguments],
     ) -> None:
         choice("evaluate", evaluate, CHOICES)
         choice("figures", figures, FIGURES)
-        arguments = with_norms(make, check(DiLoCoCallback, make, arguments))
-        self._make, self._arguments = make, arguments
-        self._division = Division(arguments, is_wanted=flag("shard", shard))
+        self._make = make
+        self._arguments = with_norms(make, check(DiLoCoCallback, make, arguments))
+        self._choices = choices_for(make, self._arguments)
+        self._division = Division(self._choices, is_wanted=flag("shard", shard))
         self._has_loader = False
         self._choice = figures
         self._resume_from = resume_from
@@ -172,8 +179,8 @@ class DiLoCoCallback(TrainerCallback):
         self._trainer, self._loop = _calling_trainer()
         # The argument ``model`` lacks the DDP around the model; the check below needs the DDP.
         wrapped = model if self._trainer is None else self._trainer.model_wrapped
-        refuse_if_spans_replicas(wrapped, self._arguments, _REMEDY)
-        refuse_if_alone_in_a_job(args.world_size, self._arguments, _REMEDY)
+        refuse_if_spans_replicas(wrapped, self._choices, _REMEDY)
+        refuse_if_alone_in_a_job(args.world_size, self._choices, _REMEDY)
         self._detach()
         saved = None
         if state.global_step > 0:
@@ -251,7 +258,7 @@ class DiLoCoCallback(TrainerCallback):
 
     def _agree_on_the_end(self, state: TrainerState) -> None:
         assert self.diloco is not None
-        if self._arguments.get("membership") is not None:
+        if self._choices["membership"] is not None:
             return
         left = self.diloco.agree_on_steps(max(0, state.max_steps - state.global_step))
         end = state.global_step + left

@@ -14,7 +14,7 @@ import logging
 import math
 import sys
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
@@ -30,6 +30,7 @@ from .attaching import (
     Make,
     attach,
     check,
+    choices_for,
     finish,
     state_with_local,
     with_norms,
@@ -39,6 +40,11 @@ from .counting import TrainerSteps, leave_schedules, move_schedule
 from .evaluating import CHOICES, Swap
 from .wrapping import Division, refuse_if_spans_replicas
 from .writers import FIGURES, Figures
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..training.arguments import Arguments
 
 _logger = logging.getLogger(__name__)
 _REMEDY = (
@@ -56,7 +62,7 @@ class DiLoCoCallback(pl.Callback):
     module holds the outer parameters.
 
     All replicas end at the same step: the earliest at which a replica's ``max_steps`` or data end.
-    With ``membership=`` a replica that joins goes on at the group's step: ``trainer.global_step``
+    With ``Elastic`` a replica that joins goes on at the group's step: ``trainer.global_step``
     and the learning-rate schedules are moved there.
 
     Four figures go to the trainer's loggers after each exchange, at the step at which the trainer
@@ -92,13 +98,14 @@ class DiLoCoCallback(pl.Callback):
         evaluate: str = "local",
         shard: bool = True,
         figures: str = "main",
-        **arguments: Any,
+        **arguments: Unpack[Arguments],
     ) -> None:
         choice("evaluate", evaluate, CHOICES)
         choice("figures", figures, FIGURES)
-        arguments = with_norms(make, check(DiLoCoCallback, make, arguments))
-        self._make, self._arguments = make, arguments
-        self._division = Division(arguments, is_wanted=flag("shard", shard))
+        self._make = make
+        self._arguments = with_norms(make, check(DiLoCoCallback, make, arguments))
+        self._choices = choices_for(make, self._arguments)
+        self._division = Division(self._choices, is_wanted=flag("shard", shard))
         self._choice, self._figures = figures, Figures()
         self._is_outer = evaluate == "outer"
         self._saved: dict[str, Any] | None = None
@@ -140,7 +147,7 @@ class DiLoCoCallback(pl.Callback):
         # The strategy's model includes the DDP around the module, if there is one.
         wrapped = trainer.strategy.model
         if isinstance(wrapped, nn.Module):
-            refuse_if_spans_replicas(wrapped, self._arguments, _REMEDY)
+            refuse_if_spans_replicas(wrapped, self._choices, _REMEDY)
         self._detach()
         optimizers = trainer.optimizers
         optimizer = optimizers[0] if len(optimizers) == 1 else optimizers
@@ -180,7 +187,7 @@ class DiLoCoCallback(pl.Callback):
         """Let all replicas end at the step at which the first ends, in Lightning's count."""
         assert self.diloco is not None
         self._last_step = sys.maxsize
-        if self._arguments.get("membership") is not None:
+        if self._choices["membership"] is not None:
             return
         steps: float = trainer.max_steps
         if _data_tell_the_steps(trainer):

@@ -18,21 +18,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..methods.outer import SGD, Nesterov
 from ..methods.overlap import Blocking, Overlap, Streaming
+from ..options import choices_of, with_defaults
 from ..training.diloco import DiLoCo
 from .attaching import check_names, finish
 from .wrapping import refuse_if_spans_replicas
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..training.arguments import Arguments
+
 _REMEDY = (
     "give it a mesh of this replica's own workers and write semi_sync_training(..., "
-    'mesh=mesh["replica"]), or start each replica by a torchrun of its own and write '
-    "semi_sync_training(..., store=...)"
+    'peers=mesh["replica"]), or start each replica by a torchrun of its own and write '
+    "semi_sync_training(..., peers=StorePeers(...))"
 )
 
 # The names that the section may have, with torchtitan's defaults.
@@ -64,7 +70,7 @@ def semi_sync_training(
     ft_manager: Any = None,
     n_layers: int = 0,
     fragment_fn: Any = None,
-    **arguments: Any,
+    **arguments: Unpack[Arguments],
 ) -> Iterator[DiLoCo | None]:
     """Train one of several replicas within the block, if the section enables it.
 
@@ -79,9 +85,9 @@ def semi_sync_training(
             call names it ``optimizer``.
         ft_manager, n_layers, fragment_fn: Without effect. They belong to torchtitan's call, and
             here the section names the fragments.
-        arguments: Further arguments of ``DiLoCo``, which win over the section: ``group``, ``mesh``
-            or ``store``, ``wire``, ``outer``, ``overlap``. With a ``store``, ``replica_id`` and
-            ``group_size`` of the section are this replica's number and the number of replicas.
+        arguments: Further arguments of ``DiLoCo``, which win over the section: ``peers``, ``wire``,
+            ``outer``, ``overlap``. ``StorePeers(store)`` has this replica's number and the number
+            of replicas from ``replica_id`` and ``group_size`` of the section.
 
     ``sync_steps`` has torchtitan's meaning: each fragment is sent every ``sync_steps`` steps, so
     some fragment is sent every ``sync_steps / num_fragments`` steps. ``should_quantize`` selects
@@ -100,9 +106,10 @@ def semi_sync_training(
     if not section["enable"] or section["semi_sync_method"] is None:
         yield None
         return
-    chosen = {**diloco_arguments(section), **_place(section, arguments), **arguments}
+    chosen = with_defaults(diloco_arguments(section), arguments)
+    chosen |= _place(section, choices_of(arguments, "semi_sync_training"))
     whole = _whole(model)
-    refuse_if_spans_replicas(whole, chosen, _REMEDY)
+    refuse_if_spans_replicas(whole, choices_of(chosen), _REMEDY)
     inner = _optimizers(optimizer if optimizers is None else optimizers)
     with DiLoCo(whole, inner, **chosen) as diloco:
         yield diloco
@@ -148,11 +155,14 @@ def _fragments(section: Mapping[str, Any]) -> Any:
     return [[f"{name}.*" for name in names] for names in modules]
 
 
-def _place(section: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this replica's number, and the number of replicas, if a store is given."""
-    if arguments.get("store") is None:
+def _place(section: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the section says of this replica's place on a store, and the program does not."""
+    if choices["store"] is None:
         return {}
-    return {"replica": section["replica_id"], "num_replicas": section["group_size"]}
+    place = {"replica": section["replica_id"]}
+    if choices["members"] is None:
+        place["num_replicas"] = section["group_size"]
+    return {name: value for name, value in place.items() if choices[name] is None}
 
 
 def _read(section: Any) -> dict[str, Any]:

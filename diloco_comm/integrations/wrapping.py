@@ -26,21 +26,21 @@ from ..training.sampler import ElasticSampler, ReplicaSampler, shard_part
 _DIVIDED = "DiLoCoCallback(shard=False) says that the data are divided already"
 
 
-def refuse_if_spans_replicas(model: nn.Module, arguments: Mapping[str, Any], remedy: str) -> None:
+def refuse_if_spans_replicas(model: nn.Module, choices: Mapping[str, Any], remedy: str) -> None:
     """Raise if DDP or FSDP averages gradients over several replicas at every step.
 
     With a store this is a collective call of the workers whose gradients are averaged.
 
     Args:
         model: The model, wrapped by the trainer.
-        arguments: Arguments of ``DiLoCo``.
+        choices: The choices of ``DiLoCo``, as ``choices_of`` returns them.
         remedy: What to write instead, for the error.
 
     Raises:
         ValueError: The message names the ranks and the remedy.
     """
     for wrapper in wrappers.around(model):
-        ranks = _several_replicas(wrapper, arguments)
+        ranks = _several_replicas(wrapper, choices)
         if ranks:
             raise ValueError(
                 f"{wrapper.name} averages gradients over ranks {ranks} at every step, but these "
@@ -48,7 +48,7 @@ def refuse_if_spans_replicas(model: nn.Module, arguments: Mapping[str, Any], rem
             )
 
 
-def refuse_if_alone_in_a_job(num_processes: int, arguments: Mapping[str, Any], remedy: str) -> None:
+def refuse_if_alone_in_a_job(num_processes: int, choices: Mapping[str, Any], remedy: str) -> None:
     """Raise if the trainer knows of one process, in a job of several.
 
     Such a trainer gives all replicas the same data and the same folder. On a CPU this happens to
@@ -56,40 +56,41 @@ def refuse_if_alone_in_a_job(num_processes: int, arguments: Mapping[str, Any], r
 
     Args:
         num_processes: Number of processes that the trainer knows of.
-        arguments: Arguments of ``DiLoCo``. If they name the replicas the check is skipped.
+        choices: The choices of ``DiLoCo``, as ``choices_of`` returns them. If the
+            choices name the replicas the check is skipped.
         remedy: What to write instead, for the error.
 
     Raises:
         ValueError: The message names the remedy.
     """
     named = ("group", "mesh", "store", "num_replicas", "membership")
-    if any(arguments.get(name) is not None for name in named) or not dist.is_initialized():
+    if any(choices.get(name) is not None for name in named) or not dist.is_initialized():
         return
     world = dist.get_world_size()
     if num_processes == 1 and world > 1:
         raise ValueError(
             f"the trainer knows of one process, in a job of {world}: all of them would train on "
-            f"the same data and write the same files: {remedy}, or give DiLoCo the group= of the "
-            "replicas"
+            f"the same data and write the same files: {remedy}, or give DiLoCo the process "
+            "group of the replicas as peers="
         )
 
 
-def _several_replicas(wrapper: Wrapper, arguments: Mapping[str, Any]) -> list[int]:
+def _several_replicas(wrapper: Wrapper, choices: Mapping[str, Any]) -> list[int]:
     """Return the wrapper's ranks that are different replicas; [] if all are one replica."""
-    if arguments.get("membership") is not None:
+    if choices.get("membership") is not None:
         # The processes of one launch are the workers of one replica.
         return []
-    if arguments.get("store") is None:
+    if choices.get("store") is None:
         names = ("group", "mesh", "store", "num_replicas")
-        group = handshake.replica_group(*(arguments.get(name) for name in names))
+        group = handshake.replica_group(*(choices.get(name) for name in names))
         replicas = [] if group is None else dist.get_process_group_ranks(group)
         shared = sorted(wrapper.ranks.intersection(replicas))
         return shared if len(shared) > 1 else []
-    given = arguments.get("timeout")
+    given = choices.get("timeout")
     seconds = timeout_seconds(env.timeout_s() if given is None else given)
     # Workers that hold DTensors compare their replicas elsewhere.
     for group in wrapper.groups:
-        replicas = WorkerMessages(group, seconds).gather(arguments.get("replica"))
+        replicas = WorkerMessages(group, seconds).gather(choices.get("replica"))
         if len(set(replicas)) > 1:
             return dist.get_process_group_ranks(group)
     return []
@@ -102,12 +103,12 @@ class Division:
     each replica is a job of its own, or if it knows of one process only.
 
     Args:
-        arguments: Arguments of ``DiLoCo``.
+        choices: The choices of ``DiLoCo``, as ``choices_of`` returns them.
         is_wanted: False leaves all data as they are.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], *, is_wanted: bool) -> None:
-        self._arguments, self._is_wanted = arguments, is_wanted
+    def __init__(self, choices: Mapping[str, Any], *, is_wanted: bool) -> None:
+        self._choices, self._is_wanted = choices, is_wanted
         self._has_warned = False
         self._datasets: dict[int, Any] = {}  # that were divided, by identity
         self._samplers: list[Any] = []
@@ -119,12 +120,12 @@ class Division:
             num_processes: Number of processes that the trainer knows of.
         """
         _, num_parts = self._place(num_processes)
-        is_elastic = self._arguments.get("membership") is not None
+        is_elastic = self._choices.get("membership") is not None
         return self._is_wanted and (num_parts > 1 or is_elastic)
 
     def _place(self, num_processes: int) -> tuple[int, int]:
         """Return this replica's part, and the number of parts."""
-        given = self._arguments.get
+        given = self._choices.get
         if given("store") is not None:
             members = given("members") or range(given("num_replicas") or 1)
             return sorted(set(members)).index(given("replica") or 0), len(set(members))
@@ -144,13 +145,14 @@ class Division:
             return loader
         if isinstance(loader.sampler, DistributedSampler | ReplicaSampler | ElasticSampler):
             return loader
-        if self._arguments.get("membership") is not None:
+        if self._choices.get("membership") is not None:
             self.warn_undivided(
-                "with membership= the callback divides no data: give each replica data of its own"
+                "with peers=Elastic(...) the callback divides no data: give each replica data of "
+                "its own"
             )
             return loader
         try:
-            divided = shard_part(loader, *place, seed=self._arguments.get("seed") or 0)
+            divided = shard_part(loader, *place, seed=self._choices.get("seed") or 0)
         except (TypeError, ValueError) as error:
             self.warn_undivided(str(error))
             return loader

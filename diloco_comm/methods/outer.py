@@ -325,14 +325,16 @@ def _plain(value: Any) -> Any:
     return name_of(value)
 
 
-def make_outer(outer: OuterOptimizer | Factory | dict[str, Any] | None) -> OuterOptimizer:
+def make_outer(outer: OuterOptimizer | Factory | str | dict[str, Any] | None) -> OuterOptimizer:
     """Turn the argument ``outer`` into an optimizer; None is ``Nesterov()``.
+
+    A name in any case, such as "nesterov", is that optimizer with its defaults.
 
     Raises:
         TypeError: If it is neither an outer optimizer nor callable; an optimizer of torch that is
             made already, or its class, is answered with the function to write.
-        ValueError: If a saved configuration names none of this package, or a function, which cannot
-            be restored.
+        ValueError: If a name is of none of this package, or if a saved configuration names a
+            function, which cannot be restored.
     """
     if outer is None:
         return Nesterov()
@@ -340,6 +342,8 @@ def make_outer(outer: OuterOptimizer | Factory | dict[str, Any] | None) -> Outer
         return outer
     if isinstance(outer, dict):
         return _from_config(outer)
+    if isinstance(outer, str):
+        return _kind(outer)()
     if isinstance(outer, type) and issubclass(outer, OuterOptimizer):
         raise TypeError(f"outer={outer.__name__} is a class: give an object, {outer.__name__}(...)")
     if isinstance(outer, torch.optim.Optimizer):
@@ -368,14 +372,20 @@ def _from_config(config: dict[str, Any]) -> OuterOptimizer:
                 f"the saved configuration names a function as {what}, {arguments[key]!r}, which "
                 "cannot be restored: give outer= again"
             )
-    if name not in _BY_NAME:
-        raise ValueError(f"unknown outer {name!r}: it must be one of {', '.join(_BY_NAME)}")
-    unknown = arguments.keys() - {field.name for field in fields(_BY_NAME[name])}  # type: ignore[arg-type]
+    kind = _kind(name)
+    unknown = arguments.keys() - {field.name for field in fields(kind)}  # type: ignore[arg-type]
     if unknown:
         raise ValueError(f"the saved outer {name} has unknown arguments {sorted(unknown)}")
     if isinstance(arguments.get("lr"), dict):
         arguments["lr"] = from_config(arguments["lr"])
-    return _BY_NAME[name](**arguments)
+    return kind(**arguments)
+
+
+def _kind(name: Any) -> type[OuterOptimizer]:
+    for known, kind in _BY_NAME.items():
+        if isinstance(name, str) and name.lower() == known.lower():
+            return kind
+    raise ValueError(f"unknown outer {name!r}: it must be one of {', '.join(_BY_NAME)}")
 
 
 _BY_NAME: dict[str, type[OuterOptimizer]] = {

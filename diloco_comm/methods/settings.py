@@ -6,12 +6,11 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from ..base import env
-from ..base.checks import MOST_INT32, choice, flag, integer, not_negative
+from ..base.checks import MOST_INT32, UNSET, choice, flag, integer, not_negative
 from ..ops.wire import ELEMENT_WIRES, WireFormat
 from ..replica.fragments import FragmentSpec, fragment_spec
 from ..replica.schedule import inner_steps
@@ -57,7 +56,7 @@ class Settings:
         self.overlap = make_overlap(self.overlap)
         self.overlap.check(self.sync_every, self.outer)
         choice("rounding", self.rounding, ("nearest", "stochastic"))
-        choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "reset"))
+        choice("nonfinite", self.on_nonfinite, ("raise", "skip", "reset"))
         if self.max_skipped is not None:
             self.max_skipped = integer("max_skipped", self.max_skipped, 1)
         self.seed = integer("seed", self.seed)
@@ -112,16 +111,6 @@ class Settings:
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
-class Unset(Enum):
-    """The default of an argument whose value None has a meaning of its own."""
-
-    UNSET = "unset"
-
-    def __repr__(self) -> str:
-        return "UNSET"
-
-
-UNSET = Unset.UNSET
 # Arguments of which None is a value.
 _OPTIONAL = ("max_skipped",)
 

@@ -152,8 +152,9 @@ def store(
 ) -> None:
     """Host the store at which replicas find each other, until Ctrl-C or SIGTERM.
 
-    The store must outlive the replicas, which reach it by DiLoCo(store="tcp://host:port", ...).
-    Anyone who can reach the port can write to the store: listen on a network that you trust.
+    The store must outlive the replicas, which reach it by
+    DiLoCo(..., peers=StorePeers("tcp://host:port", ...)). Anyone who can reach the port can write
+    to the store: listen on a network that you trust.
     """
     from .common.store import host_store
 

@@ -5,18 +5,67 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from torch import nn
 
 from ..base import env
 from ..base.checks import choice, flag, not_negative, timeout_seconds
 from ..methods.settings import Config, Settings, merge
+from ..options import ALONE, Link, NonFinite, StorePeers, Wire
 from ..replica.model_watch import CHECKS
 from ..rounds.weighing import Weight
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..elastic.options import Elastic
+    from ..methods.outer import Factory, OuterOptimizer
+    from ..methods.overlap import Overlap
+    from ..ops.wire import WireFormat
+    from ..replica.fragments import FragmentSpec
+
+Peers: TypeAlias = "dist.ProcessGroup | DeviceMesh | StorePeers | Elastic | str"
 # What the views of a membership say.
 _GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
+
+
+class UnweightedArguments(TypedDict, total=False):
+    """The arguments of ``DiLoCo`` that ``fedavg`` passes on."""
+
+    fragments: FragmentSpec | None
+    offsets: Sequence[int] | None
+    overlap: Overlap | str | None
+    outer: OuterOptimizer | Factory | str | None
+    wire: str | WireFormat | Mapping[str, str] | Wire | None
+    peers: Peers | None
+    link: str | Link | None
+    nonfinite: str | NonFinite | None
+    shard_group: Any
+    init: str
+    impl: str
+    config: Config | None
+    average_buffers: bool | None
+    norms: bool
+    attach: bool
+    checks: str
+    offload: str | None
+
+
+class PresetArguments(UnweightedArguments, total=False):
+    """The arguments of ``DiLoCo`` that presets pass on."""
+
+    weight: Weight
+
+
+class Arguments(UnweightedArguments, total=False):
+    """The arguments of ``DiLoCo`` beside model and optimizer, for functions that pass them on."""
+
+    sync_every: int | None
+    weight: Weight
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -62,13 +111,16 @@ def _check_membership(arguments: Mapping[str, Any]) -> None:
 
     membership = arguments["membership"]
     if not isinstance(membership, Elastic):
-        raise TypeError(f"membership must be an Elastic, got {membership!r}")
+        raise TypeError(
+            "peers must be a ProcessGroup, a DeviceMesh, StorePeers(...), Elastic(...) or "
+            f'"{ALONE}", got {membership!r}'
+        )
     given = [name for name in _GIVEN_BY_VIEWS if arguments[name] is not None]
     if given:
-        raise ValueError(f"membership finds the replicas: leave out {', '.join(given)}")
+        raise ValueError(f"Elastic finds the replicas: leave out {', '.join(given)}")
     if arguments["init"] != "broadcast":
         raise ValueError(
-            f"membership knows who begins and who joins: leave out init, got {arguments['init']!r}"
+            f"Elastic knows who begins and who joins: leave out init, got {arguments['init']!r}"
         )
     if arguments["backend"] == "nccl":
-        raise ValueError('membership exchanges over gloo: give backend="gloo", got "nccl"')
+        raise ValueError('Elastic exchanges over gloo: give link="gloo", got "nccl"')

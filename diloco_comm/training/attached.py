@@ -133,7 +133,7 @@ class Attached:
 
     @property
     def is_done(self) -> bool:
-        """Whether to end the training loop, with ``membership=``.
+        """Whether to end the training loop, with ``Elastic``.
 
         True when this replica has left the group, and when ``Elastic.total_steps`` are taken and
         shared; then on all replicas at the same inner step.
@@ -142,7 +142,7 @@ class Attached:
 
     @property
     def view(self) -> int:
-        """Number of the present view with ``membership=``; -1 without."""
+        """Number of the present view with ``Elastic``; -1 without."""
         view = None if self._elastic is None else self._elastic.group.view
         return -1 if view is None else view.number
 
@@ -152,10 +152,10 @@ class Attached:
         With several workers, worker 0 of a replica knows the seconds of waiting; the others do not.
 
         Raises:
-            RuntimeError: Without ``membership=``.
+            RuntimeError: Without ``Elastic``.
         """
         if self._elastic is None:
-            raise RuntimeError("elastic_totals() needs membership=")
+            raise RuntimeError("elastic_totals() needs peers=Elastic(...)")
         return self._elastic.group.meter.totals(time.monotonic())
 
     @property
@@ -175,10 +175,10 @@ class Attached:
         this replica sent in them is lost. May be called from a signal handler, or another thread.
 
         Raises:
-            RuntimeError: Without ``membership=``.
+            RuntimeError: Without ``Elastic``.
         """
         if self._elastic is None:
-            raise RuntimeError("leave() needs membership=: without it, call close()")
+            raise RuntimeError("leave() needs peers=Elastic(...): in a fixed group, call close()")
         self._elastic.group.leave()
 
     def agree_on_steps(self, num_steps: int) -> int:
@@ -193,7 +193,7 @@ class Attached:
         Raises:
             ValueError: If it is not an integer of at least 0.
             SyncError: If the group fails.
-            RuntimeError: With ``membership=``: replicas join at different steps.
+            RuntimeError: With ``Elastic``: replicas join at different steps.
         """
         if self._elastic is not None:
             raise RuntimeError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,27 +17,26 @@ from ..base.errors import NonFiniteError
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Overlap
-from ..methods.settings import UNSET, Config, Settings, Unset
+from ..methods.settings import Config, Settings
 from ..ops.dispatch import resolve_engine_impl
 from ..ops.wire import WireFormat
+from ..options import Link, NonFinite, Wire, check_names, choices_of
 from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
 from ..replica.model_watch import ModelWatch
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement import handshake
-from ..rounds.agreement.resets import OnReset, check_on_reset
+from ..rounds.agreement.resets import check_on_reset
 from ..rounds.metrics import Recorder
 from ..rounds.weighing import Weight
 from .agreement import Agreement, meet_workers
-from .arguments import check_arguments, seconds_of, settings_among, weight_of
+from .arguments import Peers, check_arguments, seconds_of, settings_among, weight_of
 from .connecting import connect, make_runner, shard_group_of, workers_of
 from .planning import Plan, make_plan
 from .saved import Saved
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
-
-    from ..elastic.options import Elastic
 
 
 class DiLoCo(Saved):
@@ -55,28 +53,22 @@ class DiLoCo(Saved):
             at least 1.
         overlap: When results are applied: ``Blocking()`` (default), ``Streaming``, ``Delayed``,
             ``Eager`` or ``CO2``.
-        outer: ``SGD``, ``HeavyBall``, ``Nesterov`` (default), ``Adam``, or a callable that makes
-            a ``torch.optim.Optimizer`` from a list of parameters.
-        group, mesh: The replicas, as a process group or a one-dimensional DeviceMesh; without
-            either, the default group; without that one, or with ``num_replicas=1`` and no store,
-            a single replica.
-        store, replica, num_replicas, members: The replicas as separate jobs that share a store
-            (a Store, or the ``tcp://host:port`` that ``diloco-comm store`` prints):
-            this one's number, and how many there are or which numbers take part.
-        name: Tells several DiLoCo objects on one store apart.
+        outer: ``SGD``, ``HeavyBall``, ``Nesterov`` (default), ``Adam``, or their names for the
+            default of each; or a callable that makes a ``torch.optim.Optimizer`` from a list of
+            parameters.
+        peers: The replicas: a process group, a one-dimensional DeviceMesh, ``StorePeers`` (separate
+            jobs that share a store), or ``Elastic`` (replicas come and go by themselves; without
+            ``init``). "alone": a single replica. Default: the default group, or without one a
+            single replica.
         shard_group: The workers of this replica, a ProcessGroup or one-dimensional DeviceMesh, when
             they hold the same parameters (DDP, ZeRO-1/2): exchange and outer state are split among
-            them. ``group``, ``mesh`` or ``store`` then has this worker's peers alone.
-        wire, block_size: What travels ("int8"), see ``wire.WIRES``; elements that share a scale
-            (256). A mapping of regular expressions to wires gives groups of parameters their own;
-            the first that is found in a name counts, and the last key may be "rest".
-        rounding, seed: "nearest" (default) or "stochastic", and the seed of the latter and of a
-            rotated wire's signs (0).
-        error_feedback: Add what the last encoding lost to the next one (default: no); a sparse wire
-            needs it.
-        feedback_decay: Factor of what an encoding lost, from 0 to 1 (1, and 0.95 on sparse wires).
-        align_tensors: Let no block hold elements of two tensors (default: no), so that the noise
-            of a rotated wire does not reach one tensor from another.
+            them. ``peers`` then has this worker's peers alone.
+        wire: What travels ("int8"): a name of ``wire.WIRES``, or ``Wire`` with a block size,
+            stochastic rounding, error feedback. A mapping of regular expressions to names gives
+            groups of parameters wires of their own.
+        link: How payloads travel: "gloo", "nccl", or ``Link`` with lanes, chunks and timeouts.
+        nonfinite: What becomes of a round in which a replica has NaN or infinities: "raise"
+            (default), "skip", "reset", or ``NonFinite``.
         weight: This replica's weight in the mean, a number or a callable (tokens of the round),
             called once in each step that sends, whatever the number of fragments; what is sent
             again at this step has the same weight. When it raises, that comes out of the step,
@@ -88,36 +80,16 @@ class DiLoCo(Saved):
             not given here; default: the file that ``DILOCO_COMM_CONFIG`` names.
         average_buffers: Average floating-point buffers too, in fp32, at the end of each round
             (default: no); those that hold infinities or NaN from the start (masks) are left out.
-        backend: How parameters on a GPU travel. "gloo": only the encoded bytes are copied to host
-            memory, and travel from there; across sites. "nccl": they stay on the device. Default:
-            what ``group`` has for it; gloo with ``store``.
         offload: "cpu" keeps outer parameters and momentum of a model on a GPU in page-locked host
             memory, and brings them to the device chunk by chunk when they are needed.
-        lanes: Connections to each peer in each direction (1), over which chunks are spread. More
-            fill a link of high bandwidth and long delay that one TCP connection leaves idle; each
-            costs two process groups, which connect again whenever the group changes.
-        chunk_bytes: Bytes of a chunk on the wire.
-        timeout: Seconds, or a timedelta, that an exchange may take, and that replicas which live
-            are waited for.
-        join_timeout: Likewise, that ``change_group`` and a newcomer wait for members of which
-            nothing is heard (60).
-        suspect_after: Likewise, without a sign of life from a peer that is waited for, or without a
-            way to it, after which it is given up (30).
-        on_nonfinite: What becomes of a round in which a replica has values that are NaN, Inf or
-            out of the wire's range: "raise" (default) and "skip" it on all replicas, or "reset"
-            that replica: it takes the outer parameters, the others go on with their mean.
-        max_skipped: How many rounds of a fragment may be skipped in a row, or end with a reset of
-            the same replica (3); after one more there is a NonFiniteError. None: no limit.
-        on_reset: Called with the exchanged parameters on a replica that was reset, when they have
-            been written: to clear the optimizer's state, which is else left alone.
         norms: Measure the norm of the pseudo-gradient, one more pass over the parameters.
         attach: False leaves it to the user to call ``step()`` after each optimizer step.
         checks: "raise" (default) or "warn" when the program does with model or optimizer what no
             exchange survives, such as loading other weights in the middle of a run or stepping
             an optimizer that was not given; "off" looks at nothing. Weights loaded before the first
             step are taken over, on all replicas or on none. ``docs/explanation/checks.md`` has all.
-        membership: An ``Elastic``: replicas come and go by themselves. Without ``group``, ``mesh``,
-            ``store``, ``replica``, ``num_replicas``, ``members`` and ``init``.
+        choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers``, each as an argument
+            of its own, as in 0.1: ``options.HOMES`` names them.
 
     Raises:
         ValueError, TypeError: For arguments that cannot be.
@@ -135,48 +107,32 @@ class DiLoCo(Saved):
         fragments: FragmentSpec | None = None,
         offsets: Sequence[int] | None = None,
         overlap: Overlap | str | None = None,
-        outer: OuterOptimizer | Factory | None = None,
-        group: dist.ProcessGroup | None = None,
-        mesh: Any = None,
-        store: dist.Store | str | None = None,
-        replica: int | None = None,
-        num_replicas: int | None = None,
-        members: Sequence[int] | None = None,
-        name: str = "default",
+        outer: OuterOptimizer | Factory | str | None = None,
+        wire: str | WireFormat | Mapping[str, str] | Wire | None = None,
+        peers: Peers | None = None,
+        link: str | Link | None = None,
+        nonfinite: str | NonFinite | None = None,
         shard_group: Any = None,
-        wire: str | WireFormat | Mapping[str, str] | None = None,
-        block_size: int | None = None,
-        rounding: str | None = None,
-        seed: int | None = None,
-        error_feedback: bool | None = None,
-        feedback_decay: float | None = None,
-        align_tensors: bool | None = None,
         weight: Weight = 1.0,
         init: str = "broadcast",
         impl: str = "",
         config: Config | None = None,
         average_buffers: bool | None = None,
-        lanes: int | None = None,
-        chunk_bytes: int | None = None,
-        timeout: float | timedelta | None = None,
-        join_timeout: float | timedelta | None = None,
-        suspect_after: float | timedelta | None = None,
-        on_nonfinite: str | None = None,
-        max_skipped: int | Unset | None = UNSET,
-        on_reset: OnReset | None = None,
         norms: bool = False,
         attach: bool = True,
         checks: str = "raise",
-        backend: str | None = None,
         offload: str | None = None,
-        membership: Elastic | None = None,
+        **choices: Any,
     ) -> None:
         # By name, for the functions below that take many of them.
-        arguments = dict(locals())
+        given = dict(locals())
+        check_names("DiLoCo", choices)
+        arguments = choices_of({**given.pop("choices"), **given})
         check_arguments(arguments)
         recording.start_if_asked()
-        weight, seconds = weight_of(weight), seconds_of(timeout)
+        weight, seconds = weight_of(weight), seconds_of(arguments["timeout"])
         settings = settings_among(arguments, config)
+        on_reset, membership = arguments["on_reset"], arguments["membership"]
         check_on_reset(on_reset, settings)
         optimizers = hookable(optimizer, attach=attach)
         self._skipped = SkippedSteps(optimizers)
@@ -186,15 +142,17 @@ class DiLoCo(Saved):
         plan = make_plan(model, optimizers, settings, shard_group=shards, offload=offload)
         workers = workers_of(plan, seconds)
         if workers is not None:
-            meet_workers(workers, plan, settings, {"norms": norms, "replica": replica})
+            same = {"norms": norms, "replica": arguments["replica"]}
+            meet_workers(workers, plan, settings, same)
         impl = resolve_engine_impl(impl, plan.device.type)
         measures = {"weight": weight, "norms": norms, "on_reset": on_reset}
         begin = partial(
             self._begin, model, optimizers, settings, plan, workers, impl, seconds, measures
         )
         if membership is None:
-            store = handshake.connected_store(store, seconds)
-            group = handshake.replica_group(group, mesh, store, num_replicas)
+            store = handshake.connected_store(arguments["store"], seconds)
+            named = arguments["group"], arguments["mesh"], store, arguments["num_replicas"]
+            group = handshake.replica_group(*named)
             begin(arguments | {"group": group, "store": store})
         else:
             from .views import ElasticTraining
@@ -405,12 +363,12 @@ class DiLoCo(Saved):
         ``loader.sampler.state_dict()`` and ``load_state_dict()`` go on within an epoch; without
         them a resumed run begins with the first epoch.
 
-        With ``membership=`` the loader's sampler is an ``ElasticSampler``: iterate over the loader
+        With ``Elastic`` the loader's sampler is an ``ElasticSampler``: iterate over the loader
         once, and leave the loop when ``is_done`` is true.
 
         Args:
             batches_per_step: Batches of one inner step, with gradient accumulation. It matters with
-                ``membership=``, and for the state of the sampler.
+                ``Elastic``, and for the state of the sampler.
 
         Raises:
             TypeError, ValueError: If the data set, or a sampler that was given, can only be
@@ -446,10 +404,12 @@ class DiLoCo(Saved):
             NonFiniteError: The new group is formed. A round under way, on NCCL, turned out to have
                 values that no wire carries, and ``on_nonfinite`` is "raise".
             ValueError: For "survivors", if there was no failure; for numbers that cannot be.
-            RuntimeError: With ``membership=``, which changes the group by itself.
+            RuntimeError: With ``Elastic``, which changes the group by itself.
         """
         if self._elastic is not None:
-            raise RuntimeError("membership= changes the group by itself: leave out change_group")
+            raise RuntimeError(
+                "peers=Elastic(...) changes the group by itself: leave out change_group"
+            )
         self._change_group(members, store)
 
     def _change_group(

@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..methods.outer import SGD, HeavyBall, Nesterov
 from ..methods.overlap import CO2, Eager, Streaming
+from ..options import with_defaults
 from ..rounds.weighing import Weight
 from .diloco import DiLoCo
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .arguments import PresetArguments, UnweightedArguments
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def fedavg(
-    model: nn.Module, optimizer: Optimizers, *, sync_every: int, weight: Weight, **arguments: Any
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    sync_every: int,
+    weight: Weight,
+    **arguments: Unpack[UnweightedArguments],
 ) -> DiLoCo:
     """Average the replicas' parameters, each weighted by its samples (arXiv 1602.05629).
 
     Args:
         weight: Samples this replica trained on in the round, a number or a callable.
     """
-    arguments = {"outer": SGD(lr=1.0), "wire": "fp32", **arguments}
-    return DiLoCo(model, optimizer, sync_every=sync_every, weight=weight, **arguments)
+    defaults = {"outer": SGD(lr=1.0), "wire": "fp32", "weight": weight}
+    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))
 
 
 def local_sgd(
-    model: nn.Module, optimizer: Optimizers, *, sync_every: int, **arguments: Any
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    sync_every: int,
+    **arguments: Unpack[PresetArguments],
 ) -> DiLoCo:
     """Average the replicas' parameters, all alike (arXiv 1805.09767)."""
-    arguments = {"outer": SGD(lr=1.0), "wire": "fp32", **arguments}
-    return DiLoCo(model, optimizer, sync_every=sync_every, **arguments)
+    defaults = {"outer": SGD(lr=1.0), "wire": "fp32"}
+    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))
 
 
 def streaming_diloco(
-    model: nn.Module, optimizer: Optimizers, *, sync_every: int = 100, **arguments: Any
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    sync_every: int = 100,
+    **arguments: Unpack[PresetArguments],
 ) -> DiLoCo:
     """Exchange a few layers at a time, hidden behind one inner step (arXiv 2501.18512).
 
@@ -50,11 +69,15 @@ def streaming_diloco(
         "outer": Nesterov(0.4, 0.9),
         "wire": "e3m0",
     }
-    return DiLoCo(model, optimizer, sync_every=sync_every, **{**defaults, **arguments})
+    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))
 
 
 def eager_diloco(
-    model: nn.Module, optimizer: Optimizers, *, sync_every: int = 30, **arguments: Any
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    sync_every: int = 30,
+    **arguments: Unpack[PresetArguments],
 ) -> DiLoCo:
     """Give the exchange a whole round, and use the own share at once (arXiv 2502.12996).
 
@@ -63,15 +86,19 @@ def eager_diloco(
     Evaluate ``outer_parameters(consensus=True)``, and ``flush()`` at the end.
     """
     defaults = {"overlap": Eager(), "outer": Nesterov(0.2, 0.9), "wire": "e3m0"}
-    return DiLoCo(model, optimizer, sync_every=sync_every, **{**defaults, **arguments})
+    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))
 
 
 def co2(
-    model: nn.Module, optimizer: Optimizers, *, sync_every: int = 48, **arguments: Any
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    sync_every: int = 48,
+    **arguments: Unpack[PresetArguments],
 ) -> DiLoCo:
     """Give the exchange a whole round, with a clipped outer momentum (arXiv 2401.16265).
 
     Outer lr 1.0, momentum 0.5 and clip 1.0 as in the authors' code and its script; fp32 wire.
     """
     defaults = {"overlap": CO2(clip=1.0), "outer": HeavyBall(1.0, 0.5), "wire": "fp32"}
-    return DiLoCo(model, optimizer, sync_every=sync_every, **{**defaults, **arguments})
+    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))

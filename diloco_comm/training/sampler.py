@@ -428,7 +428,7 @@ class ElasticSampler(Sampler[int]):
 
     Args:
         data: The data set, or the number of its samples.
-        diloco: With ``membership=``.
+        diloco: With ``Elastic``.
         batch_size: Samples that each worker of a replica takes for one inner step: with gradient
             accumulation, the samples of all its batches.
         seed: The seed of the epochs' orders.
@@ -436,7 +436,7 @@ class ElasticSampler(Sampler[int]):
         lost: "repeat" or "skip": what becomes of the unapplied samples of a lost replica.
 
     Raises:
-        ValueError: If an argument is out of range, or ``diloco`` has no ``membership=``; if it is
+        ValueError: If an argument is out of range, or ``diloco`` has no ``Elastic``; if it is
             not certain that the workers of this replica are data parallel.
         RuntimeError: If this DiLoCo has a sampler already.
         ReplicaMismatch: If this replica has joined others whose samplers have other arguments.
@@ -455,7 +455,7 @@ class ElasticSampler(Sampler[int]):
         training = diloco._elastic
         if training is None:
             raise ValueError(
-                "ElasticSampler needs a DiLoCo with membership=; for a fixed group use "
+                "ElasticSampler needs a DiLoCo with peers=Elastic(...); for a fixed group use "
                 "diloco.shard(loader)"
             )
         num_samples = data if isinstance(data, int) else len(data)

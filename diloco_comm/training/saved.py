@@ -131,7 +131,7 @@ class Saved(Attached):
             ValueError: If the state was saved with another model, other shapes or another kind of
                 outer optimizer, has rounds under way that cannot follow a change, or lacks
                 something; nothing is changed.
-            RuntimeError: Inside ``outer_parameters()``, or after ``close()``; with ``membership=``,
+            RuntimeError: Inside ``outer_parameters()``, or after ``close()``; with ``Elastic``,
                 if this replica has joined a group that trains, whose state it has.
         """
         self._refuse_if_closed()

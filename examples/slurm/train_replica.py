@@ -15,7 +15,7 @@ import argparse
 import torch
 from torch import nn
 
-from diloco_comm import DiLoCo, LeftBehind, SyncError
+from diloco_comm import DiLoCo, LeftBehind, StorePeers, SyncError
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--store", required=True)
@@ -32,9 +32,7 @@ diloco = DiLoCo(
     model,
     optimizer,
     sync_every=options.sync_every,
-    store=options.store,
-    replica=options.replica,
-    num_replicas=options.replicas,
+    peers=StorePeers(options.store, replica=options.replica, of=options.replicas),
 )
 data = torch.Generator().manual_seed(1 + options.replica)
 for _ in range(options.steps):

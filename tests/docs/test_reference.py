@@ -17,6 +17,7 @@ import diloco_comm
 from diloco_comm import Blocking, DiLoCo, Nesterov
 from diloco_comm import asynchronous as async_names
 from diloco_comm.base import env
+from diloco_comm.options import DEFAULTS, HOMES
 
 PUBLIC: dict[str, Any] = {
     name: getattr(module, name) for module in (diloco_comm, async_names) for name in module.__all__
@@ -24,19 +25,34 @@ PUBLIC: dict[str, Any] = {
 # Arguments whose defaults the table describes, or that have none.
 IN_WORDS = {
     *("feedback_decay", "impl", "config", "backend", "offload", "offsets", "chunk_bytes"),
-    *("model", "optimizer", "sync_every"),
+    *("model", "optimizer", "sync_every", "block_size"),
 }
 UNITS = {"s": 1.0, "min": 60.0}
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
 def rows_of_arguments() -> Iterator[tuple[list[str], str]]:
-    """Yield the arguments and the default of each row of the table in docs/reference/api.md."""
+    """Yield the arguments and the default of each row of the table in docs/reference/api.md.
+
+    The rows of groups of choices are yielded by the names of 0.1.
+    """
     text = (ROOT / "docs" / "reference" / "api.md").read_text()
     table = text.split("## The arguments of `DiLoCo`\n", 1)[1].split("\n\n")[1]
     for line in table.splitlines()[2:]:
         names, default, _ = re.split(r"(?<!\\)\|", line.strip("|"), maxsplit=2)
         yield re.findall(r"`(\w+)`", names), default.replace("`", "").strip()
+    table = text.split("### Groups of choices\n", 1)[1].split("\n\n")[1]
+    for line in table.splitlines()[2:]:
+        choice, default, _, old = re.split(r"(?<!\\)\|", line.strip("|"))
+        kind, field = re.findall(r"`(\w+)\.(\w+)`", choice)[0]
+        (name,) = re.findall(r"`(\w+)`", old)
+        assert HOMES.get(name, ("wire", "name")) == (kind_of(kind), field)
+        if name != "wire":
+            yield [name], default.replace("`", "").strip()
+
+
+def kind_of(name: str) -> str:
+    return {"StorePeers": "peers"}.get(name, name.lower())
 
 
 def used_defaults() -> dict[str, Any]:
@@ -47,7 +63,8 @@ def used_defaults() -> dict[str, Any]:
     with DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=3) as diloco:
         found |= diloco.config()
     found |= {"timeout": env.timeout_s(), "join_timeout": env.join_timeout_s()}
-    return found | {"suspect_after": env.suspect_after_s()}
+    found["suspect_after"] = env.suspect_after_s()
+    return DEFAULTS | {"link": None} | found | {"nonfinite": found["on_nonfinite"]}
 
 
 def value_of(text: str) -> Any:
@@ -75,8 +92,8 @@ def test_the_table_has_all_arguments_with_their_defaults(monkeypatch: pytest.Mon
             ):
                 continue
             assert used[name] == value_of(text), name
-    # ``membership`` has a page of its own.
-    assert named == used.keys() - {"self", "membership"}
+    # A sentence below the table names the arguments that became ``peers``.
+    assert named == used.keys() - {"self", "choices", "group", "mesh", "membership"}
 
 
 def calls_in_words() -> Iterator[tuple[str, ast.Call]]:
@@ -115,3 +132,32 @@ def test_calls_in_the_text_name_arguments_that_exist() -> None:
             if keyword.arg is not None and keyword.arg not in parameters:
                 wrong.append(f"{place}: there is no {keyword.arg}=")
     assert wrong == [] and num_checked > 30
+
+
+MAKERS = {
+    *("DiLoCo", "fedavg", "local_sgd", "streaming_diloco", "eager_diloco", "co2"),
+    *("DiLoCoCallback", "attach", "semi_sync_training"),
+}
+
+
+def programs() -> Iterator[tuple[str, str]]:
+    """Yield the Python of the pages and the examples, with the place of each."""
+    for page in PAGES:
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            yield str(page.relative_to(ROOT)), code
+    for path in (ROOT / "examples").rglob("*.py"):
+        yield str(path.relative_to(ROOT)), path.read_text()
+
+
+def test_programs_group_their_choices() -> None:
+    """A program that uses a name of 0.1 would teach that name."""
+    old, num_checked = [], 0
+    for place, code in programs():
+        for node in ast.walk(ast.parse(code)):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if name in MAKERS:
+                num_checked += 1
+                old += [f"{place}: {name}({k.arg}=)" for k in node.keywords if k.arg in HOMES]
+    assert old == [] and num_checked > 20

@@ -54,7 +54,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sync_every": 4, "timeout": -1}, "timeout must be positive, got -1"),
     ({"sync_every": 4, "weight": "big"}, "weight must be a number or a function, got 'big'"),
     ({"sync_every": 4, "replica": 1}, "replica, num_replicas and members need store="),
-    ({"sync_every": 4, "store": "tcp://h:1"}, "store needs replica, and one of num_replicas"),
+    ({"sync_every": 4, "store": "tcp://h:1"}, "StorePeers needs replica=, and one of of="),
     ({"sync_every": 4, "checks": "loud"}, "checks must be one of raise, warn, off, got 'loud'"),
     ({"sync_every": 4, "shard": "no"}, "shard must be True or False, got 'no'"),
     ({"sync_every": 4, "figures": "few"}, "figures must be one of main, all, got 'few'"),

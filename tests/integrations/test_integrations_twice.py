@@ -245,7 +245,7 @@ def test_every_wrapper_is_seen(fresh_workers) -> None:
         for name, (spans, own) in zip(NAMES.values(), results, strict=True):
             ranks = [rank % 2, rank % 2 + 2]
             assert spans.startswith(f"{name} averages gradients over ranks {ranks} at every step")
-            assert 'write semi_sync_training(..., mesh=mesh["replica"])' in spans
+            assert 'write semi_sync_training(..., peers=mesh["replica"])' in spans
             assert own == ""
 
 

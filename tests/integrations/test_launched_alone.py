@@ -36,10 +36,10 @@ def test_torchrun_without_a_process_group(tmp_path: Path) -> None:
     for told in torchrun(FORGOTTEN, tmp_path):
         assert told["alone"].startswith(
             "RuntimeError: torchrun has started 2 processes, but torch.distributed is not "
-            "initialised and neither group, mesh nor store is given"
+            "initialised and peers= is not given"
         )
         assert "call torch.distributed.init_process_group() first" in told["alone"]
-        assert "num_replicas=1 if this process is meant to be the only replica" in told["alone"]
+        assert 'peers="alone" if this process is meant to be the only replica' in told["alone"]
         assert told["meant"] == [1, 1]
         assert told["joined"] == 2 and told["meant_again"] == 1
 
@@ -95,7 +95,7 @@ def test_asynchronous_workers_are_alone_by_design(monkeypatch: pytest.MonkeyPatc
 
 def test_a_single_replica_has_no_group(workers) -> None:
     for sentence in workers(2).run(group_and_alone):
-        assert sentence == "num_replicas=1 is a single replica: leave out group and mesh"
+        assert sentence == 'peers="alone" is a single replica: leave out group and mesh'
 
 
 def group_and_alone(rank: int, world: int) -> str:

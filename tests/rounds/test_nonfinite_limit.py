@@ -66,7 +66,7 @@ def test_a_replica_that_stays_bad_ends_the_run(
     assert (replicas, fragment, number) == ((VICTIM,), 0, 1)
     assert applied == [True] + [False] * (most + 1)
     assert f"on replica {VICTIM}" in message and f"{most} round" in message
-    assert 'on_nonfinite="reset"' in message and f"restore replica {VICTIM}" in message
+    assert 'DiLoCo nonfinite="reset"' in message and f"restore replica {VICTIM}" in message
     assert "\n" not in message
     assert others == [first] * (world - 1)
 

@@ -322,7 +322,7 @@ def test_a_sick_replica_without_a_weight(workers: Callable[[int], Pool]) -> None
         ({"max_skipped": 0}, ValueError, "max_skipped must be an integer of at least 1, got 0"),
         ({"max_skipped": "3"}, ValueError, "max_skipped must be an integer of at least 1"),
         ({"on_reset": 3}, TypeError, "on_reset must be a function of a list of parameters, got 3"),
-        ({"on_reset": print, "on_nonfinite": "skip"}, ValueError, 'with on_nonfinite="reset"'),
+        ({"on_reset": print, "on_nonfinite": "skip"}, ValueError, 'with nonfinite="reset"'),
     ],
 )
 def test_arguments_that_cannot_be(

@@ -311,8 +311,10 @@ def test_configuration_round_trip() -> None:
     for outer in OUTERS.values():
         assert make_outer(outer.config()) == outer
     assert make_outer(None) == Nesterov(0.7, 0.9)
-    with pytest.raises(ValueError, match="unknown outer 'Lion'"):
-        make_outer({"name": "Lion"})
+    assert make_outer("nesterov") == Nesterov() and make_outer("HEAVYBALL") == HeavyBall()
+    for lion in ({"name": "Lion"}, "Lion"):
+        with pytest.raises(ValueError, match="unknown outer 'Lion'"):
+            make_outer(lion)
     with pytest.raises(ValueError, match=r"outer Adam has unknown arguments \['beta'\]"):
         make_outer({"name": "Adam", "beta": 1})
     with pytest.raises(ValueError, match=r"names a function as outer, .* give outer= again"):

@@ -150,7 +150,11 @@ def test_link_agrees_with_the_totals() -> None:
     [
         (100, [], 'DiLoCo(model, optimizer, sync_every=20, wire="int8")'),
         (3, [], 'fragments="layers:3", overlap=Streaming(delay=5, alpha=0.5))'),
-        (3, ["--block-size", 64], "Streaming(delay=5, alpha=0.5), block_size=64)"),
+        (
+            3,
+            ["--block-size", 64],
+            ', block_size=64), fragments="layers:3", overlap=Streaming(delay=5, alpha=0.5))',
+        ),
     ],
 )
 def test_the_line_and_the_file_make_the_same_settings(

@@ -62,7 +62,7 @@ def test_auto_takes_the_most_precise_wire_that_is_fast_enough(
 def test_what_is_written_is_what_a_wire_needs(wire: str) -> None:
     """The program and the file make the same DiLoCo, and a wire that needs options has them."""
     made = as_arguments(Setting("diloco", 0, wire, 500, 0, 0.95), 256)
-    names: dict[str, Any] = {"DiLoCo": diloco_comm.DiLoCo, "SGD": diloco_comm.SGD}
+    names: dict[str, Any] = {n: getattr(diloco_comm, n) for n in ("DiLoCo", "SGD", "Wire")}
     model = torch.nn.Linear(2, 2)
     names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     exec(made["line"], names)
@@ -88,7 +88,7 @@ def test_auto_says_when_no_wire_is_enough(tmp_path: Path) -> None:
         ("int4", '"int4"'),
         ("int1r", '"int1r"'),
         ("sub16", '"sub16"'),
-        ("topk64", '"topk64"'),
+        ("topk64", 'Wire("topk64", error_feedback=True)'),
     ],
 )
 def test_a_named_wire_is_kept(wire: str, written: str) -> None:

@@ -169,7 +169,7 @@ def test_what_cannot_be_called_is_no_callback() -> None:
         (
             {"on_nonfinite": "x"},
             ValueError,
-            "on_nonfinite must be one of raise, skip, reset, got 'x'",
+            "nonfinite must be one of raise, skip, reset, got 'x'",
         ),
         ({"impl": "mmx"}, ValueError, "impl must be one of"),
         ({"timeout": 0}, ValueError, "timeout must be positive, got 0"),
@@ -195,7 +195,7 @@ def test_what_cannot_be_called_is_no_callback() -> None:
             r"block_size=256 is not that of wire=WireFormat\(.*\): give one",
         ),
         ({"replica": 0}, ValueError, "replica, num_replicas and members need store="),
-        ({"store": dist.HashStore()}, ValueError, "store needs replica, and one of num_replicas"),
+        ({"store": dist.HashStore()}, ValueError, "StorePeers needs replica=, and one of of="),
         (
             {"store": dist.HashStore(), "replica": 4, "num_replicas": 2},
             ValueError,

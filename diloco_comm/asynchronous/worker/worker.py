@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,19 +14,32 @@ import torch
 from torch import nn
 
 from ...base import env, recording
-from ...base.checks import choice, refuse_copy, warn
+from ...base.checks import choice, refuse_copy, timeout_seconds, warn
 from ...base.errors import NonFiniteError
 from ...base.trace import span
 from ...ops.wire import WireFormat, parse
 from ...ops.wire_options import check_training
+from ...options import Link, NonFinite, Wire, choices_among
 from ...replica.fragments import FragmentSpec
 from ...replica.hooks import StepHooks, hookable
 from ...replica.model_watch import CHECKS, ModelWatch, server_has_weights
 from .following import Follower, Pursuit
-from .link import Link, ServerLost
+from .link import Link as ServerLink
+from .link import ServerLost
 from .local import LocalModel, beside_layout
 
 logger = logging.getLogger(__name__)
+
+# The choices of the groups of options that a worker has, and their defaults.
+_CHOICES = {
+    "wire": "int8",
+    "block_size": None,
+    "rounding": "nearest",
+    "seed": 0,
+    "error_feedback": False,
+    "timeout": None,
+    "on_nonfinite": "raise",
+}
 
 
 @dataclass(frozen=True)
@@ -71,17 +83,19 @@ class AsyncDiLoCo:
             and the process where no launcher gave a rank (node7-pid4242). If a live worker has the
             default name, a number is added: node7-rank3-2.
         fragments: As in ``DiLoCo``, the same on all workers.
-        wire, block_size, rounding, seed, error_feedback: As in ``DiLoCo``; each worker may have
-            other values.
+        wire: The format of an update ("int8"): a name, or ``Wire``. Each worker may have another
+            one. There is no mapping, no ``feedback_decay`` and no ``align_tensors``.
+        link: ``Link(timeout=...)``: seconds of the server's silence after which ``ServerLost`` is
+            raised. The default is ``DILOCO_COMM_TIMEOUT_S``, or 1800.
+        nonfinite: "raise" (default) or "skip" a round whose values are not finite. The worker
+            throws a skipped round away and continues from the newest shared model.
         fetch: How the worker gets the server's newest parameters, which are exact either way.
             "parameters" (default) fetches the parameters. "updates" keeps a copy of the rule's
             buffers on the worker and fetches the other workers' encoded updates, which are fewer
             bytes with few workers.
-        timeout: Seconds of the server's silence after which ``ServerLost`` is raised. The default
-            is ``DILOCO_COMM_TIMEOUT_S``, or 1800.
         keys, key_name: Folder of CURVE keys, and the name of this worker's pair.
-        on_nonfinite: "raise" (default) or "skip" a round whose values are not finite. The worker
-            throws a skipped round away and continues from the newest shared model.
+        block_size, rounding, seed, error_feedback, timeout, on_nonfinite: The choices of ``wire``,
+            ``link`` and ``nonfinite``, each as an argument of its own, as in 0.1.
         on_round: Called with ``RoundMetrics`` after every round.
         impl: Force an implementation of the operators.
         attach: With False the user calls ``step()`` after each optimizer step, and the optimizer
@@ -109,30 +123,39 @@ class AsyncDiLoCo:
         server: str,
         name: str | None = None,
         fragments: FragmentSpec = 1,
-        wire: str | WireFormat = "int8",
+        wire: str | WireFormat | Wire = "int8",
+        link: Link | None = None,
+        nonfinite: str | NonFinite | None = None,
         block_size: int | None = None,
-        rounding: str = "nearest",
-        seed: int = 0,
-        error_feedback: bool = False,
+        rounding: str | None = None,
+        seed: int | None = None,
+        error_feedback: bool | None = None,
         fetch: str = "parameters",
         timeout: float | None = None,
         keys: str | Path | None = None,
         key_name: str = "worker",
-        on_nonfinite: str = "raise",
+        on_nonfinite: str | None = None,
         on_round: Callable[[RoundMetrics], None] | None = None,
         impl: str = "",
         attach: bool = True,
         checks: str = "raise",
     ) -> None:
+        single: dict[str, object] = {"block_size": block_size, "rounding": rounding, "seed": seed}
+        single |= {"error_feedback": error_feedback, "timeout": timeout}
+        groups = {"wire": wire, "link": link, "nonfinite": nonfinite}
+        choices = choices_among(
+            "AsyncDiLoCo", {**groups, **single, "on_nonfinite": on_nonfinite}, _CHOICES
+        )
+        timeout, on_nonfinite = choices["timeout"], choices["on_nonfinite"]
+        rounding, seed = choices["rounding"], choices["seed"]
+        error_feedback = choices["error_feedback"]
         choice("checks", checks, CHECKS)
         choice("rounding", rounding, ("nearest", "stochastic"))
-        choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
-        wire = parse(wire, block_size)
+        choice("nonfinite", on_nonfinite, ("raise", "skip"))
+        wire = parse(choices["wire"], choices["block_size"])
         check_training(wire, rounding=rounding, error_feedback=error_feedback)
         choice("fetch", fetch, ("parameters", "updates"))
-        seconds = env.timeout_s() if timeout is None else timeout
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        seconds = timeout_seconds(env.timeout_s() if timeout is None else timeout)
         recording.start_if_asked()
         self.on_nonfinite, self.on_round = on_nonfinite, on_round
         optimizers = hookable(optimizer, attach=attach)
@@ -149,7 +172,7 @@ class AsyncDiLoCo:
         self._follower = Follower(self._local.outer, impl) if fetch == "updates" else None
         self._hooks: StepHooks | None = None
         sizes, layout = self._local.sizes, self._local.layout_hash
-        self._link = Link(
+        self._link = ServerLink(
             server, name, sizes, layout, timeout=seconds, keys=keys, key_name=key_name
         )
         self._link.identity.model |= beside_layout(model, self._local.fragments, checks)

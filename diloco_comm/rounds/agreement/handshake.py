@@ -72,10 +72,10 @@ def replica_group(
         RuntimeError: If a launcher has started several processes, and nothing joins them.
     """
     if sum(item is not None for item in (group, mesh, store)) > 1:
-        raise ValueError("give only one of group, mesh and store")
+        raise ValueError("give only one of a process group, a mesh and a store")
     is_alone = store is None and num_replicas == 1
     if is_alone and (group is not None or mesh is not None):
-        raise ValueError("num_replicas=1 is a single replica: leave out group and mesh")
+        raise ValueError('peers="alone" is a single replica: leave out group and mesh')
     if mesh is not None:
         if not hasattr(mesh, "get_group"):
             raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
@@ -103,7 +103,7 @@ def collectives_of(
         ValueError: If ``backend`` is neither.
     """
     if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f"backend must be gloo, nccl or None, got {backend!r}")
+        raise ValueError(f'link must be "gloo" or "nccl", got {backend!r}')
     if backend is not None:
         return backend
     if group is None or device.type == "cpu":
@@ -143,7 +143,7 @@ def check_place(
 ) -> None:
     """Raise ValueError if these arguments of ``DiLoCo`` do not go together."""
     if store is not None and (replica is None or (num_replicas is None) == (members is None)):
-        raise ValueError("store needs replica, and one of num_replicas and members")
+        raise ValueError("StorePeers needs replica=, and one of of= and members=")
     has_number = replica is not None or num_replicas not in (None, 1) or members is not None
     if store is None and has_number:
         raise ValueError("replica, num_replicas and members need store=")

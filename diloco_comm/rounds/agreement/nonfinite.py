@@ -82,7 +82,7 @@ class Streaks:
     def _too_many_skips(self, part: SyncedPart, error: NonFiniteError) -> str:
         cure = f"restore {_names(error.replicas)} from a checkpoint"
         if not self._is_reset:
-            cure += ', or give DiLoCo on_nonfinite="reset", which takes the outer parameters there'
+            cure += ', or give DiLoCo nonfinite="reset", which takes the outer parameters there'
         before = self._before(self._skips[part.index] - 1)
         return f"{error}; this round is skipped, as {before}: {cure}"
 

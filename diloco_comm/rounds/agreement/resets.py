@@ -39,7 +39,7 @@ def check_on_reset(on_reset: OnReset | None, settings: Settings) -> None:
         raise TypeError(f"on_reset must be a function of a list of parameters, got {on_reset!r}")
     if settings.on_nonfinite != "reset":
         raise ValueError(
-            f'on_reset is called with on_nonfinite="reset" alone, got {settings.on_nonfinite!r}'
+            f'on_reset is called with nonfinite="reset" alone, got {settings.on_nonfinite!r}'
         )
 
 

@@ -14,7 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Overlap, Streaming
+from ... import (
+    CO2,
+    Blocking,
+    Delayed,
+    DiLoCo,
+    Eager,
+    HeavyBall,
+    Link,
+    Nesterov,
+    Overlap,
+    Streaming,
+    Wire,
+)
 from ..common import measuring, reports
 from .methods import format_of
 
@@ -99,11 +111,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         fragments=settings.fragments,
         overlap=settings.overlap(),
         outer=outer,
-        wire=wire,
-        error_feedback=wire.is_sparse,
-        lanes=settings.lanes,
-        chunk_bytes=settings.chunk_bytes,
-        timeout=600,
+        wire=Wire(wire, error_feedback=wire.is_sparse),
+        link=Link(lanes=settings.lanes, chunk_bytes=settings.chunk_bytes, timeout=600),
         attach=False,
     ) as diloco:
         if settings.link is not None:

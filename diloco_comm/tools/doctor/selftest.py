@@ -84,7 +84,7 @@ def _replica(rank: int, port: int, limit_s: float) -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    from ... import DiLoCo, all_reduce, shutdown
+    from ... import DiLoCo, Link, all_reduce, shutdown
 
     def digest(tensor: torch.Tensor) -> str:
         return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
@@ -108,7 +108,7 @@ def _replica(rank: int, port: int, limit_s: float) -> dict[str, str]:
         hashes[f"all_reduce over the {wire} wire"] = digest(tensor)
     model = torch.nn.Linear(100, 33)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=2, timeout=limit_s):
+    with DiLoCo(model, optimizer, sync_every=2, link=Link(timeout=limit_s)):
         for step in range(4):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(10 * step + rank)

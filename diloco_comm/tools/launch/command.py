@@ -51,7 +51,7 @@ def launch(
 ) -> None:
     """Start one replica of an elastic run, and start it again when it ends early.
 
-    The script trains with membership=Elastic(), which finds registry and run by itself. SIGTERM or
+    The script trains with peers=Elastic(), which finds registry and run by itself. SIGTERM or
     Ctrl-C let the replica leave at its next boundary, a second signal ends it at once. Exit status:
     0 all steps are taken, 69 too few replicas or no registry, 75 too many restarts, 78 other model,
     settings or registry than the run's, 143 the replica has left.

@@ -154,6 +154,7 @@ def _print_chosen(console: Console, link: dict[str, Any], why_not: str) -> None:
         return
     config = link["chosen"]["config"]
     parts = [config[key]["name"] for key in ("outer", "overlap") if key in config]
+    parts += ["Wire"] * ("=Wire(" in link["chosen"]["line"])
     imported = ", ".join(["DiLoCo", *parts])
     share = link["chosen"]["setting"]["utilisation"]
     console.print(f"Chosen for this link (utilisation {share:.1%}):\n", highlight=False)

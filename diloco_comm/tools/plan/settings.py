@@ -69,7 +69,16 @@ def as_arguments(setting: Setting, block_size: int) -> dict[str, Any]:
         arguments["outer"] = SGD(1.0)
     if wire.is_sparse:
         arguments["error_feedback"] = True
-    written = ", ".join(f"{name}={_literal(value)}" for name, value in arguments.items())
+    options = {
+        name: arguments[name] for name in ("block_size", "error_feedback") if name in arguments
+    }
+    written = ", ".join(
+        f"{name}={_literal(value)}" for name, value in arguments.items() if name not in options
+    )
+    if options:
+        more = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        short = _literal(setting.wire)
+        written = written.replace(f"wire={short}", f"wire=Wire({short}, {more})")
     parts = {k: v for k, v in arguments.items() if isinstance(v, Overlap | OuterOptimizer)}
     return {
         "setting": asdict(setting),

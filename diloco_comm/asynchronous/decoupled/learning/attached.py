@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +15,10 @@ import torch
 from torch import nn
 
 from ....base import env, recording
-from ....base.checks import choice, integer, refuse_copy, warn
+from ....base.checks import choice, integer, refuse_copy, timeout_seconds, warn
 from ....base.errors import NonFiniteError
 from ....base.interrupts import deferred_interrupts
+from ....options import Link, Wire, choices_among
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
 from ....replica.hooks import StepHooks, hookable
 from ....replica.model_watch import CHECKS, ModelWatch, server_has_weights
@@ -35,6 +35,8 @@ from .postbox import Arrival
 
 logger = logging.getLogger(__name__)
 
+# The choices of the groups of options that a learner has, and their defaults.
+_CHOICES = {"wire": None, "rounding": "nearest", "seed": 0, "timeout": None}
 # Seconds between two looks while the training thread waits on purpose, in ``flush``.
 _LOOK_S = 0.2
 
@@ -57,11 +59,11 @@ class DecoupledDiLoCo:
         name: Name of this learner, unique; as in ``AsyncDiLoCo``.
         tokens: Tokens of an inner step, or a function that returns those of the step just taken.
             Reports count by tokens^2 / steps.
-        rounding, seed: As in ``DiLoCo``.
         fragments, wire, sync_every: The server decides these. If they are given, the server's must
-            be the same.
-        timeout: Seconds of the server's silence after which ``ServerLost`` is raised. The default
-            is ``DILOCO_COMM_TIMEOUT_S``, or 1800.
+            be the same. ``Wire(rounding=..., seed=...)`` is this learner's own.
+        link: ``Link(timeout=...)``, as in ``AsyncDiLoCo``.
+        rounding, seed, timeout: The choices of ``wire`` and ``link``, each as an argument of its
+            own, as in 0.1.
         keys, key_name: Folder of CURVE keys, and the name of this learner's pair.
         impl: Force an implementation of the operators.
         attach: With False the user calls ``step()`` after each optimizer step, and the optimizer
@@ -88,10 +90,11 @@ class DecoupledDiLoCo:
         server: str | Sequence[str],
         name: str | None = None,
         tokens: int | Callable[[], int] = 1,
-        rounding: str = "nearest",
-        seed: int = 0,
+        rounding: str | None = None,
+        seed: int | None = None,
         fragments: FragmentSpec | None = None,
-        wire: str | None = None,
+        wire: str | Wire | None = None,
+        link: Link | None = None,
         sync_every: int | None = None,
         timeout: float | None = None,
         keys: str | Path | None = None,
@@ -100,12 +103,14 @@ class DecoupledDiLoCo:
         attach: bool = True,
         checks: str = "raise",
     ) -> None:
+        given = {"wire": wire, "link": link, "rounding": rounding, "seed": seed, "timeout": timeout}
+        choices = choices_among("DecoupledDiLoCo", given, _CHOICES)
+        wire, timeout = choices["wire"], choices["timeout"]
+        rounding, seed = choices["rounding"], choices["seed"]
         choice("checks", checks, CHECKS)
         choice("rounding", rounding, ("nearest", "stochastic"))
         self._tokens = tokens if callable(tokens) else integer("tokens", tokens, 1)
-        seconds = env.timeout_s() if timeout is None else timeout
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        seconds = timeout_seconds(env.timeout_s() if timeout is None else timeout)
         recording.start_if_asked()
         optimizers = hookable(optimizer, attach=attach)
         named = trainable_parameters(model, list(optimizers))

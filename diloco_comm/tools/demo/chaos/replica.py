@@ -1,4 +1,4 @@
-"""One replica of the chaos demo: an ordinary loop over ``DiLoCo`` with ``membership=``."""
+"""One replica of the chaos demo: an ordinary loop over ``DiLoCo`` with ``Elastic``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(pipe: Connection, place: Place, settings: ChaosSettings) -> None:
         sync_every=settings.sync_every,
         wire=settings.wire,
         outer=Nesterov(settings.outer_lr, settings.outer_momentum),
-        membership=Elastic(
+        peers=Elastic(
             place.registry,
             run="chaos",
             replica=place.number,

@@ -1,0 +1,266 @@
+"""The options of ``DiLoCo`` in groups: what travels, how, between which replicas, and bad values.
+
+A group is one argument: ``wire=Wire("int4", error_feedback=True)``. Where one choice is enough, a
+string is the short form: ``wire="int4"``. Below, ``HOMES`` names the group of each choice; until
+0.3 the choices are arguments of their own too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from .base.checks import UNSET, Unset
+from .ops.wire import WireFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The format of the payloads that travel between replicas, and how values are rounded.
+
+    A choice that is None is the default, or as ``config=`` says. ``DiLoCo`` checks the values.
+
+    Args:
+        name: A wire (default "int8"; ``diloco_comm.ops.wire.WIRES`` has all), or a ``WireFormat``.
+            A mapping of regular expressions to wires gives groups of parameters wires of their own:
+            the first expression that is found in a parameter's name counts, and the last key may
+            be "rest".
+        block_size: Elements that share a scale (256).
+        rounding: "nearest" (default) or "stochastic".
+        seed: Seed of stochastic rounding, and of a rotated wire's signs (0).
+        error_feedback: Add to an encoding what the encoding before lost (False). A sparse wire
+            needs it.
+        feedback_decay: Factor of what an encoding lost, from 0 to 1 (1; 0.95 on sparse wires).
+        align_tensors: Let no block hold elements of two tensors (False), so that the noise of a
+            rotated wire does not reach one tensor from another.
+    """
+
+    name: str | WireFormat | Mapping[str, str] | None = None
+    block_size: int | None = None
+    rounding: str | None = None
+    seed: int | None = None
+    error_feedback: bool | None = None
+    feedback_decay: float | None = None
+    align_tensors: bool | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """How payloads travel between replicas.
+
+    A choice that is None is the default. ``DiLoCo`` checks the values.
+
+    Args:
+        backend: How parameters on a GPU travel. "gloo": only the encoded bytes are copied to host
+            memory, and travel from there; across sites. "nccl": the bytes stay on the device.
+            Default: what the replicas' process group has for the device; gloo with ``StorePeers``.
+        lanes: Connections to each peer in each direction (1), over which chunks are spread. More
+            connections fill a link of high bandwidth and long delay that one TCP connection leaves
+            idle. Each lane costs two process groups, which connect again whenever the group
+            changes.
+        chunk_bytes: Bytes of a chunk on the wire.
+        timeout: Seconds, or a timedelta, that an exchange may take, and that living replicas are
+            waited for (1800).
+        join_timeout: Seconds, or a timedelta, that ``change_group`` and a newcomer wait for members
+            that were never heard (60).
+        suspect_after: Seconds, or a timedelta, after which a peer is given up that shows no sign of
+            life, or to which there is no way (30).
+    """
+
+    backend: str | None = None
+    lanes: int | None = None
+    chunk_bytes: int | None = None
+    timeout: float | timedelta | None = None
+    join_timeout: float | timedelta | None = None
+    suspect_after: float | timedelta | None = None
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """How a round ends in which a replica has values that no wire carries.
+
+    Such values are NaN, infinities, and values out of the wire's range.
+
+    Args:
+        action: "raise" (default) or "skip": the round is left out on all replicas, with an error or
+            without. "reset": that replica takes the outer parameters, and the other replicas go on
+            with their mean.
+        max_skipped: Rounds of a fragment that may be skipped in a row, or may end with a reset of
+            the same replica (3). After one more there is a NonFiniteError. None: no limit.
+        on_reset: Called with the exchanged parameters on a replica that was reset, when they have
+            been written: to clear the optimizer's state, which is else left alone.
+    """
+
+    action: str | None = None
+    max_skipped: int | Unset | None = UNSET
+    on_reset: Callable[[list[Tensor]], None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StorePeers:
+    """The replicas as separate jobs that share a store.
+
+    Args:
+        store: A ``torch.distributed.Store``, or the ``tcp://host:port`` that ``diloco-comm store``
+            prints.
+        replica: This replica's number.
+        of: How many replicas there are; their numbers are 0 to ``of`` - 1.
+        members: Instead of ``of``: the numbers of the replicas that take part.
+        name: Tells several DiLoCo objects on one store apart.
+    """
+
+    store: dist.Store | str
+    replica: int | None = None
+    of: int | None = None
+    members: Sequence[int] | None = None
+    name: str = "default"
+
+
+# The choices that were arguments of their own in 0.1: the argument that has each now, and the name
+# of the choice there; "" is the argument itself.
+HOMES = {
+    "block_size": ("wire", "block_size"),
+    "rounding": ("wire", "rounding"),
+    "seed": ("wire", "seed"),
+    "error_feedback": ("wire", "error_feedback"),
+    "feedback_decay": ("wire", "feedback_decay"),
+    "align_tensors": ("wire", "align_tensors"),
+    "group": ("peers", ""),
+    "mesh": ("peers", ""),
+    "membership": ("peers", ""),
+    "store": ("peers", "store"),
+    "replica": ("peers", "replica"),
+    "num_replicas": ("peers", "of"),
+    "members": ("peers", "members"),
+    "name": ("peers", "name"),
+    "backend": ("link", "backend"),
+    "lanes": ("link", "lanes"),
+    "chunk_bytes": ("link", "chunk_bytes"),
+    "timeout": ("link", "timeout"),
+    "join_timeout": ("link", "join_timeout"),
+    "suspect_after": ("link", "suspect_after"),
+    "on_nonfinite": ("nonfinite", "action"),
+    "max_skipped": ("nonfinite", "max_skipped"),
+    "on_reset": ("nonfinite", "on_reset"),
+}
+# The values of choices that were not made.
+DEFAULTS: dict[str, Any] = {**dict.fromkeys(HOMES), "max_skipped": UNSET, "name": "default"}
+_KINDS: dict[str, type] = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "peers": StorePeers}
+# The single replica of a program that has a process group, or none.
+ALONE = "alone"
+
+
+def check_names(owner: str, choices: Mapping[str, Any]) -> None:
+    """Raise TypeError for a name that ``HOMES`` does not have."""
+    for name in choices.keys() - HOMES.keys():
+        close = get_close_matches(name, [*HOMES, *_KINDS], 1)
+        hint = f": did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"{owner} has no argument {name!r}{hint}")
+
+
+def choices_of(
+    arguments: Mapping[str, Any], owner: str = "DiLoCo", *, is_ours: bool = True
+) -> dict[str, Any]:
+    """Return arguments with each choice by its own name, and without the groups of choices.
+
+    Args:
+        arguments: Arguments of ``DiLoCo``, by name; any may be left out.
+        owner: The class or function that the user calls.
+        is_ours: Whether the arguments go to a function of this package. A function of the user's
+            may mean another thing by ``link`` or ``peers``; then a value of another type is none
+            of ours.
+
+    Raises:
+        TypeError: If a group is of another type, or a choice is given twice.
+    """
+    choices = {name: value for name, value in arguments.items() if name not in _KINDS}
+    choices = DEFAULTS | choices
+    choices["wire"] = arguments.get("wire")
+    for argument, kind in _KINDS.items():
+        value = arguments.get(argument)
+        if isinstance(value, kind):
+            found = _fields(argument, value)
+        elif argument == "wire" or value is None:
+            continue
+        elif argument == "peers":
+            found = _peers(value)
+            if not is_ours and "membership" in found and not hasattr(value, "total_steps"):
+                continue
+        elif isinstance(value, str):
+            found = {"backend" if argument == "link" else "on_nonfinite": value}
+        elif not is_ours:
+            continue
+        else:
+            raise TypeError(
+                f"{argument} must be a {kind.__name__} or a string, got {type(value).__name__}"
+            )
+        for name, choice in found.items():
+            if name not in HOMES or _is_default(name, choices[name]):
+                choices[name] = choice
+            elif not _is_default(name, choice):
+                raise TypeError(f"{owner} is given {name} twice: in {argument}= and as {name}=")
+    return choices
+
+
+def with_defaults(defaults: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with defaults for those that are missing.
+
+    A ``Wire`` without a name takes the name from the default.
+    """
+    wire, default = arguments.get("wire"), defaults.get("wire")
+    if isinstance(wire, Wire) and wire.name is None and default is not None:
+        if isinstance(default, Wire):
+            own = {f.name: getattr(wire, f.name) for f in fields(wire)}
+            wire = replace(default, **{name: v for name, v in own.items() if v is not None})
+        else:
+            wire = replace(wire, name=default)
+        arguments = {**arguments, "wire": wire}
+    return {**defaults, **arguments}
+
+
+def choices_among(
+    owner: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the choices that have a default here, each by its own name.
+
+    Raises:
+        TypeError: As ``choices_of``; or if a group makes another choice.
+    """
+    choices = choices_of(arguments, owner)
+    for name, (argument, field) in HOMES.items():
+        if name not in defaults and not _is_default(name, choices[name]):
+            raise TypeError(f"{owner} has no {argument}={_KINDS[argument].__name__}({field}=...)")
+    given = {name: choices[name] for name in defaults}
+    return {name: defaults[name] if value is None else value for name, value in given.items()}
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = DEFAULTS[name]
+    return value is default or (isinstance(value, str) and value == default)
+
+
+def _fields(argument: str, value: Any) -> dict[str, Any]:
+    """Return what a group chooses, by the names of 0.1."""
+    names = {field: name for name, (home, field) in HOMES.items() if home == argument and field}
+    names |= {"name": "wire"} if argument == "wire" else {}
+    return {names[field.name]: getattr(value, field.name) for field in fields(value)}
+
+
+def _peers(value: Any) -> dict[str, Any]:
+    if isinstance(value, str) and value == ALONE:
+        return {"num_replicas": 1}
+    # A rank outside of a group has a number in the place of the group.
+    if isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER:
+        return {"group": value}
+    from torch.distributed.device_mesh import DeviceMesh
+
+    # Any other value must be an Elastic, which DiLoCo checks: this module knows no registry.
+    return {"mesh" if isinstance(value, DeviceMesh) else "membership": value}

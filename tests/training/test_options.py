@@ -1,0 +1,213 @@
+"""The groups of options: the same training in every spelling, and errors that name the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import Regression, train_step
+from torch.distributed.device_mesh import init_device_mesh
+
+from diloco_comm import (
+    DiLoCo,
+    Elastic,
+    Link,
+    NonFinite,
+    StorePeers,
+    Wire,
+    WireFormat,
+    eager_diloco,
+    local_sgd,
+)
+from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
+from diloco_comm.integrations.attaching import (
+    check,
+    check_names,
+    choices_for,
+    with_total_steps,
+)
+from diloco_comm.options import HOMES, choices_among, choices_of, with_defaults
+
+KINDS = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "peers": StorePeers}
+
+
+def made(**arguments: Any) -> tuple[Regression, torch.optim.Optimizer, DiLoCo]:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    make = arguments.pop("make", DiLoCo)
+    return model, optimizer, make(model, optimizer, **{"sync_every": 2, **arguments})
+
+
+def test_every_choice_has_one_home() -> None:
+    homes = [home for home in HOMES.values() if home[1]]
+    fields = [
+        (group, field.name) for group, kind in KINDS.items() for field in dataclasses.fields(kind)
+    ]
+    assert sorted([*homes, ("wire", "name")]) == sorted(fields)
+
+
+WIRE = {"block_size": 64, "rounding": "stochastic", "seed": 5, "error_feedback": True}
+LINK = {"lanes": 2, "chunk_bytes": 512, "timeout": 60.0, "suspect_after": 20.0}
+BAD = {"max_skipped": None}
+SPELLINGS: list[dict[str, Any]] = [
+    {"wire": "int4", **WIRE, **LINK, "on_nonfinite": "skip", **BAD},
+    {"wire": Wire("int4", **WIRE), "link": Link(**LINK), "nonfinite": NonFinite("skip", **BAD)},
+    {"wire": Wire("int4", seed=5), **{**WIRE, "seed": None}, "link": Link(lanes=2),
+     **{name: LINK[name] for name in LINK if name != "lanes"}, "nonfinite": "skip", **BAD},
+]  # fmt: skip
+
+
+def trained(rank: int, world: int) -> list[tuple[str, dict[str, Any]]]:
+    mesh = init_device_mesh("cpu", (world,))
+    store = dist.distributed_c10d._get_default_store()
+    peers: list[dict[str, Any]] = [
+        {},
+        {"peers": dist.group.WORLD},
+        {"group": dist.group.WORLD},
+        {"peers": mesh},
+        {"peers": StorePeers(store, rank, of=world, name="a")},
+        {"peers": StorePeers(store, rank, members=list(range(world)), name="b")},
+        {"peers": StorePeers(store, of=world), "replica": rank, "name": "c"},
+    ]
+    found = []
+    runs = [(spelling, peers[0]) for spelling in SPELLINGS]
+    runs += [(SPELLINGS[1], place) for place in peers[1:]]
+    for spelling, place in runs:
+        model, optimizer, diloco = made(**{**spelling, **place})
+        with diloco:
+            for step in range(5):
+                train_step(model, optimizer, rank, step)
+            diloco.flush()
+            found.append((diloco.outer_hash(), diloco.config()))
+    return found
+
+
+def test_every_spelling_is_the_same_training(workers) -> None:
+    results = [result for found in workers(2).run(trained) for result in found]
+    assert len(results) == 2 * (len(SPELLINGS) + 6)
+    assert all(result == results[0] for result in results)
+    assert results[0][1]["seed"] == 5 and results[0][1]["max_skipped"] is None
+
+
+@pytest.mark.parametrize("make", [local_sgd, eager_diloco])
+def test_a_wire_without_a_name_keeps_the_preset_s(make: Any) -> None:
+    for wire, name in ((Wire(align_tensors=True), None), (Wire("int4"), "int4")):
+        *_, diloco = made(make=make, peers="alone", wire=wire)
+        with diloco:
+            own = {local_sgd: "fp32", eager_diloco: "e3m0"}[make]
+            assert diloco.config()["wire"] == (name or own)
+            assert diloco.config()["align_tensors"] == (name is None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"wire": Wire("int4", block_size=64), "block_size": 32}, TypeError, "block_size twice"),
+        ({"link": Link(lanes=2), "lanes": 2}, TypeError, "lanes twice: in link= and as lanes="),
+        ({"wire": Wire("int4", block_size=63)}, ValueError, "block_size must be one of"),
+        ({"wire": Wire("topk64")}, ValueError, "error_feedback"),
+        ({"wire": 4}, TypeError, "wire must be a name, a WireFormat"),
+        ({"link": 4}, TypeError, "link must be a Link or a string, got int"),
+        ({"link": "udp"}, ValueError, "udp"),
+        ({"link": Link(timeout=-1)}, ValueError, "timeout"),
+        ({"nonfinite": ["skip"]}, TypeError, "nonfinite must be a NonFinite or a string"),
+        ({"nonfinite": "ignore"}, ValueError, "ignore"),
+        ({"nonfinite": NonFinite("skip", on_reset=print)}, ValueError, "on_reset"),
+        ({"peers": 2}, TypeError, "peers must be a ProcessGroup, a DeviceMesh, StorePeers"),
+        ({"peers": "tcp://host:1"}, TypeError, "peers must be a ProcessGroup"),
+        ({"peers": StorePeers(dist.HashStore(), 4, of=2)}, ValueError, "replica"),
+        ({"peers": StorePeers(dist.HashStore(), 0)}, ValueError, "StorePeers needs replica="),
+        ({"lane": 2}, TypeError, "DiLoCo has no argument 'lane': did you mean 'lanes'"),
+    ],
+)
+def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        made(**arguments)
+
+
+def test_a_callback_checks_the_groups_when_it_is_made() -> None:
+    class Callback:
+        def __init__(self, **arguments: Any) -> None:
+            self.arguments = check(Callback, DiLoCo, arguments)
+
+    good = {"sync_every": 2, "wire": Wire("int4", block_size=64), "link": "gloo"}
+    assert Callback(**good).arguments == good
+    for arguments, message in (
+        ({"wire": Wire("int4", block_size=63)}, "block_size must be"),
+        ({"peers": StorePeers(dist.HashStore(), 5)}, "StorePeers needs replica="),
+        ({"nonfinite": NonFinite("skip", on_reset=print)}, "on_reset"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Callback(sync_every=2, **arguments)
+    check_names(Callback, {"peers": None, "lanes": 2})
+    with pytest.raises(TypeError, match="did you mean 'peers'"):
+        check_names(Callback, {"peer": None})
+
+
+@pytest.mark.parametrize("name", ["peers", "membership"])
+def test_the_trainer_s_steps_end_an_elastic_run(name: str) -> None:
+    elastic = Elastic("tcp://127.0.0.1:1")
+    assert with_total_steps({name: elastic}, 7)[name].total_steps == 7
+    assert with_total_steps({name: elastic}, 0)[name] is elastic
+
+
+def test_every_spelling_makes_the_same_choices() -> None:
+    """Also those that no configuration shows."""
+    more = {"join_timeout": 9.0, "backend": "gloo"}
+    old = {"wire": "int4", **WIRE, **LINK, **more, "on_nonfinite": "reset", "on_reset": print}
+    groups = {"wire": Wire("int4", **WIRE), "link": Link(**LINK, **more)}
+    new = {**groups, "nonfinite": NonFinite("reset", on_reset=print)}
+    assert choices_of(old) == choices_of(new) and choices_of(new)["on_reset"] is print
+    place = StorePeers("tcp://h:1", 1, members=[1, 2], name="x")
+    told = {"store": "tcp://h:1", "replica": 1, "members": [1, 2], "name": "x"}
+    assert choices_of({"peers": place}) == choices_of(told)
+
+
+def test_a_wire_without_a_name_takes_the_default_s() -> None:
+    for default in ("int4", Wire("int4", block_size=64)):
+        wire = with_defaults({"wire": default}, {"wire": Wire(seed=3)})["wire"]
+        assert (wire.name, wire.seed) == ("int4", 3)
+    assert with_defaults({"wire": "int4"}, {"wire": "fp32", "x": 1}) == {"wire": "fp32", "x": 1}
+
+
+def test_a_function_of_the_user_s_has_arguments_of_its_own() -> None:
+    """Its ``link`` and ``peers`` are its own matter."""
+
+    def make(model: Any, optimizer: Any, *, link: float, peers: list[int], **rest: Any) -> None: ...
+
+    arguments = {"link": 0.5, "peers": [0, 1], "store": "tcp://h:1"}
+    choices = choices_for(make, check(make, make, arguments))
+    assert choices["store"] == "tcp://h:1" and choices["membership"] is choices["backend"] is None
+    assert with_total_steps(arguments, 5) == arguments
+
+
+def test_choices_by_their_own_names() -> None:
+    choices = choices_of({"wire": Wire(WireFormat("int4", 32)), "link": "nccl", "sync_every": 4})
+    assert choices["wire"] == WireFormat("int4", 32) and choices["backend"] == "nccl"
+    assert choices["sync_every"] == 4 and choices["lanes"] is None and choices["name"] == "default"
+    assert not KINDS.keys() - {"wire"} & choices.keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (AsyncDiLoCo, {"wire": Wire(feedback_decay=0.5)}, "no wire=Wire\\(feedback_decay=...\\)"),
+        (AsyncDiLoCo, {"link": Link(lanes=2)}, "AsyncDiLoCo has no link=Link\\(lanes=...\\)"),
+        (AsyncDiLoCo, {"nonfinite": NonFinite("skip", on_reset=print)}, "on_reset"),
+        (DecoupledDiLoCo, {"wire": Wire("int4", block_size=64)}, "block_size"),
+        (DecoupledDiLoCo, {"link": Link(backend="gloo")}, "backend"),
+    ],
+)
+def test_asynchronous_doors_refuse_choices_that_they_lack(
+    make: Any, arguments: dict[str, Any], message: str
+) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=message):
+        make(model, optimizer, server="tcp://127.0.0.1:1", **arguments)
+    defaults = {"wire": "int8", "seed": 0}
+    assert choices_among("X", {"wire": Wire(seed=3)}, defaults) == {"wire": "int8", "seed": 3}
+    assert choices_among("X", {"wire": "int4"}, defaults) == {"wire": "int4", "seed": 0}
