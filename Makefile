@@ -93,6 +93,7 @@ kernels: setup
 # The extension with CUDA for a torch that has it, in a copy of the sources; it is loaded, the names of
 # torch that we use are looked up, the GPU tests are collected. This needs nvcc and no GPU. The torch
 # (5 GB) goes into a virtual environment of its own, once; its versions are those for which the check of a GPU is written.
+# The interpreter of that torch's Triton (3.6) fails with numpy 2.4.
 GPU_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/diloco_comm/gpu
 GPU_TORCH ?= torch==2.11.0
 GPU_ARCHS ?= 90
@@ -102,7 +103,7 @@ $(GPU_VENV)/.installed:
 	mkdir -p $(GPU_VENV)
 	test $$(df --output=avail -k $(GPU_VENV) | tail -n 1) -gt 8000000
 	$(PYTHON) -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/pip install --quiet --no-cache-dir $(GPU_TORCH) "setuptools>=77,<82" numpy cmake ninja pytest pytest-timeout hypothesis psutil pillow
+	$(GPU_VENV)/bin/pip install --quiet --no-cache-dir $(GPU_TORCH) "setuptools>=77,<82" "numpy<2.4" cmake ninja pytest pytest-timeout hypothesis psutil pillow
 	touch $@
 
 gpu-build: $(GPU_VENV)/.installed

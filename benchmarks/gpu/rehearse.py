@@ -40,11 +40,9 @@ def emulate() -> None:
         if arguments["impl"] != "cuda":
             run(operator, like, arguments)
             return
-        values = [
-            list(value) if isinstance(value, tuple) else value for value in arguments.values()
-        ]
+        *values, _ = (list(v) if isinstance(v, tuple) else v for v in arguments.values())
         with torch.no_grad():
-            getattr(torch.ops.diloco_comm_emulated, operator)(*values)
+            getattr(torch.ops.diloco_comm_emulated, operator)(*values, "emulated")
 
     ops.run = emulated  # type: ignore[assignment]
     ops.available_impls = lambda device="cpu": IMPLS  # type: ignore[assignment]

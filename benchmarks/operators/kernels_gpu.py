@@ -112,7 +112,7 @@ Seconds = dict[str, list[float]]
 
 
 def measure(
-    functions: dict[str, Callable[[], object]], clock: Clock, samples: int, warmup: int = 3
+    functions: dict[str, Callable[[], object]], clock: Clock, samples: int, warmup: int
 ) -> tuple[Seconds, Seconds]:
     """Time all functions in turn, ``samples`` times: seconds of each, and those of the host."""
     seconds: Seconds = {name: [] for name in functions}
@@ -140,7 +140,7 @@ def differing(case: Case, impls: Sequence[str]) -> list[str]:
 
 
 def time_case(
-    case: Case, impls: Sequence[str], data: Data, clock: Clock, samples: int,
+    case: Case, impls: Sequence[str], data: Data, clock: Clock, samples: int, warmup: int,
     twins: dict[str, dict[str, Callable[[], object]]],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return one row of the table for each implementation."""
@@ -149,7 +149,7 @@ def time_case(
     functions |= {impl: lambda impl=impl: case.run(impl) for impl in impls}
     functions |= {kind: known[case.plain] for kind, known in twins.items() if case.plain}
     wrong = differing(case, impls)
-    seconds, host = measure(functions, clock, samples)
+    seconds, host = measure(functions, clock, samples, warmup)
     copied_bytes = 2 * data.payloads["fp32"].numel()
     moved_bytes = case.traffic_bytes * data.num_elements
     rows = []
@@ -287,7 +287,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--size", type=common.parse_size, default=1 << 30, help="bytes of fp32 parameters")
-    add("-n", "--samples", type=int, default=20, help="timed samples after three of warm-up")
+    add("-n", "--samples", type=int, default=20, help="timed samples (20)")
+    add("--warmup", type=int, default=3, help="samples of warm-up before them (3)")
     add("--wires", default=",".join(DEFAULT_WIRES))
     add("--impl", default="", help="comma list (default: all that run there)")
     add("--no-compile", action="store_true", help="leave torch.compile out")
@@ -312,8 +313,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--wires must be of {', '.join(WIRES)}, got {wire!r}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu runs the same script without one")
-    if args.size < 1 << 20:
-        parser.error(f"--size must be at least 1M, got {args.size}")
+    if args.size < 1 << 18:
+        parser.error(f"--size must be at least 256K, got {args.size}")
     return args
 
 
@@ -330,7 +331,7 @@ def run(args: argparse.Namespace, impls: Sequence[str]) -> bool:
     print_head(report)
     rows: list[dict[str, Any]] = []
     for case in cases(data, args.wires):
-        for row in time_case(case, impls, data, clock, args.samples, twins):
+        for row in time_case(case, impls, data, clock, args.samples, args.warmup, twins):
             rows.append(row)
             print_row(report, row)
         # Also what a time limit leaves of it.
