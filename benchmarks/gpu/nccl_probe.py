@@ -35,9 +35,9 @@ def probe(backend: str) -> None:
     dist.all_to_all_single(taken, given)
     expected = [torch.arange(1024) + 1024 * rank + 10_000 * peer for peer in range(world)]
     assert torch.equal(taken.cpu(), torch.cat(expected))
-    rows = torch.empty(world, 1024, dtype=given.dtype, device=device)
+    rows = torch.empty(world * 1024, dtype=given.dtype, device=device)
     dist.all_gather_into_tensor(rows, given[:1024])
-    assert rows[:, 0].tolist() == [10_000 * peer for peer in range(world)]
+    assert rows.view(world, 1024)[:, 0].tolist() == [10_000 * peer for peer in range(world)]
     dist.destroy_process_group()
 
 
