@@ -207,7 +207,7 @@ def seen_by_the_stand_in(rank: int, world: int, library: str) -> list[str]:
     return [*seen, f"{early} {late}"]
 
 
-@devices.accelerator_is_stand_in
+@devices.synchronizes_stand_in
 def test_the_stand_in_tells_of_waits(replicas, stand_in) -> None:
     [(item, device, values)] = replicas(1).run(seen_by_the_stand_in, stand_in)
     assert "_local_scalar_dense" in item or "copy out" in item, item

@@ -291,8 +291,13 @@ def flag_behind_a_vote(rank: int, world: int, device: str, library: str) -> list
     return [before, int(was_busy), int(ballot.host_given_up), int(int(ballot.host_verdict) != 0)]
 
 
-@devices.accelerator_is_stand_in
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("lagging", marks=devices.synchronizes_stand_in),
+        devices.GPU,
+    ],
+)
 def test_a_vote_reads_the_flag_when_the_vote_runs(device: str, replicas, stand_in) -> None:
     """Not when the vote is enqueued: a group is given up while votes wait for the device."""
     assert replicas(1).run(flag_behind_a_vote, device, stand_in) == [[0, 1, GIVEN_UP, 1]]
