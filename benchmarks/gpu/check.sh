@@ -62,9 +62,10 @@ publish() {
     cp "$work/summary.txt" "$out/summary.txt"
 }
 
-# The limit of each step, and what a rehearsal adds to its command.
-declare -A limits options
-while read -r _ name there _ here _ more; do
+# The part and the limit of each step, and the options that a rehearsal adds to its command.
+declare -A part_of limits options
+while read -r letter name there _ here _ more; do
+    part_of[$name]=$letter
     limits[$name]=$there
     if $is_rehearsal; then
         limits[$name]=$here
@@ -104,7 +105,7 @@ skip() {
     note "$1" null 0 0 "$2"
 }
 
-# What runs the operators: a device, or their emulation.
+# The command that runs operators: on a device, or their emulation.
 operate=("$python" -m)
 $is_rehearsal && operate=("$python" -m benchmarks.gpu.rehearse)
 
@@ -193,9 +194,9 @@ fi
 # Figures and steps of an earlier run of the same part are not this run's.
 for part in $parts; do
     [ -f "$work/steps.jsonl" ] && sed -i "/^{\"part\": \"$part\"/d" "$work/steps.jsonl"
-    while read -r parts_of name _; do
-        case $parts_of in "$part") rm -f "$work/$name.json" "$work/$name.log" ;; esac
-    done < <(grep -v '^#' benchmarks/gpu/steps.txt)
+    for name in "${!part_of[@]}"; do
+        [ "${part_of[$name]}" != "$part" ] || rm -f "$work/$name.json" "$work/$name.log"
+    done
 done
 for part in $parts; do
     begun=$SECONDS

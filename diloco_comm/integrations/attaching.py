@@ -79,24 +79,21 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
 
 def with_norms(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with ``norms=True``, if ``make`` is known to take it and none is given."""
-    base: Any = make
-    while isinstance(base, partial):
-        base = base.func
     named = _named(make)
-    takes = "norms" in named or ("**" in named and getattr(base, "__module__", "") == _PRESETS)
+    takes = "norms" in named or ("**" in named and _is_ours(make))
     return {"norms": True, **arguments} if takes else dict(arguments)
 
 
 def choices_for(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``make`` as ``choices_of`` does."""
-    base: Any = make
-    while isinstance(base, partial):
-        base = base.func
-    return choices_of(arguments, is_ours=_is_ours(base))
+    return choices_of(arguments, is_ours=_is_ours(make))
 
 
-def _is_ours(base: Any) -> bool:
-    return base is DiLoCo or getattr(base, "__module__", "") == _PRESETS
+def _is_ours(make: Any) -> bool:
+    """Whether ``make`` is DiLoCo or a preset, also through ``functools.partial``."""
+    while isinstance(make, partial):
+        make = make.func
+    return make is DiLoCo or getattr(make, "__module__", "") == _PRESETS
 
 
 def _all_named() -> dict[str, Any]:

@@ -23,6 +23,16 @@ def run(command: list[str], cwd: Path) -> str:
     return ended.stdout
 
 
+def run_replicas(command: list[str], number: int, folder: Path) -> str:
+    """Run a program as so many replicas, with torchrun's variables; what all of them print."""
+    if number == 1:
+        return run(command, folder)
+    with (folder / "output").open("w+") as file:
+        run_workers(command, number, preload=ranks.WITH_OPTIMIZER, stdout=file.fileno())
+        file.seek(0)
+        return file.read()
+
+
 @pytest.mark.nightly("10 s each; two replicas are the more difficult case", but=["2"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.fresh_interpreter
@@ -30,14 +40,7 @@ def test_train_plain_learns(num_replicas: int, tmp_path: Path) -> None:
     """Two replicas have torchrun's variables; test_integrations_launch.py runs torchrun itself."""
     script = [str(EXAMPLES / "train_plain.py"), "--steps", "12", "--sync-every", "5"]
     command = [sys.executable, *script]
-    if num_replicas == 1:
-        output = run(command, tmp_path)
-    else:
-        with (tmp_path / "output").open("w+") as file:
-            preload = ranks.WITH_OPTIMIZER
-            run_workers(command, num_replicas, preload=preload, stdout=file.fileno())
-            file.seek(0)
-            output = file.read()
+    output = run_replicas(command, num_replicas, tmp_path)
     losses = [float(loss) for loss in re.findall(r"validation (\S+)", output)]
     assert len(losses) == 2 and losses[1] < losses[0]
     hashes = re.findall(r"parameters ([0-9a-f]{16})", output)
@@ -52,14 +55,7 @@ def test_nano_diloco_is_the_library_bit_for_bit(num_replicas: int, tmp_path: Pat
     hashes = set()
     for more in ([], ["--library"]):
         command = [sys.executable, str(EXAMPLES / "nano_diloco.py"), *more]
-        if num_replicas == 1:
-            output = run(command, tmp_path)
-        else:
-            with (tmp_path / "output").open("w+") as file:
-                preload = ranks.WITH_OPTIMIZER
-                run_workers(command, num_replicas, preload=preload, stdout=file.fileno())
-                file.seek(0)
-                output = file.read()
+        output = run_replicas(command, num_replicas, tmp_path)
         told = re.findall(r"replica [0-2]: (\w{16})", output)
         assert len(told) == num_replicas
         hashes |= set(told)
@@ -74,11 +70,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     tell = "print(diloco.outer_hash(), model.weight.std().item() < 0.1)"
     script.write_text(f"{example}{tell}\n")
-    with (tmp_path / "output").open("w+") as file:
-        preload = ranks.WITH_OPTIMIZER
-        run_workers([sys.executable, str(script)], 2, preload=preload, stdout=file.fileno())
-        file.seek(0)
-        output = file.read()
+    output = run_replicas([sys.executable, str(script)], 2, tmp_path)
     # Python writes the end of a line by itself, so the lines of two processes may be joined.
     told = re.findall(r"(\w{16}) (True|False)", output)
     assert len(told) == 2 and told[0] == told[1] and told[0][1] == "True"

@@ -15,7 +15,7 @@ from ..common.printing import print_whole
 from .estimate import TARGETS
 from .published import MODELS
 from .request import CHOOSABLE
-from .settings import WIRES_CHOSEN
+from .settings import OF_WIRE, WIRES_CHOSEN
 from .simulator import GRID_GBPS
 
 NONE_IS_ENOUGH = "> 1000"
@@ -154,7 +154,7 @@ def _print_chosen(console: Console, link: dict[str, Any], why_not: str) -> None:
         return
     config = link["chosen"]["config"]
     parts = [config[key]["name"] for key in ("outer", "overlap") if key in config]
-    parts += ["Wire"] * ("=Wire(" in link["chosen"]["line"])
+    parts += ["Wire"] * any(name in config for name in OF_WIRE)
     imported = ", ".join(["DiLoCo", *parts])
     share = link["chosen"]["setting"]["utilisation"]
     console.print(f"Chosen for this link (utilisation {share:.1%}):\n", highlight=False)

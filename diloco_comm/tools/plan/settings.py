@@ -20,6 +20,8 @@ MOST_STEPS = 100
 _DEFAULT_BLOCK_SIZE = 256
 # With fewer bits the outer optimizer is SGD: momentum would carry the noise of a round on.
 _LEAST_BITS_FOR_MOMENTUM = 2
+# The arguments of a configuration that a program gives to ``Wire``.
+OF_WIRE = ("block_size", "error_feedback")
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,12 @@ def as_arguments(setting: Setting, block_size: int) -> dict[str, Any]:
         arguments["outer"] = SGD(1.0)
     if wire.is_sparse:
         arguments["error_feedback"] = True
-    options = {
-        name: arguments[name] for name in ("block_size", "error_feedback") if name in arguments
-    }
-    written = ", ".join(
-        f"{name}={_literal(value)}" for name, value in arguments.items() if name not in options
-    )
+    options = {name: arguments[name] for name in OF_WIRE if name in arguments}
+    words = {name: _literal(value) for name, value in arguments.items() if name not in options}
     if options:
         more = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        short = _literal(setting.wire)
-        written = written.replace(f"wire={short}", f"wire=Wire({short}, {more})")
+        words["wire"] = f"Wire({words['wire']}, {more})"
+    written = ", ".join(f"{name}={text}" for name, text in words.items())
     parts = {k: v for k, v in arguments.items() if isinstance(v, Overlap | OuterOptimizer)}
     return {
         "setting": asdict(setting),
