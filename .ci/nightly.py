@@ -51,7 +51,7 @@ PARTS = {
     "sanitize": "make sanitize",
     "package": ".ci/package",
     "demo": "make demo ARGS='--out build/nightly/demo'",
-    "triton": "make kernels",
+    "triton": "make kernels ARGS='--json build/nightly/kernels-triton.json'",
     "cuda": "make cuda",
 }
 
