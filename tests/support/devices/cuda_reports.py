@@ -27,6 +27,9 @@ WANTED = ("sm_80", "sm_90", "sm_100", "sm_120")
 # steps; decode, merge, norms, their total, and the upload of long lists; digest by
 # alignment; encode, reduce, three kinds of steps and decode of all sparse wires.
 NUM_KERNELS = {"encode": 36, "reduce": 36, "outer_step": 42, "decode": 18, "digest": 3, "sparse": 6}
+# Bytes of stack, by architecture and name: these kernels have a stack frame, and spill nothing. One
+# of the 14 arrivals on sm_80 needs eight bytes with 128 registers; no A100 has measured the cost.
+KNOWN_STACKS = {("sm_80", "arrival_kernel"): [8]}
 _FACTS = re.compile(
     r"Compiling entry function '\w*?\d(?P<name>[a-z_]+_kernel)\w*' for '(?P<arch>\w+)'\s+"
     r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -77,7 +80,10 @@ def known_archs() -> tuple[str, ...]:
 def check(
     folder: Path, archs: tuple[str, ...], files: Collection[str] = NUM_KERNELS
 ) -> list[Kernel]:
-    """List the kernels of the reports; raise AssertionError where one is missing or spills."""
+    """List the kernels of the reports; raise AssertionError where one is missing or spills.
+
+    A stack frame that is not among ``KNOWN_STACKS`` is an error too.
+    """
     kernels = []
     for name in files:
         count = NUM_KERNELS[name]
@@ -85,8 +91,14 @@ def check(
         counts = Counter(kernel.arch for kernel in of_file)
         assert counts == dict.fromkeys(archs, count), f"kernels of {name}: {dict(counts)}"
         kernels += of_file
+    known = {key: list(sizes) for key, sizes in KNOWN_STACKS.items()}
     for kernel in kernels:
-        assert (kernel.stack_bytes, kernel.spilled_bytes) == (0, 0), f"stack or spills: {kernel}"
+        sizes = known.get((kernel.arch, kernel.name), [])
+        is_known = kernel.stack_bytes in sizes
+        if is_known:
+            sizes.remove(kernel.stack_bytes)
+        assert is_known or not kernel.stack_bytes, f"stack: {kernel}"
+        assert not kernel.spilled_bytes, f"spills: {kernel}"
     return kernels
 
 
@@ -114,7 +126,8 @@ def main() -> int:
         registers = f"{row['least_registers']:4} to {row['most_registers']:3} registers"
         names = f"{row['target']:8}{row['file']:15}{row['kernel']:15}"
         report.print(f"{names}{row['count']:4} kernels{registers}")
-    report.print(f"{len(kernels)} kernels compiled, none with a stack frame or spills")
+    with_stack = sum(kernel.stack_bytes > 0 for kernel in kernels)
+    report.print(f"{len(kernels)} kernels compiled, none spills, {with_stack} have a stack frame")
     if arguments.json:
         report.save(arguments.json, rows)
     return 0
