@@ -23,7 +23,7 @@ from ..replica.sharding import is_sharded, local
 from ..rounds.agreement.handshake import check_place
 from ..rounds.agreement.resets import check_on_reset
 from ..rounds.synced import SyncedFragment
-from ..training.arguments import check_arguments, seconds_of, settings_among, weight_of
+from ..training.arguments import check_arguments, seconds_of, settings_of, weight_of
 from ..training.diloco import DiLoCo
 
 _logger = logging.getLogger(__name__)
@@ -68,12 +68,13 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
             raise TypeError(f"{owner.__name__} needs {name}=, which {asking} asks for")
     if is_ours:
         given = choices_of({**everything, **bound}, owner.__name__)
-        check_arguments({**given, "model": nn.Module()})
+        checked = {name: given[name] for name in ("norms", "attach", "checks", "init", "offload")}
+        check_arguments(nn.Module(), given, **checked)
         check_place(*(given[name] for name in ("store", "replica", "num_replicas", "members")))
         weight_of(given["weight"])
         seconds_of(given["timeout"])
     if base is DiLoCo:
-        check_on_reset(given["on_reset"], settings_among(given, given["config"]))
+        check_on_reset(given["on_reset"], settings_of(given, given["config"]))
     return bound
 
 

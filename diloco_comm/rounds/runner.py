@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -35,7 +35,7 @@ from .flights import RoundInFlight, mean_of, weight_sum
 from .metrics import Recorder
 from .norms import SharedNorms
 from .records import Records, SameData
-from .synced import Measure, SyncedPart
+from .synced import Measure, SyncedFragment, SyncedPart
 from .weighing import Weighing, Weight
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class RoundRunner(ABC):
         self._weighing = Weighing(weight, exchange)
         self.norms = norms
         self.impl = impl
+        self._workers = workers
         self._norms = SharedNorms(workers, parts, settings.overlap, sent=norms)
         self._records = Records(recorder, exchange)
         self.same_data = SameData(exchange)
@@ -257,6 +258,33 @@ class RoundRunner(ABC):
             self._resets.finish(self._leave_local)
         finally:
             self._norms.post_all()
+
+    @contextlib.contextmanager
+    def all_workers(self, parts: Iterable[SyncedPart], *, is_idle: bool = False) -> Iterator[None]:
+        """Run a block that writes local parameters of these parts, on all workers of the replica.
+
+        If one worker fails, all raise. The exchange keeps the error of the last block.
+
+        Args:
+            is_idle: Nothing is sent in the block; without parts the workers need not meet.
+        """
+        fragments = [part.fragment for part in parts if isinstance(part, SyncedFragment)]
+        try:
+            if self._workers is None or (is_idle and not fragments):
+                yield
+            else:
+                # An interrupt of this worker alone would leave the others with one vote too few.
+                with self.uninterruptible(), self._workers.all_workers(fragments):
+                    try:
+                        yield
+                    finally:
+                        self.post_norms()
+        except SyncError as error:
+            # A copy: the frames of the error itself would live as long as the exchange.
+            self.exchange.last_error = type(error)(str(error))
+            raise
+        if not is_idle:
+            self.exchange.last_error = None
 
     @abstractmethod
     def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:

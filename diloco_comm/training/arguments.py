@@ -68,22 +68,33 @@ class Arguments(UnweightedArguments, total=False):
     weight: Weight
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
+def check_arguments(
+    model: nn.Module,
+    chosen: Mapping[str, Any],
+    *,
+    norms: bool,
+    attach: bool,
+    checks: str,
+    init: str,
+    offload: str | None,
+) -> None:
     """Check the arguments of ``DiLoCo`` that are no ``Settings``.
+
+    Args:
+        chosen: The choices of ``options.choices_of``.
 
     Raises:
         TypeError, ValueError: For the first one that cannot be.
     """
-    model = arguments["model"]
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    flag("norms", arguments["norms"])
-    flag("attach", arguments["attach"])
-    choice("checks", arguments["checks"], CHECKS)
-    choice("init", arguments["init"], ("broadcast", "check", "join"))
-    choice("offload", arguments["offload"], (None, "cpu"))
-    if arguments["membership"] is not None:
-        _check_membership(arguments)
+    flag("norms", norms)
+    flag("attach", attach)
+    choice("checks", checks, CHECKS)
+    choice("init", init, ("broadcast", "check", "join"))
+    choice("offload", offload, (None, "cpu"))
+    if chosen["membership"] is not None:
+        _check_membership(chosen, init)
 
 
 def weight_of(weight: Weight) -> Weight:
@@ -96,31 +107,31 @@ def seconds_of(timeout: float | timedelta | None) -> float:
     return timeout_seconds(env.timeout_s() if timeout is None else timeout)
 
 
-def settings_among(arguments: Mapping[str, Any], config: Config | None) -> Settings:
-    """Return the settings among the arguments of ``DiLoCo``: fields and arguments share names."""
-    return merge({field.name: arguments[field.name] for field in fields(Settings)}, config)
+def settings_of(chosen: Mapping[str, Any], config: Config | None, **arguments: Any) -> Settings:
+    """Return the settings of ``DiLoCo``: its arguments, and choices that are settings."""
+    names = {field.name for field in fields(Settings)}
+    choices = {name: value for name, value in chosen.items() if name in names}
+    return merge({**choices, **arguments}, config)
 
 
-def _check_membership(arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of ``DiLoCo`` that go with ``membership``.
+def _check_membership(chosen: Mapping[str, Any], init: str) -> None:
+    """Check the choices of ``DiLoCo`` that go with ``membership``.
 
     Raises:
         TypeError, ValueError: For the first one that cannot be.
     """
     from ..elastic.options import Elastic
 
-    membership = arguments["membership"]
+    membership = chosen["membership"]
     if not isinstance(membership, Elastic):
         raise TypeError(
             "peers must be a ProcessGroup, a DeviceMesh, StorePeers(...), Elastic(...) or "
             f'"{ALONE}", got {membership!r}'
         )
-    given = [name for name in _GIVEN_BY_VIEWS if arguments[name] is not None]
+    given = [name for name in _GIVEN_BY_VIEWS if chosen[name] is not None]
     if given:
         raise ValueError(f"Elastic finds the replicas: leave out {', '.join(given)}")
-    if arguments["init"] != "broadcast":
-        raise ValueError(
-            f"Elastic knows who begins and who joins: leave out init, got {arguments['init']!r}"
-        )
-    if arguments["backend"] == "nccl":
+    if init != "broadcast":
+        raise ValueError(f"Elastic knows who begins and who joins: leave out init, got {init!r}")
+    if chosen["backend"] == "nccl":
         raise ValueError('Elastic exchanges over gloo: give link="gloo", got "nccl"')

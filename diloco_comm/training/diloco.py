@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from .. import ops
 from ..base import recording
-from ..base.checks import flag
+from ..base.checks import flag, integer, refuse_copy
 from ..base.errors import NonFiniteError
+from ..base.memory import memory_order
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
-from ..methods.overlap import Overlap
-from ..methods.settings import Config, Settings
+from ..methods.overlap import Blocking, Overlap
+from ..methods.settings import Config
+from ..ops.digests import digest_of
 from ..ops.dispatch import resolve_engine_impl
 from ..ops.wire import WireFormat
 from ..options import Link, NonFinite, Wire, check_names, choices_of
-from ..replica.fragments import FragmentSpec
+from ..replica.fragments import FragmentSpec, all_parameters, refuse_new_parameters
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
 from ..replica.model_watch import ModelWatch
-from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement import handshake
+from ..rounds.agreement.consensus import mean_outer, mean_state
+from ..rounds.agreement.handshake import gather_json
 from ..rounds.agreement.resets import check_on_reset
-from ..rounds.metrics import Recorder
+from ..rounds.checkpoint import save
+from ..rounds.checkpoint.changes import run_of
+from ..rounds.checkpoint.flights import saved_writes
+from ..rounds.checkpoint.load import Restore
+from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
+from ..rounds.synced import SyncedFragment, SyncedPart
 from ..rounds.weighing import Weight
-from .agreement import Agreement, meet_workers
-from .arguments import Peers, check_arguments, seconds_of, settings_among, weight_of
-from .connecting import connect, make_runner, shard_group_of, workers_of
-from .planning import Plan, make_plan
-from .saved import Saved
+from .arguments import Peers, check_arguments, seconds_of, settings_of, weight_of
+from .group import Place, Replica, join, meet_workers, shard_group_of, workers_of
+from .planning import make_plan
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from ..elastic.totals import ElasticTotals
+    from .leasing import Leasing
+    from .views import ElasticTraining
 
-class DiLoCo(Saved):
+# Parameters that are not exchanged, and that a step looks at.
+_LOOKS_A_STEP = 64
+
+
+class DiLoCo:
     """Train this replica on its own and share what it learned every ``sync_every`` steps.
 
     Args:
@@ -91,12 +107,35 @@ class DiLoCo(Saved):
         choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers``, each as an argument
             of its own, as in 0.1: ``options.HOMES`` names them.
 
+    Attributes:
+        exchange: The connection to the other replicas.
+        parts: Fragments, and averaged buffers after them.
+        schedule: When each part is sent.
+        inner_step: Inner steps taken.
+
     Raises:
         ValueError, TypeError: For arguments that cannot be.
         RuntimeError: If the optimizer is attached to another DiLoCo that is not closed.
         ReplicaMismatch: On every replica, when models, arguments or (``init="check"``) weights
             differ between them.
     """
+
+    # None where the user changes the group, or nobody.
+    _elastic: ElasticTraining | None = None
+    # None with ``attach=False``.
+    _hooks: StepHooks | None = None
+    # Batches that a trainer takes from a loader to give each worker one; None if it divides none.
+    _batches_at_once: int | None = None
+    # The parts with a round from a saved state, by the inner step that applies the round.
+    _saved_writes: Mapping[int, set[int]] = {}
+    # A state whose new parameters take the weights that the model has at the next step.
+    _awaiting: Restore | None = None
+    # A summary of the optimizers' groups, their parameters that are not exchanged, and the first
+    # of these that the next step looks at.
+    _held: list[tuple[int, ...]] | None = None
+    _others_held: Sequence[Tensor] = ()
+    _next_other = 0
+    _is_swapped = _is_closed = False
 
     def __init__(
         self,
@@ -124,90 +163,94 @@ class DiLoCo(Saved):
         offload: str | None = None,
         **choices: Any,
     ) -> None:
-        # By name, for the functions below that take many of them.
-        given = dict(locals())
+        # Options: each choice by its own name.
         check_names("DiLoCo", choices)
-        arguments = choices_of({**given.pop("choices"), **given})
-        check_arguments(arguments)
-        recording.start_if_asked()
-        weight, seconds = weight_of(weight), seconds_of(arguments["timeout"])
-        settings = settings_among(arguments, config)
-        on_reset, membership = arguments["on_reset"], arguments["membership"]
-        check_on_reset(on_reset, settings)
-        optimizers = hookable(optimizer, attach=attach)
-        self._skipped = SkippedSteps(optimizers)
-        self._saved_writes: dict[int, set[int]] = {}
-
-        shards = shard_group_of(shard_group, seconds)
-        plan = make_plan(model, optimizers, settings, shard_group=shards, offload=offload)
-        workers = workers_of(plan, seconds)
-        if workers is not None:
-            same = {"norms": norms, "replica": arguments["replica"]}
-            meet_workers(workers, plan, settings, same)
-        impl = resolve_engine_impl(impl, plan.device.type)
-        measures = {"weight": weight, "norms": norms, "on_reset": on_reset}
-        begin = partial(
-            self._begin, model, optimizers, settings, plan, workers, impl, seconds, measures
+        chosen = choices_of(
+            {**choices, "wire": wire, "peers": peers, "link": link, "nonfinite": nonfinite}
         )
-        if membership is None:
-            store = handshake.connected_store(arguments["store"], seconds)
-            named = arguments["group"], arguments["mesh"], store, arguments["num_replicas"]
-            group = handshake.replica_group(*named)
-            begin(arguments | {"group": group, "store": store})
-        else:
-            from .views import ElasticTraining
+        check_arguments(
+            model, chosen, norms=norms, attach=attach, checks=checks, init=init, offload=offload
+        )
+        recording.start_if_asked()
+        weight, timeout_s = weight_of(weight), seconds_of(chosen["timeout"])
 
-            self._elastic = ElasticTraining(
-                membership, plan, settings, workers, seconds, optimizers
-            )
-            self._elastic.enter(self, begin, arguments)
-        attached = [part.fragment for part in plan.parameter_parts()]
+        # Settings: what all replicas share.
+        settings = settings_of(
+            chosen,
+            config,
+            sync_every=sync_every,
+            fragments=fragments,
+            offsets=offsets,
+            overlap=overlap,
+            outer=outer,
+            average_buffers=average_buffers,
+        )
+        check_on_reset(chosen["on_reset"], settings)
+
+        # Plan: the parts of this replica, and the workers that train it.
+        optimizers = hookable(optimizer, attach=attach)
+        shards = shard_group_of(shard_group, timeout_s)
+        plan = make_plan(model, optimizers, settings, shard_group=shards, offload=offload)
+        workers = workers_of(plan, timeout_s)
+        if workers is not None:
+            same = {"norms": norms, "replica": chosen["replica"]}
+            meet_workers(workers, plan, settings, same)
+        self.settings, self.impl = settings, resolve_engine_impl(impl, plan.device.type)
+        self.parts, self.schedule, self.device = plan.parts, plan.schedule, plan.device
+        self._model, self._optimizers = model, optimizers
+        self._plan, self._workers, self._recorder = plan, workers, Recorder()
+        self._skipped = SkippedSteps(optimizers)
+
+        # Peers: the exchange with the other replicas, and the same state on all of them.
+        replica = Replica(
+            model,
+            optimizers,
+            settings,
+            plan,
+            workers,
+            self._recorder,
+            impl=self.impl,
+            timeout_s=timeout_s,
+            weight=weight,
+            norms=norms,
+            on_reset=chosen["on_reset"],
+        )
+        try:
+            if chosen["membership"] is None:
+                joined = join(replica, Place.of(chosen, init, timeout_s))
+            else:
+                from .views import ElasticTraining
+
+                self._elastic = ElasticTraining(chosen["membership"], replica)
+                joined = self._elastic.enter(Place.of(chosen, init, timeout_s))
+        except BaseException:
+            if workers is not None:
+                workers.close()
+            raise
+        self.exchange, self._rounds = joined.rounds.exchange, joined.rounds
+        self._agreement, self.inner_step = joined.agreement, joined.inner_step
+
+        # The loop: what looks at the model, and what counts the optimizer's steps.
         self._watch = ModelWatch(
             model,
             optimizers,
-            attached,
+            [part.fragment for part in plan.parameter_parts()],
             self._take_loaded,
             checks,
             sync_every=settings.sync_every,
             is_hooked=attach,
         )
-        if checks != "off":
-            self._rounds.same_data.begin(self.parts, self.inner_step)
+        self._handles = self._watch_steps()
+        try:
+            if self._elastic is not None:
+                self._elastic.begin(self)
+            if checks != "off":
+                self._rounds.same_data.begin(self.parts, self.inner_step)
+        except BaseException:
+            self._close(is_finished=False)
+            raise
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
-
-    def _begin(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        settings: Settings,
-        plan: Plan,
-        workers: ReplicaWorkers | None,
-        impl: str,
-        timeout_s: float,
-        measures: Mapping[str, Any],
-        arguments: Mapping[str, Any],
-    ) -> None:
-        """Connect to the other replicas, and begin with the same state on all of them."""
-        with nullcontext() if workers is None else workers.all_workers():
-            exchange = connect(plan, settings, arguments, impl=impl, timeout_s=timeout_s)
-        recorder = Recorder()
-        rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
-        super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
-        self._agreement = Agreement(
-            exchange, plan, settings, measures["weight"], impl, rounds.end_like_others
-        )
-        self._agreement.beside, self._agreement.inner = map(arguments.get, ("beside", "inner"))
-        try:
-            with self._all_workers(self.parts):
-                init, source = arguments["init"], arguments.get("source_rank", 0)
-                start = partial(self._agreement.start, model, optimizers, arguments["group"])
-                self.inner_step = start(init, source)
-        except BaseException:
-            if self._elastic is None:
-                self.close()
-            exchange.close()
-            raise
 
     def __enter__(self) -> DiLoCo:
         self._refuse_if_closed()
@@ -219,7 +262,65 @@ class DiLoCo(Saved):
         else:
             self._close(is_finished=False)
 
-    # -------------------------------------------------------------------- one inner step
+    def close(self) -> None:
+        """Tell the peers, end the engine's threads and take the hooks off; idempotent.
+
+        What this replica has may still be looked at: parameters, metrics, ``state_dict``. A warning
+        says so if inner steps were not shared.
+        """
+        try:
+            self._warn_of_unshared_steps()
+        finally:
+            self._close(is_finished=True)
+
+    def _warn_of_unshared_steps(self) -> None:
+        """Warn when training ends in good order, and without a flush."""
+        is_alone = self._elastic is not None or self.exchange.size == 1
+        is_open = not self._is_closed and self.exchange.last_error is None and not is_alone
+        if is_open and self._rounds.has_unsent(self.inner_step):
+            name = f"replica {self.exchange.replica}"
+            self._watch.warn_of_unshared_steps(name, self.inner_step)
+
+    def _close(self, *, is_finished: bool) -> None:
+        """As ``close``; ``is_finished`` if this replica has taken all its steps."""
+        self._is_closed = True
+        if self._hooks is not None:
+            self._hooks.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._watch.close()
+        self.exchange.inner_step = self.inner_step
+        if self._elastic is not None:
+            self._elastic.close(is_finished=is_finished)
+        self.exchange.close()
+        if self._workers is not None:
+            self._workers.close()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(
+            self, "save diloco.state_dict(), and give it to load_state_dict() of a new DiLoCo"
+        )
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "exchange"):  # An error came out of the constructor.
+            return "DiLoCo(not attached)"
+        settings, num_fragments = self.settings, self._plan.num_fragments
+        rounds = sorted({part.round for part in self.parts})
+        words = [
+            f"replica {self.exchange.replica} of members {list(self.exchange.members)}",
+            f"sync_every={settings.sync_every}",
+            f"overlap={_call(settings.overlap.config())}",
+            f"outer={_call(settings.outer.config())}",
+            f"wire={settings.wire.config()}",
+            f"{num_fragments} fragment{'s'[: num_fragments > 1]}",
+            f"inner step {self.inner_step}",
+            f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}",
+        ]
+        words += ["closed"] * self._is_closed
+        return f"DiLoCo({', '.join(words)})"
+
+    # ----------------------------------------------------------------------------- one inner step
 
     def step(self) -> None:
         """Count one inner step, send what is due and apply what has arrived.
@@ -246,12 +347,11 @@ class DiLoCo(Saved):
 
     def _step(self, *, is_skipped: bool = False) -> None:
         """Take an inner step; ``is_skipped`` if the optimizer was not called for it."""
-        take_step = partial(self._take_step, is_skipped=is_skipped)
         if self._elastic is None:
-            take_step()
+            self._take_step(is_skipped=is_skipped)
         elif not self.is_done:
             self._refuse_if_closed()
-            self._elastic.take_step(self, take_step)
+            self._elastic.take_step(self, is_skipped=is_skipped)
 
     def _take_step(self, *, is_skipped: bool = False, again: Collection[int] | None = None) -> None:
         """Count an inner step, and exchange what is due.
@@ -270,16 +370,18 @@ class DiLoCo(Saved):
         try:
             if again is None:
                 self._skipped.observe(is_skipped=is_skipped)
-                if self._watch is not None:
-                    self._watch.stepped()
+                self._watch.stepped()
             due = self._plan.sent_at(self.inner_step)
             if again is not None:
                 due = [part for part in due if part.index in again]
             written = self._plan.written_at(self.inner_step, self._saved_writes)
-            with self._recorder.deferred_callbacks(), self._all_workers(written, is_idle=not due):
+            with (
+                self._recorder.deferred_callbacks(),
+                self._rounds.all_workers(written, is_idle=not due),
+            ):
                 self._refuse_changes(dict.fromkeys([*due, *written]), is_sending=bool(due))
                 due = [part for part in due if part.buffers is not None]
-                with self._watched_writes([*due, *written]):
+                with self._watch.writing() if due or written else nullcontext():
                     # Encode and send what is due; wait for means that are due; outer step on each.
                     self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
@@ -326,26 +428,26 @@ class DiLoCo(Saved):
             NonFiniteError: Fragments had to be skipped, on all replicas; the others are shared.
             ReplicaMismatch: The outer states differ all the same: a program has written into one.
         """
-        flush = partial(self._flush, is_final=flag("final", final))
+        is_final = flag("final", final)
         if self._elastic is None:
-            flush()
+            self._flush(is_final=is_final)
         elif not self.is_done:
-            self._elastic.flush(self, flush)
+            self._elastic.flush(self, is_final=is_final)
 
-    def _flush(self, *, is_final: bool | None = None) -> None:
-        """As ``flush``; without ``is_final``, as the others do, whose flush broke off."""
+    def _flush(self, *, is_final: bool | None) -> None:
+        """As ``flush``; with None, as the others do, whose flush broke off."""
         self._refuse_if_alone()
         self._refuse_if_unfit()
         # As in the headers of rounds, which replicas that still train send.
         self.exchange.inner_step = self.inner_step - self._skipped.count
-        with self._recorder.deferred_callbacks(), self._all_workers(self.parts):
+        with self._recorder.deferred_callbacks(), self._rounds.all_workers(self.parts):
             self._refuse_changes(self.parts, is_sending=True)
-            self._forget_writes()
+            self._watch.forget_writes()
             self._rounds.flush(self.inner_step, self._skipped.count, is_final)
             if self.exchange.size > 1:
                 self._agreement.refuse_different_state(is_shared=True)
 
-    # -------------------------------------------------------------------------- the data
+    # ----------------------------------------------------------------------------------- the data
 
     def shard(self, loader: DataLoader[Any], *, batches_per_step: int = 1) -> DataLoader[Any]:
         """Return a loader like this one that reads the own part of this replica.
@@ -378,7 +480,7 @@ class DiLoCo(Saved):
 
         return shard(loader, self, batches_per_step=batches_per_step)
 
-    # ------------------------------------------------------------------------- the group
+    # ---------------------------------------------------------------------------------- the group
 
     def change_group(
         self, members: Iterable[int] | str, *, store: dist.Store | str | None = None
@@ -418,8 +520,8 @@ class DiLoCo(Saved):
         self._refuse_if_alone()
         self._refuse_if_unfit()
         unreported: list[NonFiniteError] = []
-        self._forget_writes()
-        with self._recorder.deferred_callbacks(), self._all_workers(self.parts):
+        self._watch.forget_writes()
+        with self._recorder.deferred_callbacks(), self._rounds.all_workers(self.parts):
             self._refuse_changes(self.parts)
             repairs = self.exchange.change_group(
                 verdicts.chosen_members(self.exchange, members, self._workers),
@@ -433,3 +535,368 @@ class DiLoCo(Saved):
             self.inner_step = self._agreement.renew(self.inner_step)
         if unreported:
             raise unreported[0]
+
+    @property
+    def _leasing(self) -> Leasing | None:
+        return None if self._elastic is None else self._elastic.leasing
+
+    def leave(self) -> None:
+        """Leave the group after the next round; then ``is_done`` is true.
+
+        The others go on without this replica. Rounds that are under way then may be given up: what
+        this replica sent in them is lost. May be called from a signal handler, or another thread.
+
+        Raises:
+            RuntimeError: Without ``Elastic``.
+        """
+        if self._elastic is None:
+            raise RuntimeError("leave() needs peers=Elastic(...): in a fixed group, call close()")
+        self._elastic.group.leave()
+
+    def agree_on_steps(self, num_steps: int) -> int:
+        """Return the least ``num_steps`` of all replicas; every replica calls this at one point.
+
+        Each exchange needs all replicas, so that all must take the same number of inner steps,
+        also when their data do not last equally long: stop after what this returns, then flush.
+
+        Args:
+            num_steps: Inner steps that this replica could take from here on.
+
+        Raises:
+            ValueError: If it is not an integer of at least 0.
+            SyncError: If the group fails.
+            RuntimeError: With ``Elastic``: replicas join at different steps.
+        """
+        if self._elastic is not None:
+            raise RuntimeError(
+                "replicas join at different steps: end the loop by diloco.inner_step, which is the "
+                "same on all of them, instead of agree_on_steps"
+            )
+        num_steps = integer("num_steps", num_steps, 0)
+        self._refuse_if_alone()
+        self.exchange.inner_step = self.inner_step
+        with self._rounds.all_workers(()):
+            if self._workers is not None:
+                num_steps = self._workers.least(num_steps)
+            return min(gather_json(self.exchange, num_steps))
+
+    def emulate_link(self, gbps: float, rtt_ms: float = 0.0) -> None:
+        """Throttle the engine to a slow link, for tests and demonstrations."""
+        self.exchange.emulate_link(gbps, rtt_ms)
+
+    # ------------------------------------------------------------------------------------ reading
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Numbers of the replicas of the present group, in order."""
+        return self.exchange.members
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present group; each change makes a higher one, equal on its members."""
+        return self.exchange.epoch
+
+    @property
+    def is_done(self) -> bool:
+        """Whether to end the training loop, with ``Elastic``.
+
+        True when this replica has left the group, and when ``Elastic.total_steps`` are taken and
+        shared; then on all replicas at the same inner step.
+        """
+        return self._elastic is not None and self._elastic.is_done
+
+    @property
+    def view(self) -> int:
+        """Number of the present view with ``Elastic``; -1 without."""
+        view = None if self._elastic is None else self._elastic.group.view
+        return -1 if view is None else view.number
+
+    def elastic_totals(self) -> ElasticTotals:
+        """Return what changes of the group have cost this replica: seconds, views, lost rounds.
+
+        With several workers, worker 0 of a replica knows the seconds of waiting; the others do not.
+
+        Raises:
+            RuntimeError: Without ``Elastic``.
+        """
+        if self._elastic is None:
+            raise RuntimeError("elastic_totals() needs peers=Elastic(...)")
+        return self._elastic.group.meter.totals(time.monotonic())
+
+    @property
+    def replica_index(self) -> int:
+        """Place of this replica among the members, from 0."""
+        return self.exchange.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas that train."""
+        return self.exchange.size
+
+    @property
+    def outer(self) -> OuterOptimizer:
+        """The outer optimizer; assign ``outer.lr`` on every replica to change it from now on."""
+        return self.settings.outer
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that replicas share, as JSON types, for ``config=``."""
+        return self.settings.as_json()
+
+    def metrics(self) -> list[SyncMetrics]:
+        """Return the latest exchanges, oldest first (4096 at most)."""
+        return list(self._recorder.latest)
+
+    def totals(self) -> SyncTotals:
+        """Return the sums over all exchanges since the start."""
+        return self._recorder.totals
+
+    def on_sync(self, callback: Callable[[SyncMetrics], None]) -> None:
+        """Call ``callback`` after every exchange, applied or skipped.
+
+        It is called when a step, or another method here, has done all its work: it may read the
+        metrics, save ``state_dict()`` and look at ``outer_parameters()``. What needs the other
+        replicas (``step``, ``flush``, ``consensus``, ``change_group``; with ``shard_group`` also
+        ``state_dict`` and ``outer_parameters``) it cannot call: a RuntimeError.
+
+        An error that it raises comes out of that method, after the other callbacks have been
+        called; what was exchanged stays applied.
+
+        Raises:
+            TypeError: If it is not a function.
+        """
+        if not callable(callback):
+            raise TypeError(f"on_sync takes a function of a SyncMetrics, got {callback!r}")
+        self._recorder.callbacks.append(callback)
+
+    def consensus(self) -> dict[str, Any]:
+        """Return the mean over the replicas of outer parameters and momenta; a collective call.
+
+        Under ``Eager`` they differ between replicas by what is under way; ``flush()`` makes them
+        equal. Nothing of this replica is changed.
+
+        Returns:
+            ``{"outer": {name: fp32 tensor}, "buffers": {"momentum": {...}}}``, the same bits on all
+            replicas.
+
+        Raises:
+            SyncError: If the group fails.
+        """
+        self._refuse_if_alone()
+        self._look_at_parts()
+        return mean_state(self.exchange, self.parts, self.impl)
+
+    def outer_hash(self) -> str:
+        """Return a hash of all outer parameters, equal on replicas that agree bit by bit."""
+        return f"{digest_of([part.outer for part in self._plan.parameter_parts()]):016x}"
+
+    # --------------------------------------------------------------------------- outer parameters
+
+    @contextmanager
+    def outer_parameters(self, *, consensus: bool = False) -> Iterator[None]:
+        """Put the outer parameters into the model, to evaluate them; restore it bit by bit.
+
+        Args:
+            consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
+        """
+        is_sharded = self._plan.shard_group is not None
+        if consensus or is_sharded:
+            self._refuse_if_alone()
+        self._refuse_if_unfit()
+        parts = self._look_at_parts()
+        outers = [part.outer for part in parts]
+        if consensus:
+            outers = mean_outer(self.exchange, parts, self.impl)
+        local = [[tensor.clone() for tensor in part.fragment.local()] for part in parts]
+        self._is_swapped = True
+        try:
+            with self._watch.paused():
+                try:
+                    # Workers with shards of their own need nothing from each other here.
+                    with self._rounds.all_workers(parts) if is_sharded else nullcontext():
+                        for part, outer in zip(parts, outers, strict=True):
+                            ops.merge(outer.to(part.device), part.tensors(), impl=self.impl)
+                    yield
+                finally:
+                    with self._rounds.uninterruptible():
+                        for part, saved in zip(parts, local, strict=True):
+                            for tensor, value in zip(part.fragment.local(), saved, strict=True):
+                                tensor.copy_(value)
+        finally:
+            self._is_swapped = False
+
+    # --------------------------------------------------------------------------- saving, resuming
+
+    def state_dict(self, *, shared: bool = False) -> dict[str, Any]:
+        """Return what a resumed run needs besides the model and the inner optimizer.
+
+        **With** ``shard_group`` **this is a collective call**: it gathers what its workers own, so
+        all of them must call it, also when only one of them writes the file
+        (``if rank == 0: torch.save(diloco.state_dict(), ...)`` hangs). Otherwise, under FSDP2 too,
+        it calls no collective.
+
+        Tensors are views of the live buffers, under the parameters' names, fp32. What differs
+        between replicas is keyed ``replica_<r>``: every replica must save its own. Waits for rounds
+        under way, and applies nothing: they are part of the state. A round that failed is not: the
+        state is that before the round.
+
+        Args:
+            shared: Refuse if something differs between replicas, for a save by one of them alone.
+        """
+        if self._plan.shard_group is not None:
+            self._refuse_if_alone()
+        self._rounds.uninterruptible.refuse_if_broken()
+        self._look_at_parts()
+        return save.collect(self.parts, self._scope(), inner_step=self.inner_step, shared=shared)
+
+    def _scope(self) -> save.Scope:
+        scope = self._agreement.scope()
+        run = run_of(
+            self.parts,
+            self.schedule,
+            self.settings,
+            layout=scope.layout,
+            members=scope.members,
+        )
+        return replace(scope, run=run)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Take over a saved state, in place; local parameters come with the user's model.
+
+        The state goes by the names of parameters, and follows other settings of the same model:
+        ``sync_every``, fragments, offsets, wire, error feedback, overlap policy, numbers of the
+        outer optimizer, averaged buffers, group, and parameters that were frozen or unfrozen. A
+        parameter that was not exchanged before begins without outer momentum, from the weights
+        that the model has at the next step. All replicas must load with the same settings: replicas
+        whose outer state differs raise a ReplicaMismatch at the next exchange.
+
+        Args:
+            strict: Raise when what this replica had for itself is missing and the change does not
+                explain it, instead of doing without: residuals start at zero, outer parameters that
+                differ between replicas are those of the lowest one.
+
+        Rounds under way are dropped; those of the state take their place.
+
+        Raises:
+            ValueError: If the state was saved with another model, other shapes or another kind of
+                outer optimizer, has rounds under way that cannot follow a change, or lacks
+                something; nothing is changed.
+            RuntimeError: Inside ``outer_parameters()``, or after ``close()``; with ``Elastic``,
+                if this replica has joined a group that trains, whose state it has.
+        """
+        self._refuse_if_closed()
+        if self._elastic is not None:
+            self._elastic.refuse_to_load()
+        self._refuse_if_unfit()
+        self._refuse_changes(self.parts)
+        model = all_parameters(self._model)
+        restore = Restore(self.parts, state_dict, self._scope(), model, strict=strict)
+        with self._recorder.deferred_callbacks(), self._rounds.uninterruptible():
+            self._rounds.drop()
+            restore.write()
+            self.inner_step = restore.inner_step
+            self._saved_writes = saved_writes(self.parts)
+        if self._rounds.same_data.is_wanted:
+            self._rounds.same_data.begin(self.parts, self.inner_step)
+        is_shared = not restore.has_new and self._has_just_exchanged()
+        lost = self._differs_from_outer if is_shared else None
+        self._watch.expect_load(self._agreement.overwritten, lost)
+        self._awaiting = restore if restore.has_new and self._handles else None
+
+    def _has_just_exchanged(self) -> bool:
+        """Whether the local parameters are the outer ones, by the numbers of a state."""
+        is_blocking = type(self._rounds.settings.overlap) is Blocking
+        return is_blocking and self.inner_step > 0 and not self._rounds.has_unsent(self.inner_step)
+
+    def _differs_from_outer(self) -> bool:
+        """Whether any local parameter is not the outer one."""
+        for part in self.parts:
+            if not isinstance(part, SyncedFragment) or part.outer is None:
+                continue
+            offset = 0
+            for _, piece in part.fragment.pieces():
+                flat = memory_order(piece)
+                outer = part.outer[offset : offset + flat.numel()]
+                if not torch.equal(outer.to(flat.device, flat.dtype), flat):
+                    return True
+                offset += flat.numel()
+        return False
+
+    # ------------------------------------------------------------------------------------- guards
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this DiLoCo is closed")
+
+    def _refuse_if_alone(self) -> None:
+        """Raise if the other replicas, or workers, may not make the same call now."""
+        self._refuse_if_closed()
+        self._recorder.refuse_in_callback()
+
+    def _refuse_if_unfit(self) -> None:
+        """Raise if the model does not hold its local parameters."""
+        self._rounds.uninterruptible.refuse_if_broken()
+        if self._is_swapped:
+            raise RuntimeError("the model holds the outer parameters: leave outer_parameters()")
+
+    def _refuse_changes(self, parts: Iterable[SyncedPart], *, is_sending: bool = False) -> None:
+        """Raise if tensors do not lie in memory as when this was attached.
+
+        Args:
+            is_sending: Raise too if the optimizers train parameters that were not there, or
+                frozen, or if the model has other parameters under their names.
+        """
+        self._begin_new_parameters()
+        if is_sending:
+            self._awaiting = None
+            self._watch.before_send()
+            known = {id(param) for param in self._plan.parameters()}
+            refuse_new_parameters(self._model, self._optimizers, known)
+        for part in parts:
+            part.refuse_changes()
+
+    def _watch_steps(self) -> list[Any]:
+        """Look at the optimizers' parameters before each of their steps."""
+
+        @torch.compiler.disable
+        def before_step(*_: Any) -> None:
+            # The program may have loaded the model after the state.
+            self._begin_new_parameters()
+            self._awaiting = None
+            self._refuse_new_parameters()
+
+        able = [one for one in self._optimizers if hasattr(one, "register_step_pre_hook")]
+        return [one.register_step_pre_hook(before_step) for one in able]
+
+    def _begin_new_parameters(self) -> None:
+        if self._awaiting is not None:
+            self._awaiting.read_new()
+
+    def _refuse_new_parameters(self) -> None:
+        """Raise before a step on parameters that were added to an optimizer or unfrozen.
+
+        The next send looks at all of them; a step looks at a few, so that it costs the same for
+        any number of frozen parameters.
+        """
+        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
+        held = [(len(params), *map(id, params[:1]), *map(id, params[-1:])) for params in groups]
+        if held != self._held:
+            known = {id(param) for param in self._plan.parameters()}
+            self._others_held = [p for params in groups for p in params if id(p) not in known]
+            self._held, self._next_other = held, 0
+        begin, end = self._next_other, self._next_other + _LOOKS_A_STEP
+        self._next_other = end if end < len(self._others_held) else 0
+        if any(param.requires_grad for param in self._others_held[begin:end]):
+            known = {id(param) for param in self._plan.parameters()}
+            refuse_new_parameters(self._model, self._optimizers, known)
+
+    def _look_at_parts(self) -> list[SyncedFragment]:
+        """Return the parts with parameters as they are after all rounds that were applied."""
+        self._refuse_changes(self.parts)
+        with self._recorder.deferred_callbacks():
+            self._rounds.settle_verdicts(self.inner_step)
+        return self._plan.parameter_parts()
+
+
+def _call(config: Mapping[str, Any]) -> str:
+    arguments = [f"{k}={v!r}" for k, v in config.items() if k != "name" and v is not None]
+    return f"{config['name']}({', '.join(arguments)})"

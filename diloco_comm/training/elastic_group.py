@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
+from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
 from ..elastic.core import events as ev
 from ..elastic.differences import found_difference
 from ..elastic.driver import Driver
@@ -23,22 +23,24 @@ from ..elastic.options import PERIOD_S, Elastic
 from ..elastic.totals import Meter
 from ..elastic.views import View
 from ..exchange.waiting import WaitLog
-from ..replica.workers import ReplicaWorkers
+from ..replica.workers import WORKMATE_STAGE, ReplicaWorkers
 from ..rounds.runner import RoundRunner
-from .endings import error_of, is_about_group, lost_members, without_advice
 
 if TYPE_CHECKING:
     from .state_transfer import StateTransfer
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 # Takes part in an attempt: members, the store at which they meet, and the form that asks for it.
-Attempt = Callable[[tuple[int, ...], dist.Store, ev.Form], None]
+Attempt = Callable[[tuple[int, ...], dist.Store, ev.Form], T]
 # How often the workers of a replica hear from worker 0, which speaks for the replica.
 _HEAR_S = 1.0
 _POLL_S = 0.05
 # Key of the store of a view that begins: the inner step of the checkpoint of its source.
 _FIRST_STEP = "first step"
+# Stages of the errors for which a replica waits in vain, by the kind of its driver's end.
+_STAGES = {"waited": "quorum", "failed": "registry"}
 
 
 class ElasticGroup:
@@ -198,15 +200,16 @@ class ElasticGroup:
 
     # ------------------------------------------------------------------- from view to view
 
-    def enter(self, attempt: Attempt) -> None:
-        """Come to the group, as a founder or a newcomer."""
-        self._attempt_until_done(attempt, time.monotonic())
-        if self.is_done:
+    def enter(self, attempt: Attempt[T]) -> T:
+        """Come to the group, as a founder or a newcomer; return what the attempt has returned."""
+        results = self._attempt_until_done(attempt, time.monotonic())
+        if not results:
             raise SyncError(
                 "this replica was asked to leave before it had joined its group", stage=LEFT_STAGE
             )
+        return results[0]
 
-    def go_on(self, attempt: Attempt, error: SyncError | None, began: float) -> None:
+    def go_on(self, attempt: Attempt[None], error: SyncError | None, began: float) -> None:
         """Go from the present view to the next.
 
         Args:
@@ -222,15 +225,16 @@ class ElasticGroup:
             self._tell(ev.Broke(number, *lost_members(error, self.replica)))
         self._attempt_until_done(attempt, began)
 
-    def _attempt_until_done(self, attempt: Attempt, began: float) -> None:
+    def _attempt_until_done(self, attempt: Attempt[T], began: float) -> list[T]:
+        """Return what the attempt that succeeds has returned; nothing if this replica has left."""
         while True:
             form = self._next_form(began)
             if form is None:
-                return
-            unreported = None
+                return []
+            results, unreported = [], None
             try:
                 with self.waiting():
-                    attempt(form.view.ids, self._meeting_place(form), form)
+                    results.append(attempt(form.view.ids, self._meeting_place(form), form))
             except NonFiniteError as error:
                 unreported = error
             except SyncError as error:
@@ -245,7 +249,7 @@ class ElasticGroup:
             self._begun(form.view, began)
             if unreported is not None:
                 raise unreported
-            return
+            return results
 
     def _meeting_place(self, form: ev.Form) -> dist.Store:
         """Connect all workers to the store of a view."""
@@ -432,3 +436,37 @@ class ElasticGroup:
                 self.elastic.on_event(happening)
             except Exception:
                 logger.exception("on_event has failed")
+
+
+# --------------------------------------------------------------------------- errors and ends
+
+
+def error_of(end: Ended) -> SyncError:
+    """Return the error with which a replica ends that has not left by its own will."""
+    if end.kind == "fenced":
+        advice = "start this replica again, and it joins as a newcomer"
+        return LeftBehind(f"{end.reason}: {advice}", stage="view")
+    if end.kind == "refused":
+        return ReplicaMismatch(end.reason, stage="view")
+    if end.kind == "over":
+        return RunEnded(end.reason, stage="view")
+    return SyncError(end.reason, stage=_STAGES[end.kind])
+
+
+def is_about_group(error: SyncError) -> bool:
+    """Whether this replica can go on with other members after this error."""
+    is_own = isinstance(error, ReplicaMismatch | NonFiniteError) or error.stage == WORKMATE_STAGE
+    return not is_own
+
+
+def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the members to which ``replica`` has no way, and those that seem dead."""
+    if error is None:
+        return (), ()
+    cuts = {one for pair in error.cuts if replica in pair for one in pair}
+    return tuple(sorted(cuts - {replica})), tuple(error.missing)
+
+
+def without_advice(error: SyncError) -> str:
+    """Return the message without what it says of ``change_group``."""
+    return str(error).split(": call change_group")[0]

@@ -6,11 +6,11 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -22,18 +22,46 @@ from torch.utils.data import (
 
 from ..base.checks import choice, flag, integer
 from ..elastic.leases import REPEAT, SKIP, Account, Plan
+from ..methods.settings import Settings
 from ..replica import sharding, wrappers
 from ..replica.shard_group import ShardGroup
-from .attached import Attached
+from ..replica.workers import ReplicaWorkers
+from .leasing import Leasing
 
 # Number of a part, from 0, and how many parts there are.
 Place = tuple[int, int]
+
+
+class Trained(Protocol):
+    """What a sampler reads of a ``DiLoCo``."""
+
+    inner_step: int
+    settings: Settings
+    _model: nn.Module
+    _workers: ReplicaWorkers | None
+    _batches_at_once: int | None
+
+    @property
+    def _leasing(self) -> Leasing | None: ...
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
+
+    @property
+    def replica_index(self) -> int: ...
+
+    @property
+    def num_replicas(self) -> int: ...
+
+    @property
+    def is_done(self) -> bool: ...
+
 
 # ----------------------------------------------------------------------------------------- loaders
 
 
 def shard(
-    loader: DataLoader[Any], diloco: Attached, *, batches_per_step: int = 1
+    loader: DataLoader[Any], diloco: Trained, *, batches_per_step: int = 1
 ) -> DataLoader[Any]:
     """Return a loader like ``loader`` that reads the own part of this replica; see ``DiLoCo``."""
     integer("batches_per_step", batches_per_step, 1)
@@ -43,7 +71,7 @@ def shard(
         part = diloco.replica_index * num_workers + worker
         return part, diloco.num_replicas * num_workers
 
-    is_elastic, seed = diloco._elastic is not None, diloco.settings.seed
+    is_elastic, seed = diloco._leasing is not None, diloco.settings.seed
     num_samples, is_shuffled = _ordinary(loader, place(), is_elastic=is_elastic)
     batch_size = loader.batch_size or 1
     if is_elastic:
@@ -183,7 +211,7 @@ def _with_sampler(loader: DataLoader[Any], sampler: Sampler[int]) -> DataLoader[
     return DataLoader(**arguments, sampler=sampler)
 
 
-def _worker_of(diloco: Attached) -> Place:
+def _worker_of(diloco: Trained) -> Place:
     """Return the place of this worker among the samplers of its replica that take other samples.
 
     Raises:
@@ -194,7 +222,7 @@ def _worker_of(diloco: Attached) -> Place:
     return (worker, num_workers) if diloco._batches_at_once is None else (0, 1)
 
 
-def _data_parallel_worker(diloco: Attached) -> Place:
+def _data_parallel_worker(diloco: Trained) -> Place:
     params = [p for p in diloco._model.parameters() if sharding.is_sharded(p)]
     workers = diloco._workers
     if params:
@@ -224,7 +252,7 @@ def _data_parallel_worker(diloco: Attached) -> Place:
     return ranks.index(dist.get_rank()), len(ranks)
 
 
-def _are_data_parallel(diloco: Attached, params: list[Any]) -> bool:
+def _are_data_parallel(diloco: Trained, params: list[Any]) -> bool:
     """Whether FSDP2 alone has sharded the parameters: over one dimension, or as HSDP."""
     managed = {id(param) for m in sharding.fsdp_modules(diloco._model) for param in m.parameters()}
     meshes = {param.device_mesh for param in params}
@@ -445,15 +473,15 @@ class ElasticSampler(Sampler[int]):
     def __init__(
         self,
         data: Sized | int,
-        diloco: Attached,
+        diloco: Trained,
         *,
         batch_size: int,
         seed: int = 0,
         shuffle: bool = True,
         lost: str = REPEAT,
     ) -> None:
-        training = diloco._elastic
-        if training is None:
+        leasing = diloco._leasing
+        if leasing is None:
             raise ValueError(
                 "ElasticSampler needs a DiLoCo with peers=Elastic(...); for a fixed group use "
                 "diloco.shard(loader)"
@@ -476,7 +504,7 @@ class ElasticSampler(Sampler[int]):
             "lost": lost,
         }
         replica = diloco.members[diloco.replica_index]
-        self._book = training.leasing.begin(self._shape, replica, diloco.members, diloco.inner_step)
+        self._book = leasing.begin(self._shape, replica, diloco.members, diloco.inner_step)
 
     def __iter__(self) -> Iterator[int]:
         while not self._diloco.is_done:

@@ -6,12 +6,12 @@ This module is imported only where a membership is given.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from ..base import extension
@@ -23,14 +23,12 @@ from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement.handshake import gather_json
-from ..rounds.joining import CopyBeside
 from ..rounds.round_log import can_replay
 from ..rounds.runner import RoundRunner
 from ..rounds.step_timed import StepTimed
 from ..rounds.synced import SyncedPart
-from .agreement import Agreement
-from .elastic_group import ElasticGroup
-from .endings import is_about_group
+from .elastic_group import ElasticGroup, is_about_group
+from .group import Agreement, Joined, Place, Replica, join
 from .inner_state import InnerStates, warn_of_schedules
 from .leasing import Leasing
 from .planning import Plan
@@ -43,20 +41,22 @@ _MOST_REPEATS = 10
 
 
 class Trained(Protocol):
-    """What is needed of a ``DiLoCo``."""
+    """What elastic training needs of a ``DiLoCo``."""
 
     inner_step: int
     exchange: Exchange
     _rounds: RoundRunner
     _plan: Plan
     _agreement: Agreement
-    _saved_writes: dict[int, set[int]]
+    _saved_writes: Mapping[int, set[int]]
 
     def _change_group(self, members: tuple[int, ...], store: dist.Store) -> None: ...
 
-    def _take_step(self, *, again: Collection[int]) -> None: ...
+    def _take_step(
+        self, *, is_skipped: bool = False, again: Collection[int] | None = None
+    ) -> None: ...
 
-    def _flush(self, *, is_final: bool | None = None) -> None: ...
+    def _flush(self, *, is_final: bool | None) -> None: ...
 
 
 class ElasticTraining:
@@ -69,15 +69,8 @@ class ElasticTraining:
         SyncError: If the registry cannot be asked.
     """
 
-    def __init__(
-        self,
-        elastic: Elastic,
-        plan: Plan,
-        settings: Settings,
-        workers: ReplicaWorkers | None,
-        timeout_s: float,
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
+    def __init__(self, elastic: Elastic, replica: Replica) -> None:
+        plan, settings, workers = replica.plan, replica.settings, replica.workers
         spoken = {"handshake": extension.HANDSHAKE, "transfer": extension.TRANSFER}
         # The first difference in this order is named.
         shown: dict[str, Any] = {
@@ -88,13 +81,13 @@ class ElasticTraining:
         shown["total_steps"] = elastic.total_steps
         shown["inner_state"] = elastic.inner_state
         self._total_steps = elastic.total_steps
-        self._inner = InnerStates(plan.named(), optimizers) if elastic.inner_state else None
+        self._inner = InnerStates(plan.named(), replica.optimizers) if elastic.inner_state else None
         if self._inner is not None:
             shown["inner_optimizer"] = self._inner.describe()
         self.leasing = Leasing(workers)
         self.transfer = _transfer(elastic, plan, settings, workers)
         # Nobody waits longer than that for a replica, whatever is cut.
-        connect_s = min(timeout_s, elastic.suspect_after, 10.0)
+        connect_s = min(replica.timeout_s, elastic.suspect_after, 10.0)
         try:
             self.group = ElasticGroup(elastic, shown, workers, connect_s, transfer=self.transfer)
         except BaseException:
@@ -102,13 +95,13 @@ class ElasticTraining:
                 self.transfer.close()
             raise
         # Until the first step, at which the schedules of the learning rate are looked at.
-        self._optimizers = list(optimizers)
+        self._optimizers = list(replica.optimizers)
         self._may_be_boundary = self._is_flushing = self._must_flush = False
         # The flush that this replica has called, until it ends.
         self._own_flush: Callable[[], None] | None = None
         # The step before was broken off; always False with several workers.
         self._is_late = False
-        self._workers = workers
+        self._replica, self._workers = replica, workers
         # Part and number of the round that broke off.
         self._failed: list[tuple[SyncedPart, int]] = []
         # Parts to be sent again in this view, and the inner step at which some were sent again.
@@ -127,60 +120,69 @@ class ElasticTraining:
         has_all_steps = is_finished and self._is_finished
         self.group.close(is_finished=is_finished, has_all_steps=has_all_steps)
 
-    def enter(
-        self,
-        diloco: Trained,
-        begin: Callable[[Mapping[str, Any]], None],
-        arguments: Mapping[str, Any],
-    ) -> None:
+    def enter(self, place: Place) -> Joined:
         """Come to the group, as a founder or a newcomer."""
         try:
-            self.group.enter(partial(self._begin, diloco, begin, arguments))
-            if self._inner is not None:
-                self._inner.keep()
-            self._repeat(diloco)
-            self._end_after_last_step(diloco)
+            joined = self.group.enter(partial(self._join, place))
         except BaseException:
-            if self._inner is not None:
-                self._inner.forget()
+            self._forget_inner()
             self.group.close(is_finished=False)
             raise
+        if self._inner is not None:
+            self._inner.keep()
+        return joined
 
-    def _begin(
-        self,
-        diloco: Trained,
-        begin: Callable[[Mapping[str, Any]], None],
-        arguments: Mapping[str, Any],
-        members: tuple[int, ...],
-        store: dist.Store,
-        form: Form,
-    ) -> None:
+    def begin(self, diloco: Trained) -> None:
+        """Begin to train in the group, with what the other members have to repeat."""
+        self._repeat(diloco)
+        self._end_after_last_step(diloco)
+
+    def _forget_inner(self) -> None:
+        if self._inner is not None:
+            self._inner.forget()
+
+    def _join(
+        self, place: Place, members: tuple[int, ...], store: dist.Store, form: Form
+    ) -> Joined:
+        """Take part in an attempt to begin a view, with a new exchange."""
         self._repeat_nothing()
         view, group = form.view, self.group
         if form.role == "change":
             raise RuntimeError(f"view {view.number} asks for a state that this replica lacks")
-        places = {"store": store, "replica": group.replica, "members": members, "group": None}
         source_rank = view.rank_of(view.source) if form.role == "broadcast" else 0
-        beside: CopyBeside = NothingBeside() if self.transfer is None else self.transfer
         if form.role == "broadcast" and self.transfer is not None:
             self.transfer.forget()
-        if self._inner is not None:
-            # An attempt before this one may have failed after it had given the inner state.
-            self._inner.forget()
-        more = {"init": form.role, "source_rank": source_rank, "admission": group}
-        more |= {"beside": beside, "inner": self._inner}
-        begin({**arguments, **places, **more})
-        group.copied_bytes = diloco._agreement.copied_bytes
-        if group.first_step >= 0:
-            if view.source == group.replica and self.transfer is not None:
-                self.transfer.load_saved()
-            agreement = diloco._agreement
-            diloco.inner_step = agreement.begin_from(group.first_step, source_rank)
-        if self.transfer is not None and isinstance(diloco._rounds, StepTimed):
-            diloco._rounds.log = self.transfer.log
-        if form.role == "join":
-            self._ask_what_broke_off(diloco, view)
-            self.leasing.change(diloco.exchange, diloco._rounds.parts, view.number)
+        # A failed earlier attempt may have left an inner state here.
+        self._forget_inner()
+        there = replace(
+            place,
+            store=store,
+            replica=group.replica,
+            members=members,
+            init=form.role,
+            source_rank=source_rank,
+            admission=group,
+            beside=NothingBeside() if self.transfer is None else self.transfer,
+            inner=self._inner,
+        )
+        joined = join(self._replica, there)
+        rounds, agreement, _ = joined
+        try:
+            group.copied_bytes = agreement.copied_bytes
+            if group.first_step >= 0:
+                if view.source == group.replica and self.transfer is not None:
+                    self.transfer.load_saved()
+                first_step = agreement.begin_from(group.first_step, source_rank)
+                joined = joined._replace(inner_step=first_step)
+            if self.transfer is not None and isinstance(rounds, StepTimed):
+                rounds.log = self.transfer.log
+            if form.role == "join":
+                self._ask_what_broke_off(rounds, joined.inner_step, view)
+                self.leasing.change(rounds.exchange, rounds.parts, view.number)
+        except BaseException:
+            rounds.exchange.close()
+            raise
+        return joined
 
     @property
     def has_group_state(self) -> bool:
@@ -201,7 +203,7 @@ class ElasticTraining:
         """Log nothing of schedules of the learning rate: a trainer's callback has moved them."""
         self._optimizers = []
 
-    def take_step(self, diloco: Trained, take_step: Callable[[], None]) -> None:
+    def take_step(self, diloco: Trained, *, is_skipped: bool) -> None:
         """Go to the next view if the present one has ended, then take an inner step."""
         if self._optimizers:
             optimizers, self._optimizers = self._optimizers, []
@@ -221,7 +223,7 @@ class ElasticTraining:
         self._may_be_boundary = bool(takes_part) or self._is_late
         # If a Ctrl-C breaks this step off, the next one applies the round.
         self._is_late = self._workers is None
-        self._unless_broken(diloco, take_step)
+        self._unless_broken(diloco, partial(diloco._take_step, is_skipped=is_skipped))
         self._is_late = False
         self._end_after_last_step(diloco)
 
@@ -250,15 +252,16 @@ class ElasticTraining:
         if self._may_be_boundary and self.group.is_boundary(diloco._rounds):
             self._go_on(diloco, None)
         if not self.is_done:
-            self.flush(diloco, partial(diloco._flush, is_final=True))
+            self.flush(diloco, is_final=True)
             # Where the flush broke off, all go on from the step of the slowest replica.
             self._is_finished = self._has_all_steps(diloco) and not self.group.is_done
 
     def _has_all_steps(self, diloco: Trained) -> bool:
         return self._total_steps is not None and diloco.inner_step >= self._total_steps
 
-    def flush(self, diloco: Trained, flush: Callable[[], None]) -> None:
+    def flush(self, diloco: Trained, *, is_final: bool) -> None:
         """Flush; in the next view again, where the present one ends before all is shared."""
+        flush = partial(diloco._flush, is_final=is_final)
         self._is_flushing, self._own_flush = True, flush
         try:
             self._unless_broken(diloco, flush)
@@ -308,7 +311,7 @@ class ElasticTraining:
             self._must_flush, self._is_flushing = False, True
             try:
                 # A member that was not in a flush ends as the others say.
-                (self._own_flush or diloco._flush)()
+                (self._own_flush or partial(diloco._flush, is_final=None))()
             except KeyboardInterrupt:
                 self._must_flush = True
                 raise
@@ -351,21 +354,20 @@ class ElasticTraining:
         self.group.meter.discarded(len({(part.index, n) for part, n in sent if n >= part.round}))
         self._failed = []
         self.group.copied_bytes = diloco._agreement.copied_bytes
-        self._ask_what_broke_off(diloco, form.view)
+        self._ask_what_broke_off(rounds, diloco.inner_step, form.view)
         self.leasing.change(diloco.exchange, diloco._rounds.parts, form.view.number)
 
-    def _ask_what_broke_off(self, diloco: Trained, view: View) -> None:
+    def _ask_what_broke_off(self, rounds: RoundRunner, step: int, view: View) -> None:
         """Find out whether a flush, or a send at this step, is to be repeated; every member asks.
 
         A member that has ended its flush before the view broke takes part in it again. What was
         sent again once, and broke off again, is left to the next send of the schedule.
         """
-        step = diloco.inner_step
-        unsent = [] if step == self._again_at else _unsent_at(diloco, step)
-        is_open = self._own_flush is not None and not diloco._rounds.has_ended()
-        own = [self._is_flushing, is_open or diloco._rounds.has_unsent(step), unsent]
+        unsent = [] if step == self._again_at else _unsent_at(rounds, self._replica.plan, step)
+        is_open = self._own_flush is not None and not rounds.has_ended()
+        own = [self._is_flushing, is_open or rounds.has_unsent(step), unsent]
         with self.leasing.all_workers():
-            views = gather_json(diloco.exchange, own)
+            views = gather_json(rounds.exchange, own)
         flushing, has_unsent, due = zip(*views, strict=True)
         # A newcomer has nothing to send, and takes part from its first whole round on.
         is_alike = all(parts == due[0] for parts in due) and not (any(flushing) or view.joined)
@@ -383,18 +385,17 @@ class ElasticTraining:
         return any(flushing), any(must_flush), again[0] if is_alike else []
 
 
-def _unsent_at(diloco: Trained, inner_step: int) -> list[int]:
+def _unsent_at(rounds: RoundRunner, plan: Plan, inner_step: int) -> list[int]:
     """Return the parts that were to be sent after this step, and of which no round is left.
 
     What was voted down because it is not finite would be voted down again.
     """
-    rounds = diloco._rounds
     if not isinstance(rounds, StepTimed):
         # The policies that move the local parameters at each send owe the next one what was lost.
         return []
     return [
         part.index
-        for part in diloco._plan.sent_at(inner_step)
+        for part in plan.sent_at(inner_step)
         if part.last_sent < inner_step
         and not part.in_flight
         and rounds.voted_down.get(part.index) != inner_step

@@ -1,9 +1,11 @@
-"""What all replicas must have alike: model, settings, weights and outer state."""
+"""How a replica comes to its group: it connects, compares, and begins with the same state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,17 +13,173 @@ from torch import nn
 
 from ..base.errors import ReplicaMismatch
 from ..exchange.exchange import Exchange
+from ..exchange.membership.member import Admission
 from ..methods.settings import Settings
 from ..ops.digests import digest_of
 from ..replica.descriptions import describe_parameters, same_memory, shared_memory
 from ..replica.fragments import buffer_names, uncopied_tensors, unexchanged_tensors
+from ..replica.shard_group import ShardGroup
 from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
 from ..rounds.agreement import handshake, history
+from ..rounds.agreement.resets import OnReset
 from ..rounds.checkpoint.save import Scope
+from ..rounds.metrics import Recorder
+from ..rounds.runner import RoundRunner
+from ..rounds.send_timed import SendTimed
+from ..rounds.step_timed import StepTimed
 from ..rounds.weighing import Weight
 from .inner_state import InnerStates
 from .planning import Plan
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What one replica, or one worker of it, brings to a group.
+
+    Attributes:
+        workers: The other workers of this replica; None without any.
+        timeout_s: Seconds that an exchange may take.
+        weight, norms, on_reset: See ``RoundRunner``.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    settings: Settings
+    plan: Plan
+    workers: ReplicaWorkers | None
+    recorder: Recorder
+    impl: str
+    timeout_s: float
+    weight: Weight
+    norms: bool
+    on_reset: OnReset | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the replicas of a group meet, and with which weights they begin.
+
+    Attributes:
+        group: The process group of the replicas; None where they meet at a store, or one is alone.
+        replica, num_replicas, members, name: See ``StorePeers``.
+        init: See ``DiLoCo``.
+        source_rank: Rank of the replica whose weights all take with ``init="broadcast"``.
+        backend, join_timeout, suspect_after: See ``Link``.
+        admission: See ``Exchange``.
+        beside, inner: See ``Agreement``.
+    """
+
+    group: dist.ProcessGroup | None
+    store: dist.Store | None
+    replica: int | None
+    num_replicas: int | None
+    members: Sequence[int] | None
+    name: str
+    init: str
+    backend: str | None
+    join_timeout: Any
+    suspect_after: Any
+    source_rank: int = 0
+    admission: Admission | None = None
+    beside: joining.CopyBeside | None = None
+    inner: InnerStates | None = None
+
+    @classmethod
+    def of(cls, chosen: Mapping[str, Any], init: str, timeout_s: float) -> Place:
+        """Find the group, or connect to the store, that the choices of ``DiLoCo`` name.
+
+        Raises:
+            ValueError, TypeError, RuntimeError, torch.distributed.DistError: See ``handshake``.
+        """
+        group, store = None, None
+        # The place of an elastic group is that of its view.
+        if chosen["membership"] is None:
+            store = handshake.connected_store(chosen["store"], timeout_s)
+            of = chosen["num_replicas"]
+            group = handshake.replica_group(chosen["group"], chosen["mesh"], store, of)
+        names = ("replica", "num_replicas", "members", "name", "backend", "join_timeout")
+        same = {name: chosen[name] for name in (*names, "suspect_after")}
+        return cls(group, store, init=init, **same)
+
+
+class Joined(NamedTuple):
+    """A replica in its group: the rounds on its exchange, and what all replicas have alike."""
+
+    rounds: RoundRunner
+    agreement: Agreement
+    inner_step: int
+
+
+def join(replica: Replica, place: Place) -> Joined:
+    """Connect to the other replicas, and begin with the same state on all of them.
+
+    Raises:
+        ValueError: If the choices of the place do not go together.
+        SyncError: If the replicas do not come in time.
+        ReplicaMismatch: On every replica, when models, arguments or weights differ between them.
+    """
+    plan, settings, workers = replica.plan, replica.settings, replica.workers
+    with nullcontext() if workers is None else workers.all_workers():
+        exchange = _connect(replica, place)
+    try:
+        runner = SendTimed if settings.overlap.rounds else StepTimed
+        rounds = runner(
+            exchange,
+            plan.parts,
+            settings,
+            replica.recorder,
+            layout=plan.layout,
+            weight=replica.weight,
+            norms=replica.norms,
+            impl=replica.impl,
+            workers=workers,
+            on_reset=replica.on_reset,
+        )
+        agreement = Agreement(replica, rounds, place.beside, place.inner)
+        with rounds.all_workers(plan.parts):
+            inner_step = agreement.start(place)
+    except BaseException:
+        exchange.close()
+        raise
+    return Joined(rounds, agreement, inner_step)
+
+
+def _connect(replica: Replica, place: Place) -> Exchange:
+    """Connect this worker to its peers: workers of other replicas with the same parameters."""
+    plan, settings, store = replica.plan, replica.settings, place.store
+    name = place.name
+    return handshake.make_exchange(
+        group=place.group,
+        store=store,
+        replica=place.replica,
+        num_replicas=place.num_replicas,
+        members=place.members,
+        # On a store, workers with other shards are other groups of the same replicas.
+        name=f"{name}@{plan.worker}" if plan.worker and store is not None else name,
+        line_name=name,
+        lanes=settings.lanes,
+        chunk_bytes=settings.chunk_bytes,
+        timeout=replica.timeout_s,
+        join_timeout=place.join_timeout,
+        suspect_after=place.suspect_after,
+        impl=replica.impl,
+        device=plan.device,
+        collectives=handshake.collectives_of(place.backend, place.group, plan.device),
+        join=place.init == "join",
+        num_under_way=max(1, settings.overlap.rounds),
+        admission=place.admission,
+    )
+
+
+def shard_group_of(shard_group: Any, timeout_s: float) -> ShardGroup | None:
+    """Return the argument ``shard_group`` as workers of one replica; None if it is not given."""
+    return None if shard_group is None else ShardGroup(shard_group, timeout_s)
+
+
+def workers_of(plan: Plan, timeout_s: float) -> ReplicaWorkers | None:
+    """Return the workers of this replica; None if this worker is the replica's only one."""
+    return plan.shard_group or ReplicaWorkers.of(plan.parameters(), timeout_s)
 
 
 def meet_workers(
@@ -48,12 +206,11 @@ class Agreement:
     """Compare this replica with the others: at the start, and in each new group.
 
     Args:
-        end_like_others: See ``RoundRunner``.
+        beside: See ``joining.share``; None where newcomers copy the state in ``share_state``.
+        inner: Gives newcomers the state of the inner optimizers; None where they begin afresh.
 
     Attributes:
         is_state_shared: All replicas have the same outer parameters after the same rounds.
-        beside: See ``joining.share``; None where newcomers copy the state in ``share_state``.
-        inner: Gives newcomers the state of the inner optimizers; None where they begin afresh.
         overwritten: Digest of the weights that this replica was given in the place of other ones,
             or None.
         copied_bytes: Of outer and inner state that the newcomers of this group were given.
@@ -61,40 +218,27 @@ class Agreement:
 
     def __init__(
         self,
-        exchange: Exchange,
-        plan: Plan,
-        settings: Settings,
-        weight: Weight,
-        impl: str,
-        end_like_others: Callable[[], None],
+        replica: Replica,
+        rounds: RoundRunner,
+        beside: joining.CopyBeside | None,
+        inner: InnerStates | None,
     ) -> None:
-        self._exchange, self._plan, self._settings = exchange, plan, settings
-        self._end_like_others = end_like_others
-        self._weight = None if callable(weight) else float(weight)
-        self._impl = impl
-        self.beside: joining.CopyBeside | None = None
-        self.inner: InnerStates | None = None
+        self._exchange, self._plan, self._settings = rounds.exchange, replica.plan, replica.settings
+        self._model, self._optimizers, self._rounds = replica.model, replica.optimizers, rounds
+        self._weight = None if callable(replica.weight) else float(replica.weight)
+        self._impl = replica.impl
+        self._beside, self._inner = beside, inner
         self.overwritten: int | None = None
         self.copied_bytes = 0
-        self.is_state_shared = settings.overlap.is_shared
+        self.is_state_shared = replica.settings.overlap.is_shared
         # Frozen parameters keep their values, and need no second digest when replicas join.
         self._frozen: handshake.Digests = {}
 
-    def start(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        group: dist.ProcessGroup | None,
-        init: str,
-        source_rank: int = 0,
-    ) -> int:
-        """Begin with the same weights on all replicas, as ``init`` says; return the inner step.
-
-        Args:
-            source_rank: Of the replica whose weights all take with "broadcast".
-        """
-        if group is not None:
-            handshake.warn_if_spans_replicas(model, optimizers, group)
+    def start(self, place: Place) -> int:
+        """Begin with the same weights on all replicas, as the place says; return the inner step."""
+        model, init, source_rank = self._model, place.init, place.source_rank
+        if place.group is not None:
+            handshake.warn_if_spans_replicas(model, self._optimizers, place.group)
         self.agree(init)
         exchange, parts, inner_step = self._exchange, self._plan.parts, 0
         named = {name: tensor for part in parts for name, tensor in part.named().items()}
@@ -107,7 +251,6 @@ class Agreement:
             exchange.broadcast(tensors, source_rank)
             if given is not None and (copied := digest_of(tensors)) != given:
                 self.overwritten = copied
-        self._model = model
         if init == "join":
             self._compare_newcomers()
         else:
@@ -188,7 +331,7 @@ class Agreement:
             self._compare_newcomers()
             return self.share_state(inner_step)
         self.fix_weight()
-        self._end_like_others()
+        self._rounds.end_like_others()
         self.refuse_different_state()
         return inner_step
 
@@ -213,15 +356,15 @@ class Agreement:
         Returns:
             The inner step of that replica.
         """
-        self._end_like_others()
+        self._rounds.end_like_others()
         exchange, outer = self._exchange, self._settings.outer
-        beside = self.beside if self.is_state_shared else None
+        beside = self._beside if self.is_state_shared else None
         parts = self._plan.parts
         shared = joining.share(exchange, parts, inner_step, outer, self._impl, beside)
         self.copied_bytes = shared.copied_bytes
-        if self.inner is not None:
-            self.inner.share(exchange)
-            self.copied_bytes += self.inner.copied_bytes
+        if self._inner is not None:
+            self._inner.share(exchange)
+            self.copied_bytes += self._inner.copied_bytes
         if not shared.is_equal:
             self.refuse_different_state()
         return shared.inner_step
