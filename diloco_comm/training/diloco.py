@@ -79,11 +79,11 @@ class DiLoCo:
         shard_group: The workers of this replica, a ProcessGroup or one-dimensional DeviceMesh, when
             they hold the same parameters (DDP, ZeRO-1/2): exchange and outer state are split among
             them. ``peers`` then has this worker's peers alone.
-        wire: What travels ("int8"): a name of ``wire.WIRES``, or ``Wire`` with a block size,
-            stochastic rounding, error feedback. A mapping of regular expressions to names gives
-            groups of parameters wires of their own.
+        wire: The format of the payloads ("int8"): a name of ``wire.WIRES``, or ``Wire`` with a
+            block size, stochastic rounding, error feedback. A mapping of regular expressions to
+            names gives groups of parameters wires of their own.
         link: How payloads travel: "gloo", "nccl", or ``Link`` with lanes, chunks and timeouts.
-        nonfinite: What becomes of a round in which a replica has NaN or infinities: "raise"
+        nonfinite: The end of a round in which a replica has NaN or infinities: "raise"
             (default), "skip", "reset", or ``NonFinite``.
         weight: This replica's weight in the mean, a number or a callable (tokens of the round),
             called once in each step that sends, whatever the number of fragments; what is sent
@@ -265,8 +265,8 @@ class DiLoCo:
     def close(self) -> None:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent.
 
-        What this replica has may still be looked at: parameters, metrics, ``state_dict``. A warning
-        says so if inner steps were not shared.
+        Parameters, metrics and ``state_dict`` may still be looked at. A warning says so if inner
+        steps were not shared.
         """
         try:
             self._warn_of_unshared_steps()
@@ -654,9 +654,9 @@ class DiLoCo:
         """Call ``callback`` after every exchange, applied or skipped.
 
         It is called when a step, or another method here, has done all its work: it may read the
-        metrics, save ``state_dict()`` and look at ``outer_parameters()``. What needs the other
-        replicas (``step``, ``flush``, ``consensus``, ``change_group``; with ``shard_group`` also
-        ``state_dict`` and ``outer_parameters``) it cannot call: a RuntimeError.
+        metrics, save ``state_dict()`` and look at ``outer_parameters()``. A call that needs the
+        other replicas (``step``, ``flush``, ``consensus``, ``change_group``; with ``shard_group``
+        also ``state_dict`` and ``outer_parameters``) is a RuntimeError there.
 
         An error that it raises comes out of that method, after the other callbacks have been
         called; what was exchanged stays applied.
@@ -734,10 +734,10 @@ class DiLoCo:
         (``if rank == 0: torch.save(diloco.state_dict(), ...)`` hangs). Otherwise, under FSDP2 too,
         it calls no collective.
 
-        Tensors are views of the live buffers, under the parameters' names, fp32. What differs
-        between replicas is keyed ``replica_<r>``: every replica must save its own. Waits for rounds
-        under way, and applies nothing: they are part of the state. A round that failed is not: the
-        state is that before the round.
+        Tensors are views of the live buffers, under the parameters' names, fp32. A value that
+        differs between replicas is keyed ``replica_<r>``: every replica must save its own. Waits
+        for rounds under way, and applies nothing: they are part of the state. A round that failed
+        is not: then this is the state before the round.
 
         Args:
             shared: Refuse if something differs between replicas, for a save by one of them alone.
@@ -771,10 +771,10 @@ class DiLoCo:
 
         Args:
             strict: Raise when what this replica had for itself is missing and the change does not
-                explain it, instead of doing without: residuals start at zero, outer parameters that
-                differ between replicas are those of the lowest one.
+                explain it, instead of doing without: residuals start at zero, and the
+                lowest replica's outer parameters take the place of different ones.
 
-        Rounds under way are dropped; those of the state take their place.
+        Rounds under way are dropped; the state's own rounds take their place.
 
         Raises:
             ValueError: If the state was saved with another model, other shapes or another kind of
@@ -797,15 +797,12 @@ class DiLoCo:
             self._saved_writes = saved_writes(self.parts)
         if self._rounds.same_data.is_wanted:
             self._rounds.same_data.begin(self.parts, self.inner_step)
-        is_shared = not restore.has_new and self._has_just_exchanged()
+        # By the numbers of the state, the local parameters are the outer ones.
+        is_shared = type(self.settings.overlap) is Blocking and self.inner_step > 0
+        is_shared &= not restore.has_new and not self._rounds.has_unsent(self.inner_step)
         lost = self._differs_from_outer if is_shared else None
         self._watch.expect_load(self._agreement.overwritten, lost)
         self._awaiting = restore if restore.has_new and self._handles else None
-
-    def _has_just_exchanged(self) -> bool:
-        """Whether the local parameters are the outer ones, by the numbers of a state."""
-        is_blocking = type(self._rounds.settings.overlap) is Blocking
-        return is_blocking and self.inner_step > 0 and not self._rounds.has_unsent(self.inner_step)
 
     def _differs_from_outer(self) -> bool:
         """Whether any local parameter is not the outer one."""

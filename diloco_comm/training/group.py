@@ -35,7 +35,7 @@ from .planning import Plan
 
 @dataclass(frozen=True)
 class Replica:
-    """What one replica, or one worker of it, brings to a group.
+    """All that one replica, or one worker of a replica, brings to a group.
 
     Attributes:
         workers: The other workers of this replica; None without any.
@@ -93,7 +93,7 @@ class Place:
             ValueError, TypeError, RuntimeError, torch.distributed.DistError: See ``handshake``.
         """
         group, store = None, None
-        # The place of an elastic group is that of its view.
+        # An elastic group has another place in each view.
         if chosen["membership"] is None:
             store = handshake.connected_store(chosen["store"], timeout_s)
             of = chosen["num_replicas"]
@@ -213,7 +213,7 @@ class Agreement:
         is_state_shared: All replicas have the same outer parameters after the same rounds.
         overwritten: Digest of the weights that this replica was given in the place of other ones,
             or None.
-        copied_bytes: Of outer and inner state that the newcomers of this group were given.
+        copied_bytes: Bytes of outer and inner state that newcomers of this group were given.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class Agreement:
         history.refuse_difference(self._exchange, self._plan.parts, is_shared=is_shared)
 
     def scope(self) -> Scope:
-        """Say of which replica, worker and group a saved state is."""
+        """Name the replica, worker and group that a state is saved by."""
         return Scope(
             self._exchange.replica,
             self._exchange.members,

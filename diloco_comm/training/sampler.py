@@ -33,7 +33,7 @@ Place = tuple[int, int]
 
 
 class Trained(Protocol):
-    """What a sampler reads of a ``DiLoCo``."""
+    """The part of a ``DiLoCo`` that a sampler reads."""
 
     inner_step: int
     settings: Settings

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from ..base import extension
-from ..base.errors import SyncError
+from ..base.errors import NonFiniteError, SyncError
 from ..elastic.core.events import Form
 from ..elastic.options import Elastic
+from ..elastic.phases import FLUSHES, Event, Loop, Phase, Repetition, Report
 from ..elastic.views import View
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
@@ -41,7 +42,7 @@ _MOST_REPEATS = 10
 
 
 class Trained(Protocol):
-    """What elastic training needs of a ``DiLoCo``."""
+    """The part of a ``DiLoCo`` that elastic training needs."""
 
     inner_step: int
     exchange: Exchange
@@ -96,28 +97,28 @@ class ElasticTraining:
             raise
         # Until the first step, at which the schedules of the learning rate are looked at.
         self._optimizers = list(replica.optimizers)
-        self._may_be_boundary = self._is_flushing = self._must_flush = False
+        self._replica, self._workers = replica, workers
+        self._loop = Loop()
+        self._repetition = Repetition()
         # The flush that this replica has called, until it ends.
         self._own_flush: Callable[[], None] | None = None
-        # The step before was broken off; always False with several workers.
-        self._is_late = False
-        self._replica, self._workers = replica, workers
+        # The inner step at which parts were sent again.
+        self._again_at = -1
         # Part and number of the round that broke off.
         self._failed: list[tuple[SyncedPart, int]] = []
-        # Parts to be sent again in this view, and the inner step at which some were sent again.
-        self._again: list[int] = []
-        self._again_at = -1
-        # All steps are taken and shared.
-        self._is_finished = self._others_flush = False
+        # The last step may have applied the last round of this view.
+        self._may_be_boundary = False
+        # The step before was broken off; always False with several workers.
+        self._is_late = False
 
     @property
     def is_done(self) -> bool:
         """Whether this replica has left the group, or has taken and shared all steps."""
-        return self.group.is_done or self._is_finished
+        return self._loop.is_done
 
     def close(self, *, is_finished: bool) -> None:
         """Tell the others that this replica has ended; idempotent."""
-        has_all_steps = is_finished and self._is_finished
+        has_all_steps = is_finished and self._loop.phase is Phase.FINISHED
         self.group.close(is_finished=is_finished, has_all_steps=has_all_steps)
 
     def enter(self, place: Place) -> Joined:
@@ -130,6 +131,7 @@ class ElasticTraining:
             raise
         if self._inner is not None:
             self._inner.keep()
+        self._loop.take(self._repetition.event)
         return joined
 
     def begin(self, diloco: Trained) -> None:
@@ -145,7 +147,7 @@ class ElasticTraining:
         self, place: Place, members: tuple[int, ...], store: dist.Store, form: Form
     ) -> Joined:
         """Take part in an attempt to begin a view, with a new exchange."""
-        self._repeat_nothing()
+        self._repetition = Repetition()
         view, group = form.view, self.group
         if form.role == "change":
             raise RuntimeError(f"view {view.number} asks for a state that this replica lacks")
@@ -215,7 +217,7 @@ class ElasticTraining:
             self._go_on(diloco, None)
         elif self.group.before_step(rounds, diloco.inner_step):
             self._go_on(diloco, SyncError("another member has stopped", stage="view"))
-        if self.group.is_done:
+        if self.is_done:
             return
         step, plan = diloco.inner_step + 1, diloco._plan
         takes_part = plan.sent_at(step) or plan.written_at(step, diloco._saved_writes)
@@ -254,19 +256,25 @@ class ElasticTraining:
         if not self.is_done:
             self.flush(diloco, is_final=True)
             # Where the flush broke off, all go on from the step of the slowest replica.
-            self._is_finished = self._has_all_steps(diloco) and not self.group.is_done
+            if self._has_all_steps(diloco) and not self.is_done:
+                self._loop.take(Event.ALL_SHARED)
 
     def _has_all_steps(self, diloco: Trained) -> bool:
         return self._total_steps is not None and diloco.inner_step >= self._total_steps
 
     def flush(self, diloco: Trained, *, is_final: bool) -> None:
         """Flush; in the next view again, where the present one ends before all is shared."""
-        flush = partial(diloco._flush, is_final=is_final)
-        self._is_flushing, self._own_flush = True, flush
+        self._repeat(diloco)
+        if self.is_done:
+            return
+        self._loop.take(Event.FLUSH_CALLED)
+        self._own_flush = partial(diloco._flush, is_final=is_final)
         try:
-            self._unless_broken(diloco, flush)
+            self._unless_broken(diloco, self._own_flush)
         finally:
-            self._is_flushing, self._own_flush = False, None
+            self._own_flush = None
+            if self._loop.phase is Phase.FLUSHING:
+                self._loop.take(Event.ENDED)
 
     def _go_on(self, diloco: Trained, error: SyncError | None, began: float | None = None) -> None:
         """Go to the next view, and repeat there what broke off; on to another if that breaks."""
@@ -277,58 +285,65 @@ class ElasticTraining:
         if error is not None and error.round >= 0:
             parts = [part for part in diloco._rounds.parts if part.index == error.fragment]
             self._failed = [(part, error.round) for part in parts]
-        self.group.go_on(partial(self._change, diloco), error, began)
+        self._loop.take(Event.VIEW_ENDED)
+        try:
+            self.group.go_on(partial(self._change, diloco), error, began)
+        except NonFiniteError:
+            # The view has begun all the same.
+            self._loop.take(Event.VIEW_BEGUN)
+            raise
+        self._loop.take(Event.ASKED_TO_LEAVE if self.group.is_done else self._repetition.event)
 
     def _repeat(self, diloco: Trained) -> None:
         """Repeat, together with all members, what broke off when the last view ended.
 
         Raises:
-            SyncError: A flush breaks off again and again: it is not for a member that has died.
+            SyncError: A flush breaks off again and again: no death of a member explains that.
         """
         num_broken = 0
-        try:
-            while not self.group.is_done and (self._must_flush or self._again):
-                broken = self._broken_off(partial(self._repeat_once, diloco))
-                if broken is None:
-                    break
-                num_broken += 1
-                if num_broken > _MOST_REPEATS:
-                    raise broken[0]
-                self._to_next_view(diloco, *broken)
-        finally:
-            self._is_flushing = False
-        # A member whose last flush broke off has ended it here, together with all others.
-        if self._others_flush and self._has_all_steps(diloco) and not self.group.is_done:
-            self._is_finished = True
-        self._others_flush = False
-
-    def _repeat_nothing(self) -> None:
-        """Forget what an attempt at a view has found out, which broke off later."""
-        self._others_flush, self._must_flush, self._again = False, False, []
+        while self._loop.repeats:
+            broken = self._broken_off(partial(self._repeat_once, diloco))
+            if broken is None:
+                break
+            num_broken += 1
+            if num_broken > _MOST_REPEATS:
+                self._loop.take(Event.ENDED)
+                raise broken[0]
+            self._to_next_view(diloco, *broken)
+        # A member whose last flush broke off has ended the flush here, together with all others.
+        if self._repetition.is_of_flush and self._has_all_steps(diloco) and not self.is_done:
+            self._loop.take(Event.ALL_SHARED)
+        self._repetition = Repetition()
 
     def _repeat_once(self, diloco: Trained) -> None:
-        if self._must_flush:
-            self._must_flush, self._is_flushing = False, True
-            try:
+        is_over, is_flush = True, self._loop.phase is Phase.FLUSHING_AGAIN
+        try:
+            if is_flush:
                 # A member that was not in a flush ends as the others say.
                 (self._own_flush or partial(diloco._flush, is_final=None))()
-            except KeyboardInterrupt:
-                self._must_flush = True
-                raise
-        else:
-            self._send_again(diloco)
+            else:
+                self._send_again(diloco)
+        except KeyboardInterrupt:
+            # The next call repeats a flush, or a send before its first byte.
+            is_over = not is_flush and diloco._rounds.uninterruptible.has_begun
+            raise
+        except SyncError as error:
+            is_over = not is_about_group(error)
+            raise
+        finally:
+            if is_over:
+                self._loop.take(Event.ENDED)
 
     def _send_again(self, diloco: Trained) -> None:
         """Exchange what was due when the last view broke, without another round of training."""
         diloco._rounds.uninterruptible.has_begun = False
-        parts, before = self._again, self._again_at
+        before, self._again_at = self._again_at, diloco.inner_step
+        self._may_be_boundary = True
         try:
-            self._again, self._again_at, self._may_be_boundary = [], diloco.inner_step, True
-            diloco._take_step(again=parts)
+            diloco._take_step(again=self._repetition.parts)
         except KeyboardInterrupt:
             if not diloco._rounds.uninterruptible.has_begun:
-                # Nothing was sent: then the next step does it.
-                self._again, self._again_at = parts, before
+                self._again_at = before
             raise
 
     def _change(
@@ -339,7 +354,7 @@ class ElasticTraining:
                 f"view {form.view.number} begins anew, and this replica has the state of view "
                 f"{form.view.base}: start this replica again"
             )
-        self._repeat_nothing()
+        self._repetition = Repetition()
         rounds = diloco._rounds
         rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
         sent = [(part, flight.number) for part in rounds.parts for flight in part.in_flight]
@@ -360,35 +375,25 @@ class ElasticTraining:
     def _ask_what_broke_off(self, rounds: RoundRunner, step: int, view: View) -> None:
         """Find out whether a flush, or a send at this step, is to be repeated; every member asks.
 
-        A member that has ended its flush before the view broke takes part in it again. What was
-        sent again once, and broke off again, is left to the next send of the schedule.
+        A member that has ended its flush before the view broke takes part in the flush again. A
+        send that was repeated once, and broke off again, is left to the schedule's next send.
         """
         unsent = [] if step == self._again_at else _unsent_at(rounds, self._replica.plan, step)
         is_open = self._own_flush is not None and not rounds.has_ended()
-        own = [self._is_flushing, is_open or rounds.has_unsent(step), unsent]
+        has_unsent = is_open or rounds.has_unsent(step)
+        own = Report(self._loop.before in FLUSHES, has_unsent, unsent)
         with self.leasing.all_workers():
-            views = gather_json(rounds.exchange, own)
-        flushing, has_unsent, due = zip(*views, strict=True)
-        # A newcomer has nothing to send, and takes part from its first whole round on.
-        is_alike = all(parts == due[0] for parts in due) and not (any(flushing) or view.joined)
-        found = any(flushing), any(flushing) and any(has_unsent), due[0] if is_alike else []
-        self._others_flush, self._must_flush, self._again = self._agree_in_replica(found)
-
-    def _agree_in_replica(
-        self, found: tuple[bool, bool, list[int]]
-    ) -> tuple[bool, bool, list[int]]:
-        """Return what all workers of this replica repeat: a round may break off at some alone."""
-        if self._workers is None:
-            return found
-        flushing, must_flush, again = zip(*self._workers.gather(found), strict=True)
-        is_alike = all(parts == again[0] for parts in again)
-        return any(flushing), any(must_flush), again[0] if is_alike else []
+            reports = [Report(*report) for report in gather_json(rounds.exchange, own)]
+        found = Repetition.agreed(reports, has_newcomers=bool(view.joined))
+        if self._workers is not None:
+            found = Repetition.of_workers(self._workers.gather(found))
+        self._repetition = found
 
 
 def _unsent_at(rounds: RoundRunner, plan: Plan, inner_step: int) -> list[int]:
-    """Return the parts that were to be sent after this step, and of which no round is left.
+    """Return the parts that were to be sent after this step, and that have no round left.
 
-    What was voted down because it is not finite would be voted down again.
+    A round that was voted down because of bad values would be voted down again.
     """
     if not isinstance(rounds, StepTimed):
         # The policies that move the local parameters at each send owe the next one what was lost.
@@ -416,7 +421,7 @@ def _transfer(
     is_able = elastic.round_log_bytes != 0 and workers is None
     is_able = is_able and settings.overlap.is_shared and not settings.overlap.rounds
     is_able = is_able and can_replay(plan.parts)
-    # Without pyzmq there are no connections besides those of gloo.
+    # Without pyzmq, gloo has the only connections.
     if is_able and find_spec("zmq") is not None:
         from .state_transfer import StateTransfer
 

@@ -277,7 +277,7 @@ def flush_after_failure(
     replica.diloco.flush()
     result = replica.result([failure])
     local = torch.cat([tensor.detach().flatten() for tensor in replica.model.parameters()])
-    (part,) = replica.diloco._parameter_parts()
+    (part,) = replica.diloco._plan.parameter_parts()
     replica.diloco.close()
     return result, torch.equal(part.outer, local)
 

@@ -27,7 +27,7 @@ LR = 0.5
 def bases(replica: Replica) -> list[Tensor]:
     """Return the outer parameters without this replica's own terms, which ``Eager`` adds early."""
     result = []
-    for part in replica.diloco._parameter_parts():
+    for part in replica.diloco._plan.parameter_parts():
         base = part.outer.clone()
         for flight in part.in_flight:
             if flight.coefficient:

@@ -175,7 +175,7 @@ class Replica:
                     for tensor in (part.state.outer, part.state.momentum, *part.tensors())
                 ],
             )
-            for part in self.diloco._parameter_parts()
+            for part in self.diloco._plan.parameter_parts()
         ]
 
     def is_state_kept(self, failed: int) -> bool:
@@ -220,7 +220,7 @@ class Replica:
         return Result(
             diloco.outer_hash(),
             hash_of(list(self.model.parameters())),
-            hash_of([part.state.momentum for part in diloco._parameter_parts()]),
+            hash_of([part.state.momentum for part in diloco._plan.parameter_parts()]),
             [part.round for part in diloco.parts],
             diloco.inner_step,
             diloco.exchange.epoch,
