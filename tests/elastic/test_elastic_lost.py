@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_helpers import wait_until
 from elastic_replicas import registry as registry
 from fault_replicas import (
     BLOCK,
@@ -354,6 +355,8 @@ def finish(
     os.environ["DILOCO_COMM_STATE_DIR"] = f"{path}/{rank}"
     folder = StateFolder(f"{path}/{rank}")
     diloco, model, optimizer = attach(registry, rank, total_steps=8, min_replicas=world)
+    # The driver's thread writes the note when it hears that the view has begun.
+    wait_until(lambda: folder.last_view >= 0)
     notes = [(folder.registry_id, folder.last_view)]
     train(diloco, model, optimizer, rank, 8)
     diloco.close()
