@@ -10,7 +10,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from .. import _C
 from ..base import env
 from ..base.background import batch_threads
-from ..ops.dispatch import resolve_impl
+from ..ops import resolve_impl
 from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
 from .headers import Header
@@ -243,35 +242,42 @@ class Exchange(StreamMember):
         self.inner_step = header.inner_step
         round = buffers.open_round(header)
         round.epoch = self.epoch
-        keys = encoding_keys(
-            buffers.wire, stochastic, seed, self.replica, header.round, header.fragment
-        )
+        keys = 0, 0
+        if stochastic or buffers.wire.is_random:
+            keys = encoding_keys(
+                buffers.wire, stochastic, seed, self.replica, header.round, header.fragment
+            )
         if buffers.is_streamed:
             sending = Sending(outer, params, [], stochastic, keys[0], keys[1], loader)
             return self._start_on_streams(buffers, round, sending, is_held)
-        staging = self._staging(buffers, round, loader)
+        staging = None if round.own.bad is None else self._staging(buffers, round, loader)
         residuals = buffers.residuals
         added, written = residuals.reduction(header.round)
-        round.job = self._begin(
-            self._engine.start,
-            of=header,
-            plan=buffers.native,
-            header=buffers.native_header(header, stochastic),
-            payload=round.own.host,
-            result=None if round.result is None else round.result.host,
-            outer=outer,
-            params=params,
-            encode_key=keys[0],
-            reduce_key=keys[1],
-            residual=residuals.added,
-            new_residual=residuals.new,
-            reduce_residual=added,
-            new_reduce_residual=written,
-            bad=round.own.bad_host,
-            staging=staging,
-            is_overlapped=overlapped,
-            is_held=is_held,
-        )
+        if self._engine.is_store_lost:
+            self.tell_of_lost_store()
+        try:
+            round.job = self._engine.start(
+                plan=buffers.native,
+                header=buffers.native_header(header, stochastic),
+                payload=round.own.host,
+                result=None if round.result is None else round.result.host,
+                outer=outer,
+                params=params,
+                encode_key=keys[0],
+                reduce_key=keys[1],
+                residual=residuals.added,
+                new_residual=residuals.new,
+                reduce_residual=added,
+                new_reduce_residual=written,
+                bad=round.own.bad_host,
+                staging=staging,
+                is_overlapped=overlapped,
+                is_held=is_held,
+            )
+        except RuntimeError as error:
+            if not self.is_dead:
+                raise
+            raise self.refusal(str(error), header) from error
         buffers.add_round(round)
         return ExchangeWork(buffers, round)
 
@@ -285,10 +291,9 @@ class Exchange(StreamMember):
 
     def _staging(
         self, buffers: ExchangeBuffers, round: Round, loader: _C.ChunkLoader | None
-    ) -> _C.Staging | None:
-        """Return the device's buffers of a round; None when the fragment is in host memory."""
-        if round.own.bad is None:
-            return None
+    ) -> _C.Staging:
+        """Return the device's buffers of a round whose fragment is on a device."""
+        assert round.own.bad is not None
         if buffers.device not in self._queues:
             self._queues[buffers.device] = _C.DeviceQueue(buffers.device)
         result = None if round.result is None else round.result.tensor
@@ -348,14 +353,14 @@ class Exchange(StreamMember):
         groups = regroup.connect(self, agreement)
         regroup.attach(self, agreement, groups)
         self._enter_streams(agreement)
-        self._current = replace(self._current, number=agreement.plan.epoch, members=members)
+        self._enter_group(agreement.plan.epoch, members)
         self.last_error = None
         announce(agreement.store, agreement.plan, members)
         del groups
         if agreement.decision.changes_rounds:
             regroup.confirm(self, agreement.decision)
         self.ask_for_admission(agreement.epoch.agreed_step)
-        self._current = agreement.epoch
+        self._enter_epoch(agreement.epoch)
         missed = regroup.missed_rounds(self, agreement.decision)
         for buffers in self.all_buffers:
             buffers.settle(missed)

@@ -1,27 +1,33 @@
-"""Load the C++ extension and call its operators, by default in the fastest implementation.
+"""The operators: load the C++ extension, choose an implementation, and call it.
 
-Each function has the name and the arguments, in the same order, of its schema in
+Each operator has the name and the arguments, in the same order, of its schema in
 ``torch.ops.diloco_comm.*`` (``csrc/operators/schemas.h``); the numeric definition is
 ``docs/developers/wire-formats.md``. A *fragment* is a list of tensors, virtually concatenated to
 N elements; ``begin`` and ``end`` count in it. All operators work in place on buffers of the caller
 and allocate nothing.
 
-``impl`` is "" for the default (the environment's, else the operator's on the tensors' device) or
-the name of one implementation, which then runs or raises: nothing is ever replaced in silence.
+A name given as ``impl`` comes first, then the environment's (``DILOCO_COMM_IMPL``), then the
+default: ``DEFAULT_ON_CUDA`` for CUDA tensors, and on the CPU the fastest that the extension finds
+the processor able to run. A name that cannot run is an error: nothing is ever replaced in silence.
+Torch's own dispatcher finds the registered kernel of a device.
 
-The bodies say one thing: the tensors whose device chooses the implementation (``dispatch.run``).
+The body of an operator names the tensors whose device chooses the implementation (``_run``).
 ``locals()`` there are the arguments by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..base import extension
+from ..base import env, extension
 from . import triton as ops_triton
-from .dispatch import IMPLEMENTATIONS, OPERATORS, available_impls, resolve_impl, run
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -40,10 +46,184 @@ __all__ = [
     "resolve_impl",
 ]
 
+# The place of each implementation in the sources, by the type of device that its tensors are on.
+# "reference" is plain PyTorch. The other implementations for the CPU are chosen in C++, which
+# refuses a name that the processor cannot run. "cuda" is there in builds with CUDA, "triton" where
+# Triton is installed.
+IMPLEMENTATIONS = {
+    "cpu": {
+        "reference": "diloco_comm.ops.reference",
+        "scalar": "csrc/codec/scalar/kernels.cpp",
+        "avx2": "csrc/codec/simd/kernels_avx2.cpp",
+        "avx512": "csrc/codec/simd/kernels_avx512.cpp",
+    },
+    "cuda": {
+        "triton": "diloco_comm.kernels.operators",
+        "cuda": "csrc/cuda",
+    },
+}
+# The default of each operator on CUDA tensors, where both implementations are there; else the
+# available one is the default. docs/measurements/gpu-kernels.md has the figures of an H200, and why
+# Triton serves none of the operators there; benchmarks/operators/kernels_gpu.py measures a GPU.
+DEFAULT_ON_CUDA = {
+    "encode": "cuda",
+    "reduce": "cuda",
+    "outer_step": "cuda",
+    "outer_step_adam": "cuda",
+    "outer_step_delayed": "cuda",
+    "decode": "cuda",
+    "merge": "cuda",
+    "norms": "cuda",
+    "digest": "cuda",
+}
+OPERATORS = tuple(DEFAULT_ON_CUDA)
+# The operators that have no kernels for CUDA tensors.
+CPU_ONLY = ("gram",)
+
 extension.load()
 ops_triton.register(OPERATORS)
 
 from .. import _C  # noqa: E402
+
+
+def _run(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> None:
+    """Run one operator in the implementation for the device of the first tensor of ``like``.
+
+    Autograd is off: the operators write parameters in place.
+
+    Args:
+        like: Tensors of the call; with none, the device is the CPU.
+        arguments: All arguments of the schema by name, in its order; ``impl`` is the last.
+
+    Raises:
+        ValueError, TypeError: As ``resolve_impl``, and what the operator raises.
+    """
+    *values, impl = arguments.values()
+    device = like[0].device.type if like else "cpu"
+    function, names, lists = _chosen(operator, impl, device, os.environ.get(env.IMPL, ""))
+    for position in lists:
+        values[position] = list(values[position])
+    with torch.no_grad():
+        function(*values, *names)
+
+
+@functools.cache
+def _chosen(
+    operator: str, impl: str, device: str, environment: str
+) -> tuple[Callable[..., None], tuple[str, ...], tuple[int, ...]]:
+    """Choose the implementation of an operator, once for each choice there is.
+
+    Args:
+        environment: The environment's name, which ``resolve_impl`` reads itself.
+
+    Returns:
+        The function, the name that it takes as its last argument, if any, and the positions of
+        arguments that torch takes as lists alone, where callers may have any sequence.
+
+    Raises:
+        ValueError, TypeError: As ``resolve_impl``.
+    """
+    if operator in CPU_ONLY and (device != "cpu" or impl == "triton"):
+        given = f"impl={impl!r}" if device == "cpu" else f"a tensor on {device}"
+        raise ValueError(f"{operator} runs on CPU tensors alone, without Triton; got {given}")
+    # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
+    if impl != "triton" or device != "cpu":
+        impl = resolve_impl(impl, device, operator)
+    schema = getattr(torch.ops.diloco_comm, operator).default._schema
+    kinds = [argument.type for argument in schema.arguments]
+    lists = tuple(i for i, kind in enumerate(kinds) if isinstance(kind, torch.ListType))
+    if impl == "reference":
+        reference = importlib.import_module("diloco_comm.ops.reference")
+        return getattr(reference, operator), (), lists
+    library = torch.ops.diloco_comm_triton if impl == "triton" else torch.ops.diloco_comm
+    return getattr(library, operator), (impl,), lists
+
+
+def available_impls(device: str = "cpu") -> tuple[str, ...]:
+    """Name the implementations that run here on "cpu" or "cuda" tensors.
+
+    Implementations for the CPU come slowest first, and the last is the default; on CUDA tensors
+    each operator has a default of its own, ``default_on_cuda``. Triton's interpreter, which runs
+    Triton's kernels on CPU tensors when ``TRITON_INTERPRET=1``, is for tests: it is never a default
+    and is not listed.
+    """
+    if device == "cpu":
+        return _available_on_cpu()
+    there = {"cuda": ops_triton.has_cuda_kernels(), "triton": ops_triton.is_installed()}
+    return tuple(name for name in IMPLEMENTATIONS["cuda"] if there[name])
+
+
+@functools.cache
+def _available_on_cpu() -> tuple[str, ...]:
+    return ("reference", *torch.ops.diloco_comm._cpu_impls())
+
+
+def default_on_cuda(operator: str) -> str:
+    """Name the implementation that serves an operator on CUDA tensors unless another is asked for.
+
+    Raises:
+        ValueError: If there is none here.
+    """
+    names = available_impls("cuda")
+    if not names:
+        raise ValueError(ops_triton.NEEDS_TRITON)
+    wanted = DEFAULT_ON_CUDA[operator]
+    return wanted if wanted in names else names[-1]
+
+
+def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str:
+    """Return the name to pass on: the argument's, else the environment's, else the default.
+
+    The default is "", which leaves the choice to each operator; with ``operator`` given it is that
+    operator's name on CUDA tensors, and "" on the CPU, where the extension chooses. The
+    environment's name is left aside where it means another type of device than ``device``.
+
+    Raises:
+        ValueError: If the name is unknown or cannot run here on tensors of that device.
+        TypeError: If it is no string.
+    """
+    if not isinstance(impl, str):
+        raise TypeError(f'impl must be a name, or "" for the default, got {impl!r}')
+    if not impl and env.impl() and not _is_of_another_device(env.impl(), device):
+        impl = env.impl()
+    if device not in IMPLEMENTATIONS:
+        return impl  # whatever is registered for that kind of device
+    names = available_impls(device)
+    if not names:
+        raise ValueError(ops_triton.NEEDS_TRITON)
+    if impl and impl not in names:
+        where = "on this machine" if device == "cpu" else f"on {device} tensors here"
+        raise ValueError(f"impl must be one of {', '.join(names)} {where}, got {impl!r}")
+    return default_on_cuda(operator) if operator and not impl and device == "cuda" else impl
+
+
+def resolve_engine_impl(impl: str = "", device: str = "cpu") -> str:
+    """As ``resolve_impl``, for operators that the exchange engine calls, too.
+
+    Raises:
+        ValueError: Also for "reference", which is Python.
+    """
+    resolved = resolve_impl(impl, device)
+    if resolved == "reference":
+        names = [name for name in available_impls(device) if name != resolved]
+        raise ValueError(
+            "impl 'reference' (an argument, or DILOCO_COMM_IMPL) is plain PyTorch, which the "
+            f"exchange engine cannot call: take one of {', '.join(names)}"
+        )
+    return resolved
+
+
+def _is_of_another_device(impl: str, device: str) -> bool:
+    others = (names for key, names in IMPLEMENTATIONS.items() if key != device)
+    return impl not in IMPLEMENTATIONS.get(device, {}) and any(impl in names for names in others)
+
+
+def is_served(device: torch.device) -> bool:
+    """Whether there are operators for tensors on this device."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return device.type != "meta"
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", key)
 
 
 def encode(
@@ -85,7 +265,7 @@ def encode(
     Raises:
         ValueError, TypeError: If sizes, dtypes or names do not fit.
     """
-    run("encode", [payload], locals())
+    _run("encode", [payload], locals())
 
 
 def reduce(
@@ -121,7 +301,7 @@ def reduce(
 
     The other arguments and the errors are those of ``encode``.
     """
-    run("reduce", [result], locals())
+    _run("reduce", [result], locals())
 
 
 def outer_step(
@@ -158,7 +338,7 @@ def outer_step(
 
     The other arguments and the errors are those of ``encode``.
     """
-    run("outer_step", [outer], locals())
+    _run("outer_step", [outer], locals())
 
 
 def outer_step_adam(
@@ -185,7 +365,7 @@ def outer_step_adam(
     impl: str = "",
 ) -> None:
     """Step Adam as the outer optimizer; ``step`` counts from 1. Else as ``outer_step``."""
-    run("outer_step_adam", [outer], locals())
+    _run("outer_step_adam", [outer], locals())
 
 
 def outer_step_delayed(
@@ -225,7 +405,7 @@ def outer_step_delayed(
 
     The other arguments and the errors are those of ``outer_step``.
     """
-    run("outer_step_delayed", [outer], locals())
+    _run("outer_step_delayed", [outer], locals())
 
 
 def decode(
@@ -247,12 +427,12 @@ def decode(
 
     The other arguments and the errors are those of ``outer_step``.
     """
-    run("decode", payloads or outs, locals())
+    _run("decode", payloads or outs, locals())
 
 
 def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0, *, impl: str = "") -> None:
     """Set params to alpha * params + (1 - alpha) * outer (1-D fp32 [N]), in the params' dtypes."""
-    run("merge", [outer], locals())
+    _run("merge", [outer], locals())
 
 
 def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: str = "") -> None:
@@ -261,7 +441,7 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: 
     Without ``outer`` the norm is that of the params. Bad elements (NaN, Inf, above 2^126) are
     counted and left out of the norm. The order of summation is fixed, whatever the threads.
     """
-    run("norms", [out], locals())
+    _run("norms", [out], locals())
 
 
 def gram(
@@ -293,7 +473,7 @@ def gram(
     The other arguments and the errors are those of ``encode``. A tensor that is not on the CPU
     raises ValueError.
     """
-    run("gram", [out, *payloads], locals())
+    _run("gram", [out, *payloads], locals())
 
 
 def digest(
@@ -314,7 +494,7 @@ def digest(
     Raises:
         ValueError, TypeError: As ``encode``.
     """
-    run("digest", [tensor], locals())
+    _run("digest", [tensor], locals())
 
 
 def finish_digest(product: int, sum: int, num_bytes: int) -> int:

@@ -17,7 +17,6 @@ from test_ops_torch import calls
 from triton_cases import interpreted
 
 from diloco_comm import ops
-from diloco_comm.ops import dispatch as impls
 from diloco_comm.ops import triton as ops_triton
 from diloco_comm.ops.wire import WireFormat
 
@@ -91,7 +90,7 @@ def test_no_engine_runs_on_the_interpreter() -> None:
 
 def test_the_default_on_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator's own where both are there, else the one that is."""
-    monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "reduce", "triton")
+    monkeypatch.setitem(ops.DEFAULT_ON_CUDA, "reduce", "triton")
     monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
     monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: False)
     assert ops.available_impls("cuda") == ("triton",)
@@ -116,27 +115,31 @@ def registered() -> set[str]:
 
 
 def test_every_operator_has_a_default_on_cuda_tensors() -> None:
-    assert set(impls.DEFAULT_ON_CUDA) == registered() - set(impls.CPU_ONLY)
-    assert set(impls.DEFAULT_ON_CUDA.values()) <= set(impls.IMPLEMENTATIONS["cuda"])
+    assert set(ops.DEFAULT_ON_CUDA) == registered() - set(ops.CPU_ONLY)
+    assert set(ops.DEFAULT_ON_CUDA.values()) <= set(ops.IMPLEMENTATIONS["cuda"])
 
 
 def test_an_operator_takes_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each function of the module asks for the default of its own name."""
     monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
     monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: True)
-    monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "norms", "triton")
+    monkeypatch.setitem(ops.DEFAULT_ON_CUDA, "norms", "triton")
     chosen = []
-    real = impls.resolve_impl
+    real = ops.resolve_impl
 
     def resolve(impl: str, device: str, operator: str) -> str:
         chosen.append(real(impl, "cuda", operator))
         return "reference"
 
-    monkeypatch.setattr(impls, "resolve_impl", resolve)
+    monkeypatch.setattr(ops, "resolve_impl", resolve)
     x = torch.zeros(4)
-    ops.merge(x, [x.clone()])
-    ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64))
-    ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64), impl="cuda")
+    ops._chosen.cache_clear()
+    try:
+        ops.merge(x, [x.clone()])
+        ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64))
+        ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64), impl="cuda")
+    finally:
+        ops._chosen.cache_clear()
     assert chosen == ["cuda", "triton", "cuda"]
 
 
@@ -155,8 +158,8 @@ def test_the_environment_means_the_device_that_has_the_implementation(
 
 
 def test_every_operator_serves_cuda_tensors() -> None:
-    assert registered() == {*impls.OPERATORS, *impls.CPU_ONLY}
-    for name in impls.OPERATORS:
+    assert registered() == {*ops.OPERATORS, *ops.CPU_ONLY}
+    for name in ops.OPERATORS:
         for namespace in ("diloco_comm", "diloco_comm_triton"):
             full = f"{namespace}::{name}"
             assert torch._C._dispatch_has_kernel_for_dispatch_key(full, "CUDA"), full
@@ -171,7 +174,7 @@ def test_ids_are_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly("up to 4 s each in the interpreter; test_ops_torch checks the same operators")
 @interpreted
-@pytest.mark.parametrize("name", [name for name in calls() if name in impls.OPERATORS])
+@pytest.mark.parametrize("name", [name for name in calls() if name in ops.OPERATORS])
 def test_opcheck(name: str) -> None:
     """Schema, fake tensors, and the dispatcher's way of passing arguments."""
     pytest.importorskip("triton", reason="needs Triton")

@@ -71,6 +71,9 @@ class Member:
     """What an ``Exchange`` is to its group.
 
     Attributes:
+        epoch, members: Number of the present epoch, and its replicas in rank order.
+        rank, size: This replica's place among the members, and their number.
+        joined, agreed_rounds, agreed_step, lineage: See ``Epoch``.
         store: The part of the user's store that belongs to the exchanges of this name.
         impl: Implementation of the operators.
         joins: This replica came to a group that was there already.
@@ -104,43 +107,20 @@ class Member:
         self.inner_step = -1
         self.last_error: SyncError | None = None
         self.admission: Admission | None = None
-        self._current = current
         self._all_buffers: weakref.WeakSet[ExchangeBuffers] = weakref.WeakSet()
         self._logged_epoch = -1  # the last epoch whose store was logged as lost
+        self._enter_epoch(current)
 
     # --------------------------------------------------------------------------- the epoch
 
-    @property
-    def epoch(self) -> int:
-        return self._current.number
+    def _enter_group(self, number: int, members: tuple[int, ...]) -> None:
+        self.epoch, self.members = number, members
+        self.rank, self.size = members.index(self.replica), len(members)
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self._current.members
-
-    @property
-    def joined(self) -> tuple[int, ...]:
-        return self._current.joined
-
-    @property
-    def agreed_rounds(self) -> Mapping[int, int]:
-        return self._current.agreed_rounds
-
-    @property
-    def agreed_step(self) -> int:
-        return self._current.agreed_step
-
-    @property
-    def lineage(self) -> int:
-        return self._current.lineage
-
-    @property
-    def rank(self) -> int:
-        return self.members.index(self.replica)
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
+    def _enter_epoch(self, epoch: Epoch) -> None:
+        self._enter_group(epoch.number, epoch.members)
+        self.joined, self.agreed_rounds = epoch.joined, epoch.agreed_rounds
+        self.agreed_step, self.lineage = epoch.agreed_step, epoch.lineage
 
     @property
     def address(self) -> str:
