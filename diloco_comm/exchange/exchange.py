@@ -23,18 +23,14 @@ from ..base.background import batch_threads
 from ..ops import resolve_impl
 from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
-from .headers import Header
 from .membership import regroup
-from .membership.member import Admission, Epoch, checked_members
+from .membership.member import Admission, Epoch, Options, checked_members
 from .membership.plans import announce
 from .membership.regroup import Repair
 from .membership.sealing import LastRounds
 from .nccl.member import StreamMember
-from .nccl.sending import Sending
-from .nccl.work import StreamWork
-from .options import Options
-from .round import Round
-from .work import ExchangeWork
+from .nccl.sending import Sending, StreamRound
+from .round import Header, Round
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WINDOW = 2
@@ -214,7 +210,7 @@ class Exchange(StreamMember):
         loader: _C.ChunkLoader | None = None,
         overlapped: bool = False,
         is_held: bool = False,
-    ) -> ExchangeWork:
+    ) -> Round:
         """Encode a fragment and begin its exchange; return when everything is encoded.
 
         The first chunk travels while the second is encoded, unless ``overlapped``. ``params`` and
@@ -240,7 +236,7 @@ class Exchange(StreamMember):
         """
         self._engine.check_process()
         self.inner_step = header.inner_step
-        round = buffers.open_round(header)
+        round = buffers.open_round(header, StreamRound if buffers.is_streamed else Round)
         round.epoch = self.epoch
         keys = 0, 0
         if stochastic or buffers.wire.is_random:
@@ -258,7 +254,7 @@ class Exchange(StreamMember):
         try:
             round.job = self._engine.start(
                 plan=buffers.native,
-                header=buffers.native_header(header, stochastic),
+                header=header.native(buffers.layout, buffers.num_chunks, stochastic),
                 payload=round.own.host,
                 result=None if round.result is None else round.result.host,
                 outer=outer,
@@ -279,15 +275,15 @@ class Exchange(StreamMember):
                 raise
             raise self.refusal(str(error), header) from error
         buffers.add_round(round)
-        return ExchangeWork(buffers, round)
+        return round
 
-    def ship(self, work: ExchangeWork) -> None:
-        """Send an exchange that ``start`` holds; one that cannot be sent fails like any other."""
-        if isinstance(work, StreamWork):
-            self._ship_on_streams(work)
+    def ship(self, round: Round) -> None:
+        """Send a round that ``start`` holds; one that cannot be sent fails like any other."""
+        if isinstance(round, StreamRound):
+            self._ship_on_streams(round)
             return
-        assert isinstance(work.round.job, _C.Job)
-        self._engine.ship(work.round.job, work.round.header.is_reset)
+        assert isinstance(round.job, _C.Job)
+        self._engine.ship(round.job, round.header.is_reset)
 
     def _staging(
         self, buffers: ExchangeBuffers, round: Round, loader: _C.ChunkLoader | None

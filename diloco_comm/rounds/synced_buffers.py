@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..base.memory import device_of, memory_order
 from ..exchange.exchange import Exchange
-from ..exchange.work import decode_terms
+from ..exchange.round import decode_terms
 from ..methods.outer_state import Update
 from ..ops import is_served
 from ..ops.wire import WireFormat

@@ -6,6 +6,8 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -13,14 +15,91 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import _C
+from ...base import env
+from ...base.checks import timeout_seconds
 from ...base.errors import LeftBehind, SyncError
 from ...base.memory import memory_order
 from ..buffers import ExchangeBuffers
-from ..headers import END, Header, error_from, verdict_of
-from ..options import Options
-from ..waiting import describe_store, wait_for_job
+from ..round import END, Header, error_from, verdict_of, wait_for_job
+from ..waiting import describe_store
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an ``Exchange`` is made with; times are in seconds."""
+
+    lanes: int
+    window: int
+    chunk_bytes: int | None
+    num_under_way: int
+    device: torch.device
+    impl: str
+    joins: bool
+    collectives: str
+    timeout: float
+    join_timeout: float
+    suspect_after: float
+    report_patience: float
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        lanes: int,
+        window: int,
+        chunk_bytes: int | None,
+        num_under_way: int,
+        device: torch.device | str,
+        impl: str,
+        joins: bool,
+        collectives: str,
+        timeout: timedelta | float,
+        join_timeout: timedelta | float | None,
+        suspect_after: timedelta | float | None,
+        report_patience: float | None,
+    ) -> Options:
+        """Check the options; the environment has the values of options that are None.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        timeout_s = timeout_seconds(timeout)
+        for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{what} must be at least 1, got {value}")
+        patience = env.report_s() if report_patience is None else report_patience
+        if not patience > 0:
+            raise ValueError(f"report_patience must be positive, got {patience}")
+        join_s = env.join_timeout_s() if join_timeout is None else join_timeout
+        suspect_s = env.suspect_after_s() if suspect_after is None else suspect_after
+        options = cls(
+            lanes=lanes,
+            window=window,
+            chunk_bytes=chunk_bytes,
+            num_under_way=num_under_way,
+            device=torch.device(device),
+            impl=impl,
+            joins=joins,
+            collectives=collectives,
+            timeout=timeout_s,
+            join_timeout=timeout_seconds(join_s, "join_timeout"),
+            suspect_after=timeout_seconds(suspect_s, "suspect_after"),
+            report_patience=patience,
+        )
+        options._check_collectives()
+        return options
+
+    def _check_collectives(self) -> None:
+        if self.collectives not in ("gloo", "nccl"):
+            raise ValueError(f"collectives must be gloo or nccl, got {self.collectives!r}")
+        if self.collectives == "nccl" and self.device.type == "cpu":
+            raise ValueError("collectives nccl need parameters on a GPU, these are in CPU memory")
+        if self.collectives == "nccl" and self.lanes > 1:
+            raise ValueError(
+                f"lanes are connections of gloo: with nccl leave them at 1, got {self.lanes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -269,7 +348,7 @@ class Member:
 
     def submit_header(self, buffers: ExchangeBuffers, header: Header, stochastic: bool) -> _C.Job:
         """Begin to exchange and compare headers of a round whose payload travels on streams."""
-        native = buffers.native_header(header, stochastic)
+        native = header.native(buffers.layout, buffers.num_chunks, stochastic)
         return self._begin(self._engine.submit, native, of=header)
 
     def _begin(
@@ -314,8 +393,7 @@ def checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
 
 
 def _finish(job: _C.Job) -> None:
-    while not wait_for_job(job, 3600.0):
-        pass
+    wait_for_job(job, inf)
     if job.failure is not None:
         raise error_from(job.failure, headers=job.headers)
 
