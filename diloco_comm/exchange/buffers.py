@@ -37,15 +37,15 @@ class ExchangeBuffers:
     round stay as they are until ``settle``.
 
     Attributes:
-        device: Of the fragment. The engine's own buffers are in host memory, page-locked then.
+        device: The fragment's. On a GPU, the engine's own buffers are in page-locked host memory.
         is_streamed: Its exchanges stay on the device; see ``streams``.
         layout: How payloads are laid out in the current group.
         mean_layout: How the payloads of a mean are: as ``layout``, but where owners of runs encode
             the mean on a wire of its own (``phases``).
         num_phases: 0 for one rank; 1: all payloads go to all ranks; 2: runs are reduced by their
             owners, then gathered.
-        residuals: What encoding loses. The residuals of the reduction, with three ranks and more,
-            have [num_chunks * run_elements]: the runs that this rank owns, one after the other.
+        residuals: Values that encoding loses. With three ranks and more, the residuals of the
+            reduction have [num_chunks * run_elements]: the runs that this rank owns, in order.
     """
 
     def __init__(
@@ -162,8 +162,9 @@ class ExchangeBuffers:
         is_unsure = self.error_feedback and not self.residuals.carries
         if is_unsure and any(r.state == "started" for r in self.rounds):
             raise RuntimeError("with error feedback, wait() for a round before the next start()")
-        busy = [payload for r in self.rounds for payload in (r.own, r.result)]
-        busy += [r.own for r in self._owed]
+        busy: list[Payload | None] = [r.own for r in self._owed]
+        for r in self.rounds:
+            busy += r.own, r.result
         own = self._take(self._owns, busy, self.layout.payload_bytes)
         result = None
         if self.world_size > 1:
@@ -311,7 +312,7 @@ class ExchangeBuffers:
 
     def _take(self, pool: list[Payload], busy: Sequence[Payload | None], size: int) -> Payload:
         for buffer in pool:
-            if not any(buffer is other for other in busy):
+            if buffer not in busy:
                 return buffer
         pool.append(self._spare(size) or self._make(size))
         return pool[-1]

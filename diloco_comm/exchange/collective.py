@@ -15,7 +15,7 @@ from torch import Tensor
 from ..base import checks
 from ..base.errors import SyncError
 from ..base.interrupts import deferred_interrupts
-from ..ops import is_served
+from ..ops.implementations import is_served
 from ..ops.wire import WireFormat, parse
 from ..ops.wire_options import check_options
 from .buffers import ExchangeBuffers

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import _C
 from ..base import env
 from ..base.background import batch_threads
-from ..ops import resolve_impl
+from ..ops.implementations import resolve_impl
 from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
 from .membership import regroup
@@ -46,8 +46,8 @@ class Exchange(StreamMember):
         members: Sorted ids of all replicas of this epoch, this one among them.
         lanes: Data connections to each peer in each direction; each costs two process groups.
         chunk_bytes: Payload bytes of a chunk, equal on all replicas; None chooses by size.
-        timeout: Of one exchange, from its turn on the engine thread to its vote.
-        device: Of the fragments by default, such as "cuda:0". Only encoded bytes are copied to host
+        timeout: Seconds of one exchange, from its turn on the engine thread to its vote.
+        device: The fragments' by default, such as "cuda:0". Only encoded bytes are copied to host
             memory, where they travel and are averaged.
         impl: Implementation of the operators; "" is the default one.
         epoch: The first epoch is above this.
@@ -160,10 +160,10 @@ class Exchange(StreamMember):
 
         Args:
             num_elements: Elements of the fragment, at least 1.
-            wire: What travels.
+            wire: The format of the payloads.
             error_feedback: Keep what encoding loses, as fp32 or bf16, and add it to the next round.
             carries, must_gather: See ``residuals`` and ``phases``.
-            device: Of the fragment; default: that of this exchange.
+            device: The fragment's; default: the device of this exchange.
 
         Raises:
             ValueError: If there is no element, or chunk_bytes would make too many chunks.
@@ -221,14 +221,14 @@ class Exchange(StreamMember):
             buffers: The fragment's buffers.
             outer: fp32 [num_elements]; None encodes the parameters themselves.
             params: The fragment's tensors, num_elements in all.
-            header: What the other replicas get and compare.
+            header: The other replicas get it and compare it.
             stochastic: Round stochastically.
             seed: With replica, round and fragment, the key of stochastic rounding and of the signs
                 of a rotated wire.
             loader: Brings ``outer``, which is in page-locked memory then, to the device.
-            overlapped: The caller computes before it waits. What is in host memory is encoded
-                whole before any of it is sent, which would hold the caller up where cores are few.
-            is_held: Only encode; ``ship`` sends, once the caller has looked at what is encoded.
+            overlapped: The caller computes before it waits. A fragment in host memory is encoded
+                whole before any of it is sent: sending would hold the caller up on few cores.
+            is_held: Only encode; ``ship`` sends, once the caller has looked at the payload.
 
         Raises:
             SyncError: If the epoch is dead.

@@ -42,9 +42,9 @@ _NEXT: Mapping[RoundState, Sequence[RoundState]] = {
 }
 _POLL_S = 2e-5
 _LONG_S = 3600.0  # as many as a C++ clock takes
-# What the members agree on after a failure.
+# The parts of a failure on which the members agree.
 _VERDICT = ("missing", "survivors", "cuts")
-# What a user's call is named where replicas that have attached differ in the kind of exchange.
+# The names of a user's calls, by the kinds of exchange in which attached replicas may differ.
 _CALLS = {
     "exchange_objects": "start of flush",
     "an agreement among all replicas": "start of flush",
@@ -52,7 +52,7 @@ _CALLS = {
 }
 # The gap in the header of small messages that only a replica in ``flush`` sends.
 END = -1.0
-# What cures a difference of a header's field.
+# Advice for a difference in a header's field.
 _ADVICE = {
     "round": "load the same checkpoint on every replica",
     "outer_lr": "assign the same outer.lr on every replica",
@@ -66,14 +66,14 @@ STATE_ADVICE = (
 
 @dataclass
 class Header:
-    """What a replica says to the others before an exchange.
+    """The numbers that a replica sends to the others before an exchange.
 
     ``weight``, ``inner_step``, ``gap``, ``is_reset``, ``is_change_due`` and ``digest`` may differ
     between replicas; everything else, and the fragment's wire, block size and number of elements,
     must be equal on all of them.
 
     Attributes:
-        history: Of the fragment's outer state (see ``history``), 0 without one.
+        history: Digest of the fragment's outer state (see ``history``), 0 without one.
         is_reset: No wire carries the replica's values, so its payload is zeros of weight 0.
         is_change_due: The replica knows of a change of the group that is due after this round.
         digest: A digest of the local parameters, below 2^32; 0 where none is needed.
@@ -96,7 +96,7 @@ class Header:
 
     @classmethod
     def of(cls, native: _C.Header) -> Header:
-        """Return what the engine has got from a replica."""
+        """Return a header that the engine has got from a replica."""
         return cls(
             kind=cast(Kind, native.kind),
             layout_hash=native.layout_hash,
@@ -147,7 +147,7 @@ class Mean:
             and total (on the engine thread).
         sent_bytes, received_bytes: All bytes that this rank sent to and got from its peers.
         counters: Minor page faults of the calling and the engine thread.
-        digest: Of the payloads, the same on all replicas; 0 where none is needed.
+        digest: Digest of the payloads, the same on all replicas; 0 where none is needed.
     """
 
     terms: Terms
@@ -203,10 +203,10 @@ class Job(Protocol):
     Attributes:
         waiting: The replicas that the job waits for.
         failure: Why the exchange failed; None before its end, and after a good one.
-        standing: Of a failed exchange, how far its vote was: "none", "voted" or "rejected".
-        headers: Of all ranks, in rank order; empty until they have been exchanged.
+        standing: How far the vote of a failed exchange was: "none", "voted" or "rejected".
+        headers: One a rank, in rank order; empty until they have been exchanged.
         weights: Normalised, in rank order.
-        digest: Of the payloads, the same on all replicas.
+        digest: Digest of the payloads, the same on all replicas.
         num_bad_encoded: Own elements that no wire carries; None while that is not known.
     """
 
@@ -254,15 +254,15 @@ class Round:
 
     Attributes:
         layout, mean_layout: Layout of the own payload, and of the mean's; see ``ExchangeBuffers``.
-        num_phases: See ``ExchangeBuffers``; 0 of a saved round.
+        num_phases: See ``ExchangeBuffers``; 0 in a saved round.
         own: The own encoded values; complete as soon as ``Exchange.start`` has returned.
         result: The other payloads in the order of ranks, or the mean; None with one rank, and in a
             saved round.
-        residuals: Of the fragment.
-        rank: In the group of ``epoch``.
+        residuals: The fragment's; they take over what this round's encoding lost.
+        rank: This replica's place in the group of ``epoch``.
         terms: The mean, laid out as ``mean_layout``, once the round is agreed or voted.
-        digest: Of the payloads, once the round is agreed or voted.
-        job: The exchange; None of a saved round, and of one that is held before it is sent.
+        digest: Digest of the payloads, once the round is agreed or voted.
+        job: The exchange; None in a saved round, and in a round on streams that is held.
         error: Why there is no result; set in a round that is voted, rejected or failed.
     """
 
@@ -344,7 +344,7 @@ class Round:
         return self.job
 
     def forgo(self) -> None:
-        """Make the payload, which is held, zeros of weight 0; ``has_bad_values`` said why."""
+        """Make the payload zeros of weight 0, before it is sent; ``has_bad_values`` said why."""
         own = self.own
         own.tensor.zero_()
         if own.host is not own.tensor:
@@ -417,7 +417,8 @@ class Round:
             self._wait_s = wait_s
         if self.error is not None:
             raise self.error
-        job = self._sent
+        job = self.job
+        assert job is not None
         job.block_caller()
         if self._mean is None:
             counters = dict(job.counters)
@@ -470,7 +471,7 @@ class Round:
             if time.perf_counter() >= deadline:
                 break
         mean = self._wait(deadline - time.perf_counter(), timeout)
-        # The last part; all of them on a device, and of one rank alone.
+        # The last part is left; on a device, or with one rank, all of them are.
         self._collect(self.layout.num_runs, mean.terms, out, impl)
         return mean
 
@@ -513,8 +514,8 @@ def error_from(
     """Make the exception that a failed job stands for.
 
     Args:
-        header: Of the round, if the job was one.
-        headers: Of all ranks, if they have come.
+        header: The round's, if the job was a round.
+        headers: One a rank, if they have come.
     """
     message = _explained(failure.message, headers)
     error = ERRORS[failure.kind](
@@ -541,7 +542,7 @@ def error_from(
 
 
 def verdict_of(failure: _C.Failure) -> dict[str, Any]:
-    """Return what an exception says of the other replicas, as its arguments."""
+    """Return the arguments by which an exception names the other replicas."""
     names: dict[str, Any] = {name: getattr(failure, name) for name in _VERDICT}
     if failure.kind == "LeftBehind":
         names["went_on_in"] = failure.went_on_in if failure.went_on_in >= 0 else None
@@ -549,7 +550,7 @@ def verdict_of(failure: _C.Failure) -> dict[str, Any]:
 
 
 def _explained(message: str, headers: Sequence[_C.Header]) -> str:
-    """Say in a user's words what the engine has found to differ."""
+    """Put a difference that the engine has found into a user's words."""
     if "outer state differs" in message:
         return f"{message}: {STATE_ADVICE}"
     for name, advice in _ADVICE.items():
@@ -580,7 +581,7 @@ def _are_near(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> bool
 
 
 def _uneven_steps(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> str:
-    """Return the sentence for replicas of which some have called ``flush`` and others train."""
+    """Return the sentence for a group in which some replicas have ended, and others train."""
     steps = ", ".join(map(str, sorted({header.inner_step for header in ended})))
     has = "has" if len(ended) == 1 else "have"
     train = "trains" if len(training) == 1 else "train"

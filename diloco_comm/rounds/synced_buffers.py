@@ -12,7 +12,7 @@ from ..base.memory import device_of, memory_order
 from ..exchange.exchange import Exchange
 from ..exchange.round import decode_terms
 from ..methods.outer_state import Update
-from ..ops import is_served
+from ..ops.implementations import is_served
 from ..ops.wire import WireFormat
 from ..replica.fragments import DTYPES, is_dense, memory_of, refuse_change, unwrap_model
 from .synced import Measure, SyncedPart, squared_norm

@@ -18,7 +18,7 @@ from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Overlap
 from ..methods.settings import Config, Settings
-from ..ops import resolve_engine_impl
+from ..ops.implementations import resolve_engine_impl
 from ..ops.wire import WireFormat
 from ..options import Link, NonFinite, Wire, check_names, choices_of
 from ..replica.fragments import FragmentSpec

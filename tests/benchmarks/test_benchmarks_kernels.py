@@ -12,6 +12,7 @@ import torch
 from benchmark_runs import run_benchmark
 
 from diloco_comm import ops
+from diloco_comm.ops import implementations as impls
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -46,7 +47,7 @@ def test_every_case_runs_and_is_reported(tmp_path: Path) -> None:
     assert with_eager == {"encode", "decode", "reduce of 4", "outer_step"}
     # Two wires in three layouts for three operators, reduce, norms and merge; two against eager.
     assert len(document["results"]["bars"]) == 2 * 3 * 3 + 2 + 2 * 3 + 2
-    assert set(document["faster"]) == set(ops.DEFAULT_ON_CUDA)
+    assert set(document["faster"]) == set(impls.DEFAULT_ON_CUDA)
     assert set(document["faster"].values()) <= set(IMPLS)
 
 
@@ -117,7 +118,7 @@ def row(**changes: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_the_bars(kernels: ModuleType, changes: dict[str, Any], holds: list[bool]) -> None:
-    defaults = dict.fromkeys(ops.DEFAULT_ON_CUDA, "cuda") | {"reduce": "triton"}
+    defaults = dict.fromkeys(impls.DEFAULT_ON_CUDA, "cuda") | {"reduce": "triton"}
     found = kernels.verdicts([row(**changes)], defaults)
     assert [verdict["holds"] for verdict in found] == holds
 
@@ -138,7 +139,7 @@ def test_the_bars(kernels: ModuleType, changes: dict[str, Any], holds: list[bool
 def test_bars_that_arithmetic_forbids(
     kernels: ModuleType, changes: dict[str, Any], reasons: list[bool]
 ) -> None:
-    defaults = dict.fromkeys(ops.DEFAULT_ON_CUDA, "cuda")
+    defaults = dict.fromkeys(impls.DEFAULT_ON_CUDA, "cuda")
     found = kernels.verdicts([row(**changes)], defaults)
     assert [bool(verdict["predicted"]) for verdict in found] == reasons
 
@@ -166,7 +167,7 @@ def test_the_implementation_that_the_bars_are_about(kernels: ModuleType) -> None
     """Where the default was not measured, the one that was."""
     assert kernels.default_of("encode", "cpu", ["avx2", "avx512"]) == "avx512"
     if ops.available_impls("cuda"):
-        default = ops.default_on_cuda("encode")
+        default = impls.default_on_cuda("encode")
         assert kernels.default_of("encode", "cuda", [default, "other"]) == default
         assert kernels.default_of("encode", "cuda", ["other"]) == "other"
 

@@ -17,7 +17,7 @@ from test_ops_torch import calls
 from triton_cases import interpreted
 
 from diloco_comm import ops
-from diloco_comm.ops import triton as ops_triton
+from diloco_comm.ops import implementations as impls
 from diloco_comm.ops.wire import WireFormat
 
 
@@ -46,7 +46,6 @@ def test_without_triton_there_is_one_sentence() -> None:
         "sys.modules['triton'] = None\n"
         "import torch\n"
         "from diloco_comm import ops\n"
-        "from diloco_comm.ops import triton\n"
         "print(ops.available_impls('cuda'))\n"
         "x = torch.zeros(4)\n"
         "for call in (lambda: ops.resolve_impl('', 'cuda'),\n"
@@ -57,12 +56,12 @@ def test_without_triton_there_is_one_sentence() -> None:
         "        print(error)\n"
     )
     impls_there, *sentences = printed.splitlines()
-    if not ops_triton.has_cuda_kernels():
+    if not impls.has_cuda_kernels():
         assert impls_there == "()"
-        assert sentences == [ops_triton.NEEDS_TRITON] * 2
+        assert sentences == [impls.NEEDS_TRITON] * 2
     else:
         assert impls_there == "('cuda',)"
-        assert sentences == [ops_triton.NEEDS_TRITON]
+        assert sentences == [impls.NEEDS_TRITON]
 
 
 @pytest.mark.nightly("8 s; about a process without the interpreter")
@@ -90,19 +89,19 @@ def test_no_engine_runs_on_the_interpreter() -> None:
 
 def test_the_default_on_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator's own where both are there, else the one that is."""
-    monkeypatch.setitem(ops.DEFAULT_ON_CUDA, "reduce", "triton")
-    monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
-    monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: False)
+    monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "reduce", "triton")
+    monkeypatch.setattr(impls, "has_triton", lambda: True)
+    monkeypatch.setattr(impls, "has_cuda_kernels", lambda: False)
     assert ops.available_impls("cuda") == ("triton",)
     assert ops.resolve_impl("", "cuda", "encode") == "triton"
     with pytest.raises(ValueError, match=r"impl must be one of triton on cuda tensors.*'cuda'"):
         ops.resolve_impl("cuda", "cuda")
-    monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(impls, "has_cuda_kernels", lambda: True)
     defaults = [ops.resolve_impl("", "cuda", operator) for operator in ("encode", "reduce")]
     assert defaults == ["cuda", "triton"]
     assert ops.resolve_impl("", "cuda") == ""
     assert ops.resolve_impl("triton", "cuda", "encode") == "triton"
-    monkeypatch.setattr(ops_triton, "is_installed", lambda: False)
+    monkeypatch.setattr(impls, "has_triton", lambda: False)
     assert ops.available_impls("cuda") == ("cuda",)
     assert ops.resolve_impl("", "cuda", "reduce") == "cuda"
 
@@ -115,17 +114,17 @@ def registered() -> set[str]:
 
 
 def test_every_operator_has_a_default_on_cuda_tensors() -> None:
-    assert set(ops.DEFAULT_ON_CUDA) == registered() - set(ops.CPU_ONLY)
-    assert set(ops.DEFAULT_ON_CUDA.values()) <= set(ops.IMPLEMENTATIONS["cuda"])
+    assert set(impls.DEFAULT_ON_CUDA) == registered() - set(impls.CPU_ONLY)
+    assert set(impls.DEFAULT_ON_CUDA.values()) <= set(impls.IMPLEMENTATIONS["cuda"])
 
 
 def test_an_operator_takes_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each function of the module asks for the default of its own name."""
-    monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
-    monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: True)
-    monkeypatch.setitem(ops.DEFAULT_ON_CUDA, "norms", "triton")
+    monkeypatch.setattr(impls, "has_triton", lambda: True)
+    monkeypatch.setattr(impls, "has_cuda_kernels", lambda: True)
+    monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "norms", "triton")
     chosen = []
-    real = ops.resolve_impl
+    real = impls.resolve_impl
 
     def resolve(impl: str, device: str, operator: str) -> str:
         chosen.append(real(impl, "cuda", operator))
@@ -146,7 +145,7 @@ def test_an_operator_takes_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_environment_means_the_device_that_has_the_implementation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
+    monkeypatch.setattr(impls, "has_triton", lambda: True)
     monkeypatch.setenv("DILOCO_COMM_IMPL", "scalar")
     assert (ops.resolve_impl(), ops.resolve_impl("", "cuda")) == ("scalar", "")
     monkeypatch.setenv("DILOCO_COMM_IMPL", "triton")
@@ -158,8 +157,8 @@ def test_the_environment_means_the_device_that_has_the_implementation(
 
 
 def test_every_operator_serves_cuda_tensors() -> None:
-    assert registered() == {*ops.OPERATORS, *ops.CPU_ONLY}
-    for name in ops.OPERATORS:
+    assert registered() == {*impls.OPERATORS, *impls.CPU_ONLY}
+    for name in impls.OPERATORS:
         for namespace in ("diloco_comm", "diloco_comm_triton"):
             full = f"{namespace}::{name}"
             assert torch._C._dispatch_has_kernel_for_dispatch_key(full, "CUDA"), full
@@ -174,7 +173,7 @@ def test_ids_are_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly("up to 4 s each in the interpreter; test_ops_torch checks the same operators")
 @interpreted
-@pytest.mark.parametrize("name", [name for name in calls() if name in ops.OPERATORS])
+@pytest.mark.parametrize("name", [name for name in calls() if name in impls.OPERATORS])
 def test_opcheck(name: str) -> None:
     """Schema, fake tensors, and the dispatcher's way of passing arguments."""
     pytest.importorskip("triton", reason="needs Triton")

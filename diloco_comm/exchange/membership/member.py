@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Options:
-    """What an ``Exchange`` is made with; times are in seconds."""
+    """The arguments of an ``Exchange``, checked; times are in seconds."""
 
     lanes: int
     window: int
@@ -138,7 +138,7 @@ class Admission(Protocol):
         No round of the last epoch has been settled yet.
 
         Args:
-            inner_step: On which the members have agreed; -1 where all are new.
+            inner_step: The members have agreed on it; -1 where all are new.
 
         Raises:
             SyncError: If this replica does not enter.
@@ -147,7 +147,7 @@ class Admission(Protocol):
 
 
 class Member:
-    """What an ``Exchange`` is to its group.
+    """A replica in its group: epoch, store, engine and small messages of an ``Exchange``.
 
     Attributes:
         epoch, members: Number of the present epoch, and its replicas in rank order.
@@ -158,7 +158,7 @@ class Member:
         joins: This replica came to a group that was there already.
         newest_group: The newest epoch that this replica has agreed to enter, and its members.
         inner_step: The newest inner step that this replica has counted in an exchange.
-        last_error: Of this epoch, until an exchange succeeds.
+        last_error: The error of this epoch, until an exchange succeeds.
         admission: See ``Exchange``.
     """
 
@@ -317,7 +317,7 @@ class Member:
         """Copy the tensors of one rank to some others, exactly and in place; all ranks call this.
 
         Args:
-            tensors: Of any dtype; ignored on a rank that neither sends nor receives.
+            tensors: Any dtype; ignored on a rank that neither sends nor receives.
             sizes: Bytes of each tensor, on all ranks.
 
         Raises:

@@ -18,7 +18,7 @@ from .jobs import StreamJob
 
 @dataclass
 class Sending:
-    """What is encoded, and how; ``offered`` are the weights of all ranks."""
+    """The arguments of an encoding on streams; ``offered`` are the weights of all ranks."""
 
     outer: Tensor | None
     params: list[Tensor]
@@ -54,7 +54,7 @@ class StreamRound(Round):
     """A round on streams: held at first, or enqueued.
 
     Attributes:
-        sending: What is encoded; its weights follow when the round is sent.
+        sending: The arguments of the encoding; weights follow when the round is sent.
         encoded: The encoding is done.
     """
 

@@ -1,0 +1,212 @@
+"""The implementations of the operators: where each is, which ones are here, and which one runs.
+
+Triton's operators are registered as ``torch.ops.diloco_comm_triton.*``, with the extension's
+schemas; nothing of Triton is imported before the first call. Where the extension has no CUDA
+kernels, Triton's operators also serve ``torch.ops.diloco_comm.*`` on CUDA tensors, so that the C++
+engine, which calls through the dispatcher, finds them. Where the extension has CUDA kernels, its
+operators call Triton's for ``impl="triton"``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from ..base import env
+
+# The place of each implementation in the sources, by the type of device that its tensors are on.
+# "reference" is plain PyTorch. The other implementations for the CPU are chosen in C++, which
+# refuses a name that the processor cannot run. "cuda" is there in builds with CUDA, "triton" where
+# Triton is installed.
+IMPLEMENTATIONS = {
+    "cpu": {
+        "reference": "diloco_comm.ops.reference",
+        "scalar": "csrc/codec/scalar/kernels.cpp",
+        "avx2": "csrc/codec/simd/kernels_avx2.cpp",
+        "avx512": "csrc/codec/simd/kernels_avx512.cpp",
+    },
+    "cuda": {
+        "triton": "diloco_comm.kernels.operators",
+        "cuda": "csrc/cuda",
+    },
+}
+# The default of each operator on CUDA tensors, where both implementations are there; else the
+# available one is the default. docs/measurements/gpu-kernels.md has the figures of an H200, and why
+# Triton serves none of the operators there; benchmarks/operators/kernels_gpu.py measures a GPU.
+DEFAULT_ON_CUDA = {
+    "encode": "cuda",
+    "reduce": "cuda",
+    "outer_step": "cuda",
+    "outer_step_adam": "cuda",
+    "outer_step_delayed": "cuda",
+    "decode": "cuda",
+    "merge": "cuda",
+    "norms": "cuda",
+    "digest": "cuda",
+}
+OPERATORS = tuple(DEFAULT_ON_CUDA)
+# The operators that have no kernels for CUDA tensors.
+CPU_ONLY = ("gram",)
+NEEDS_TRITON = (
+    "operators on CUDA tensors need Triton, which is not installed, or an extension built with "
+    "CUDA: run `pip install triton`, or build with DILOCO_CUDA=ON"
+)
+
+_libraries: list[Library] = []  # a registration lasts as long as its library
+
+
+def available_impls(device: str = "cpu") -> tuple[str, ...]:
+    """Name the implementations that run here on "cpu" or "cuda" tensors.
+
+    Implementations for the CPU come slowest first, and the last is the default; on CUDA tensors
+    each operator has a default of its own, ``default_on_cuda``. Triton's interpreter, which runs
+    Triton's kernels on CPU tensors when ``TRITON_INTERPRET=1``, is for tests: it is never a default
+    and is not listed.
+    """
+    if device == "cpu":
+        return _available_on_cpu()
+    there = {"cuda": has_cuda_kernels(), "triton": has_triton()}
+    return tuple(name for name in IMPLEMENTATIONS["cuda"] if there[name])
+
+
+@functools.cache
+def _available_on_cpu() -> tuple[str, ...]:
+    return ("reference", *torch.ops.diloco_comm._cpu_impls())
+
+
+def default_on_cuda(operator: str) -> str:
+    """Name the implementation that serves an operator on CUDA tensors unless another is asked for.
+
+    Raises:
+        ValueError: If there is none here.
+    """
+    names = available_impls("cuda")
+    if not names:
+        raise ValueError(NEEDS_TRITON)
+    wanted = DEFAULT_ON_CUDA[operator]
+    return wanted if wanted in names else names[-1]
+
+
+def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str:
+    """Return the name to pass on: the argument's, else the environment's, else the default.
+
+    The default is "", which leaves the choice to each operator; with ``operator`` given it is that
+    operator's name on CUDA tensors, and "" on the CPU, where the extension chooses. The
+    environment's name is left aside where it means another type of device than ``device``.
+
+    Raises:
+        ValueError: If the name is unknown or cannot run here on tensors of that device.
+        TypeError: If it is no string.
+    """
+    if not isinstance(impl, str):
+        raise TypeError(f'impl must be a name, or "" for the default, got {impl!r}')
+    if not impl and env.impl() and not _is_of_another_device(env.impl(), device):
+        impl = env.impl()
+    if device not in IMPLEMENTATIONS:
+        return impl  # whatever is registered for that kind of device
+    names = available_impls(device)
+    if not names:
+        raise ValueError(NEEDS_TRITON)
+    if impl and impl not in names:
+        where = "on this machine" if device == "cpu" else f"on {device} tensors here"
+        raise ValueError(f"impl must be one of {', '.join(names)} {where}, got {impl!r}")
+    return default_on_cuda(operator) if operator and not impl and device == "cuda" else impl
+
+
+def resolve_engine_impl(impl: str = "", device: str = "cpu") -> str:
+    """As ``resolve_impl``, for operators that the exchange engine calls, too.
+
+    Raises:
+        ValueError: Also for "reference", which is Python.
+    """
+    resolved = resolve_impl(impl, device)
+    if resolved == "reference":
+        names = [name for name in available_impls(device) if name != resolved]
+        raise ValueError(
+            "impl 'reference' (an argument, or DILOCO_COMM_IMPL) is plain PyTorch, which the "
+            f"exchange engine cannot call: take one of {', '.join(names)}"
+        )
+    return resolved
+
+
+def _is_of_another_device(impl: str, device: str) -> bool:
+    others = (names for key, names in IMPLEMENTATIONS.items() if key != device)
+    return impl not in IMPLEMENTATIONS.get(device, {}) and any(impl in names for names in others)
+
+
+def is_served(device: torch.device) -> bool:
+    """Whether there are operators for tensors on this device."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return device.type != "meta"
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", key)
+
+
+def has_triton() -> bool:
+    """Return whether Triton is there; it is not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def has_cuda_kernels() -> bool:
+    """Return whether the extension was built with CUDA kernels of its own."""
+    return len(_libraries) == 1
+
+
+def register_triton() -> None:
+    """Define Triton's operators, and serve CUDA tensors where nothing else does. Call once."""
+    assert not _libraries
+    is_served = torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", "CUDA")
+    own, shared = Library("diloco_comm_triton", "DEF"), Library("diloco_comm", "IMPL")
+    _libraries.extend((own,) if is_served else (own, shared))
+    for name in OPERATORS:
+        schema = getattr(torch.ops.diloco_comm, name).default._schema
+        own.define(str(schema).removeprefix("diloco_comm::"))
+        names = [argument.name for argument in schema.arguments]
+        on_cpu, on_cuda = (_kernel(name, names, device) for device in ("cpu", "cuda"))
+        own.impl(name, on_cpu, "CPU")
+        own.impl(name, on_cuda, "CUDA")
+        own.impl(name, _nothing, "Meta")
+        if not is_served:
+            shared.impl(name, on_cuda, "CUDA")
+
+
+def _kernel(name: str, argument_names: Sequence[str], device: str) -> Callable[..., None]:
+    """Return a function for the dispatcher, which passes arguments by position."""
+
+    def run(*args: object, **kwargs: object) -> None:
+        values: dict[str, Any] = dict(zip(argument_names, args, strict=False)) | kwargs
+        impl = values.pop("impl", "")
+        if impl not in ("", "triton"):
+            raise ValueError(f"impl must be triton on CUDA tensors here, got {impl!r}")
+        operators = _operators(device)
+        if "wire" in values:
+            checks = importlib.import_module("diloco_comm.kernels.checks")
+            layout = (values.pop(each) for each in ("wire", "block_size", "run_elements"))
+            values["layout"] = checks.check_layout(*layout)
+        with torch.no_grad():
+            getattr(operators, name)(**values)
+
+    return run
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """Stand for an operator on fake tensors, which have nothing to write."""
+
+
+def _operators(device: str) -> Any:
+    """Import Triton's operators; raise where they cannot run on tensors of that device."""
+    if not has_triton():
+        raise ValueError(NEEDS_TRITON)
+    operators = importlib.import_module("diloco_comm.kernels.operators")
+    if device == "cpu" and not operators.is_interpreted():
+        raise ValueError(
+            "impl 'triton' runs on CUDA tensors, and on CPU tensors only in Triton's interpreter: "
+            "set TRITON_INTERPRET=1 before Python starts"
+        )
+    return operators
