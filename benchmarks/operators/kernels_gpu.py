@@ -29,7 +29,7 @@ import torch
 from benchmarks.operators.kernels_gpu_cases import BLOCK, WIRES, Case, Data, cases, plain_twins
 from benchmarks.support import common
 from diloco_comm import ops
-from diloco_comm.ops.dispatch import default_on_cuda
+from diloco_comm.ops.implementations import default_on_cuda
 from diloco_comm.ops.wire import ELEMENT_WIRES
 
 FLUSH_BYTES = 512 << 20
@@ -340,7 +340,7 @@ def run(args: argparse.Namespace, impls: Sequence[str]) -> bool:
     defaults = {name: default_of(name, args.device, impls) for name in operators}
     report.print(f"# default of each operator: {json.dumps(defaults)}")
     if len(impls) > 1:
-        # For diloco_comm/ops/dispatch.py, from a run on a GPU.
+        # For diloco_comm/ops/implementations.py, from a run on a GPU.
         report.header["faster"] = faster_ones(rows)
         report.print(f"# faster one of each operator: {json.dumps(report.header['faster'])}")
     checks = verdicts(rows, defaults)

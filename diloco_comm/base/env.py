@@ -29,11 +29,12 @@ from __future__ import annotations
 import os
 
 PREFIX = "DILOCO_COMM_"
+IMPL = PREFIX + "IMPL"
 
 
 def impl() -> str:
     """Return the requested implementation of the operators, or "" for the default."""
-    return os.environ.get(PREFIX + "IMPL", "")
+    return os.environ.get(IMPL, "")
 
 
 def timeout_s() -> float:

@@ -1,8 +1,8 @@
-"""Errors of an exchange between replicas."""
+"""Errors of an exchange between replicas, and words about replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound="SyncError")
@@ -133,3 +133,21 @@ def _rebuild(
     error = cls(*map(str, args))
     error.__dict__.update(attributes)
     return error
+
+
+def named(replicas: Sequence[int]) -> str:
+    """Name replicas by their numbers: "replica 1", or "replicas 0, 2".
+
+    The engine words its sentences alike (``find_mismatch``).
+    """
+    numbers = ", ".join(map(str, replicas))
+    return f"replica {numbers}" if len(replicas) == 1 else f"replicas {numbers}"
+
+
+def difference(name: str, values: Mapping[str, Sequence[int]]) -> str:
+    """Say that something is not equal on all replicas; ``values`` has the replicas of each value.
+
+    Headers of exchanges are compared and named by the engine alone.
+    """
+    shown = "; ".join(f"{value} on {named(replicas)}" for value, replicas in values.items())
+    return f"{name} differs between replicas: {shown}"

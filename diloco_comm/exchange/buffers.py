@@ -9,15 +9,25 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..base.errors import SyncError
 from ..base.memory import CPU, Payload
 from ..ops.phases import mean_layout, num_phases
 from ..ops.residuals import Residuals
 from ..ops.wire import Layout, WireFormat
 from ..ops.wire_options import check_options
-from .chunks import auto_chunk_bytes
-from .headers import Header, to_native
-from .round import Round, Standing, Terms
+from .round import Header, Round, Standing, Terms
+
+# Payload sizes up to which a chunk has so many bytes, measured by
+# benchmarks/exchange/all_reduce.py --chunk at 100 Mbit/s, at 1 Gbit/s and on a loopback.
+_CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 768 << 10), (24 << 20, 1536 << 10))
+_LARGE_CHUNK = 4 << 20
+_MANY_ELEMENTS = 16 << 20
+_CHUNK_OF_MANY = 8 << 20
+# Elements of a chunk on a wire below four bits. Its payload is short: a chunk by bytes would hold
+# all elements, and encoding, reducing and decoding would come before and after what travels.
+_ELEMENTS_OF_SHORT = 1 << 20
+_SHORT_BITS = 4
+# On streams a chunk costs a few launches and the link is fast; not measured.
+_STREAM_CHUNK = 16 << 20
 
 
 class ExchangeBuffers:
@@ -27,15 +37,15 @@ class ExchangeBuffers:
     round stay as they are until ``settle``.
 
     Attributes:
-        device: Of the fragment. The engine's own buffers are in host memory, page-locked then.
+        device: The fragment's. On a GPU, the engine's own buffers are in page-locked host memory.
         is_streamed: Its exchanges stay on the device; see ``streams``.
         layout: How payloads are laid out in the current group.
         mean_layout: How the payloads of a mean are: as ``layout``, but where owners of runs encode
             the mean on a wire of its own (``phases``).
         num_phases: 0 for one rank; 1: all payloads go to all ranks; 2: runs are reduced by their
             owners, then gathered.
-        residuals: What encoding loses. The residuals of the reduction, with three ranks and more,
-            have [num_chunks * run_elements]: the runs that this rank owns, one after the other.
+        residuals: Values that encoding loses. With three ranks and more, the residuals of the
+            reduction have [num_chunks * run_elements]: the runs that this rank owns, in order.
     """
 
     def __init__(
@@ -101,7 +111,7 @@ class ExchangeBuffers:
         # The mean of short payloads may be longer than these are.
         payload = mean_layout(whole, world_size, must_gather=self._must_gather).payload_bytes
         most = -(-self.num_elements // (world_size * wire.block_size))
-        chunk_bytes = chunk_bytes or auto_chunk_bytes(payload, self.num_elements, self.is_streamed)
+        chunk_bytes = chunk_bytes or _auto_chunk_bytes(payload, self.num_elements, self.is_streamed)
         num_chunks = max(1, min(round(payload / chunk_bytes), most))
         self.rank, self.world_size, self.num_chunks = rank, world_size, num_chunks
         self.layout = Layout.plan(self.num_elements, world_size, num_chunks, wire)
@@ -120,6 +130,9 @@ class ExchangeBuffers:
             impl,
         )
         self.staging_bytes = window * world_size * layout.run_bytes if reduces else 0
+        # The own payload is not received; a mean is one payload.
+        num_received = min(world_size - 1, 1) if reduces else world_size - 1
+        self._result_bytes = num_received * self.mean_layout.payload_bytes
         self._spares = []
         self._owns = [self._make(layout.payload_bytes)]
         self._results = [self._make(self._result_bytes)] if world_size > 1 else []
@@ -133,43 +146,31 @@ class ExchangeBuffers:
         self.residuals.plan_reduction(num_chunks * layout.run_elements if keeps_errors else 0)
 
     @property
-    def num_received(self) -> int:
-        """Payloads that an exchange leaves here besides the own one."""
-        return self.world_size - 1 if self.num_phases == 1 else min(self.world_size - 1, 1)
-
-    @property
     def residual(self) -> Tensor | None:
         return self.residuals.value
 
-    def open_round(self, header: Header) -> Round:
+    def open_round(self, header: Header, kind: type[Round] = Round) -> Round:
         """Choose buffers for a new round that no earlier round still needs.
+
+        Args:
+            kind: The class of the round.
 
         Raises:
             RuntimeError: If error feedback would need the verdict of the round before.
         """
-        self._resolve_done()
+        self._sweep()
         is_unsure = self.error_feedback and not self.residuals.carries
         if is_unsure and any(r.state == "started" for r in self.rounds):
             raise RuntimeError("with error feedback, wait() for a round before the next start()")
-        owns = [r.own for r in (*self.rounds, *self._owed)]
-        own = self._take(self._owns, owns, self.layout.payload_bytes)
+        busy: list[Payload | None] = [r.own for r in self._owed]
+        for r in self.rounds:
+            busy += r.own, r.result
+        own = self._take(self._owns, busy, self.layout.payload_bytes)
         result = None
         if self.world_size > 1:
-            held = [r.result for r in self.rounds]
-            result = self._take(self._results, held, self._result_bytes)
-        return Round(
-            header, self.layout, self.mean_layout, self.num_phases, own, result, rank=self.rank
-        )
-
-    def native_header(self, header: Header, stochastic: bool) -> _C.Header:
-        """Return a header of these buffers as the engine takes it."""
-        return to_native(
-            header,
-            wire=self.wire,
-            num_elements=self.num_elements,
-            num_chunks=self.num_chunks,
-            stochastic=stochastic,
-        )
+            result = self._take(self._results, busy, self._result_bytes)
+        layouts = self.layout, self.mean_layout
+        return kind(header, *layouts, self.num_phases, own, result, self.residuals, rank=self.rank)
 
     def add_round(self, round: Round) -> None:
         """Take in a round whose payload is encoded, or is being encoded."""
@@ -181,7 +182,8 @@ class ExchangeBuffers:
         self, header: Header, layout: Layout, own: Tensor, mean_layout: Layout, terms: Terms
     ) -> None:
         """Take in a round of a saved state, which is agreed and not applied."""
-        round = Round(header, layout, mean_layout, 0, Payload(own, own), None, "agreed", terms)
+        lost, payload = self.residuals, Payload(own, own)
+        round = Round(header, layout, mean_layout, 0, payload, None, lost, "agreed", terms)
         self.rounds.append(round)
 
     def forget(self) -> None:
@@ -189,43 +191,30 @@ class ExchangeBuffers:
 
         No exchange of these rounds may be under way.
         """
-        self._resolve_done()
+        self._sweep()
         self.rounds, self._owed = [], []
         self._ended = {}
         self.residuals.forget()
 
-    def resolve(self, round: Round) -> None:
-        """Take over how the exchange of a round, which is done, has ended; idempotent."""
-        if round.state != "started":
-            return
-        state = round.conclude()
-        if state == "rejected" or state == "failed":
-            self.drop(round, state)
-            return
-        round.advance(state)
-        if state == "agreed":
-            self.residuals.turn(round.header.round)
+    def _sweep(self) -> None:
+        """Take over how exchanges that are done have ended; drop rounds that no replica applies.
 
-    def fail(self, round: Round, error: SyncError) -> None:
-        """End a round whose payload is encoded, and cannot be sent."""
-        round.error = error
-        self.drop(round, "failed")
-
-    def drop(self, round: Round, state: Literal["rejected", "failed"]) -> None:
-        """Take a round that no replica applies out of the rounds.
-
-        With ``carries`` the payload alone holds what was sent: it stays until ``release``.
+        With ``carries`` the payload of a dropped round alone holds what was sent: it stays until
+        ``release``.
         """
-        self.rounds.remove(round)
-        if state == "rejected":
-            self._end(round, "rejected")
-        else:
-            round.advance("failed")
-        if self.residuals.carries:
-            self._owed.append(round)
+        for round in self.rounds[:]:
+            if round.state == "started" and round.done():
+                round.resolve()
+            if round.state == "rejected" or round.state == "failed":
+                self.rounds.remove(round)
+                if round.state == "rejected":
+                    self._end(round, "rejected")
+                if self.residuals.carries:
+                    self._owed.append(round)
 
     def release(self, own: Tensor) -> None:
         """Free the own payload of a dropped round: the residuals have its values now."""
+        self._sweep()
         self._owed = [round for round in self._owed if round.own.tensor is not own]
 
     def commit(self) -> None:
@@ -234,7 +223,7 @@ class ExchangeBuffers:
         Raises:
             RuntimeError: If no round has been agreed on.
         """
-        self._resolve_done()
+        self._sweep()
         for round in self.rounds:
             if round.state == "agreed":
                 self.rounds.remove(round)
@@ -262,7 +251,9 @@ class ExchangeBuffers:
         self._spares += [payload for payload in payloads if payload.tensor.numel() in sizes]
 
     def _end(self, round: Round, state: Literal["applied", "rejected"]) -> None:
-        round.advance(state)
+        """End a round, and remember how, for replicas that are behind."""
+        if round.state != state:
+            round.advance(state)
         if round.header.kind == "all_reduce":
             return
         if state == "applied":
@@ -276,7 +267,7 @@ class ExchangeBuffers:
     @property
     def is_idle(self) -> bool:
         """Whether every exchange that was started has ended."""
-        return all(round.is_done for round in self.rounds)
+        return all(round.done() for round in self.rounds)
 
     def standings(self) -> dict[tuple[int, int], Standing]:
         """Say how far this replica is with its latest rounds; see ``termination``.
@@ -298,7 +289,7 @@ class ExchangeBuffers:
         return next((r for r in self._held() if r.key == (fragment, number)), None)
 
     def _held(self) -> list[Round]:
-        self._resolve_done()
+        self._sweep()
         return [
             round
             for round in self.rounds
@@ -310,7 +301,7 @@ class ExchangeBuffers:
 
         No exchange of these rounds may be under way.
         """
-        self._resolve_done()
+        self._sweep()
         for round in self.rounds:
             # The next round adds what encoding lost if, and only if, this round is applied.
             if (round.state == "agreed") != (round in applied):
@@ -319,14 +310,9 @@ class ExchangeBuffers:
                 self._end(round, "applied")
         self.rounds, self._owed = [], []
 
-    def _resolve_done(self) -> None:
-        for round in list(self.rounds):
-            if round.state == "started" and round.is_done:
-                self.resolve(round)
-
     def _take(self, pool: list[Payload], busy: Sequence[Payload | None], size: int) -> Payload:
         for buffer in pool:
-            if not any(buffer is other for other in busy):
+            if buffer not in busy:
                 return buffer
         pool.append(self._spare(size) or self._make(size))
         return pool[-1]
@@ -336,10 +322,6 @@ class ExchangeBuffers:
             if spare.tensor.numel() == size:
                 return self._spares.pop(index)
         return None
-
-    @property
-    def _result_bytes(self) -> int:
-        return self.num_received * self.mean_layout.payload_bytes
 
     def _make(self, size: int) -> Payload:
         voters = self.world_size if self.is_streamed else 0
@@ -358,3 +340,22 @@ def _native(layout: Layout) -> _C.Layout:
         wire.code_offset(layout.run_elements),
         wire.code_unit,
     )
+
+
+def _auto_chunk_bytes(payload_bytes: int, num_elements: int, is_streamed: bool) -> int:
+    """Choose the chunk of a payload by a table (benchmarks/exchange/all_reduce.py --chunk).
+
+    Each message wakes a few threads, which costs fast links time; but with large chunks a slow
+    link idles while the last is reduced, and the ranks' flows crowd each other out. Work on the
+    processors goes by elements, not bytes: many of them make large chunks worth while.
+    """
+    if is_streamed:
+        return _STREAM_CHUNK
+    if 8 * payload_bytes < _SHORT_BITS * num_elements:
+        return max(1, payload_bytes * _ELEMENTS_OF_SHORT // num_elements)
+    if num_elements > _MANY_ELEMENTS:
+        return _CHUNK_OF_MANY
+    for limit, chunk_bytes in _CHUNKS:
+        if payload_bytes <= limit:
+            return chunk_bytes
+    return _LARGE_CHUNK

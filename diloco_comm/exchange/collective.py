@@ -15,13 +15,12 @@ from torch import Tensor
 from ..base import checks
 from ..base.errors import SyncError
 from ..base.interrupts import deferred_interrupts
-from ..ops.dispatch import is_served
+from ..ops.implementations import is_served
 from ..ops.wire import WireFormat, parse
 from ..ops.wire_options import check_options
 from .buffers import ExchangeBuffers
 from .exchange import DEFAULT_TIMEOUT, Exchange
-from .headers import Header
-from .work import ExchangeWork, Mean, decode_terms
+from .round import Header, Mean, Round, decode_terms
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Idle buffers kept for each group; the least recently used ones go first.
@@ -96,7 +95,7 @@ class AllReduceWork:
         self,
         engine: _GroupEngine,
         buffers: ExchangeBuffers,
-        work: ExchangeWork,
+        work: Round,
         tensor: Tensor,
         out: Tensor | None,
     ) -> None:
@@ -319,7 +318,7 @@ def _check_out(out: Tensor, tensor: Tensor) -> None:
         raise ValueError(f"out must be contiguous, got strides {out.stride()}")
 
 
-def _start(exchange: Exchange, buffers: ExchangeBuffers, **arguments: Any) -> ExchangeWork:
+def _start(exchange: Exchange, buffers: ExchangeBuffers, **arguments: Any) -> Round:
     try:
         return exchange.start(buffers, **arguments)
     except RuntimeError as error:

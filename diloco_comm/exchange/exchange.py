@@ -10,7 +10,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,21 +20,17 @@ from torch import Tensor
 from .. import _C
 from ..base import env
 from ..base.background import batch_threads
-from ..ops.dispatch import resolve_impl
+from ..ops.implementations import resolve_impl
 from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
-from .headers import Header
 from .membership import regroup
-from .membership.member import Admission, Epoch, checked_members
+from .membership.member import Admission, Epoch, Options, checked_members
 from .membership.plans import announce
 from .membership.regroup import Repair
 from .membership.sealing import LastRounds
 from .nccl.member import StreamMember
-from .nccl.sending import Sending
-from .nccl.work import StreamWork
-from .options import Options
-from .round import Round
-from .work import ExchangeWork
+from .nccl.sending import Sending, StreamRound
+from .round import Header, Round
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WINDOW = 2
@@ -51,8 +46,8 @@ class Exchange(StreamMember):
         members: Sorted ids of all replicas of this epoch, this one among them.
         lanes: Data connections to each peer in each direction; each costs two process groups.
         chunk_bytes: Payload bytes of a chunk, equal on all replicas; None chooses by size.
-        timeout: Of one exchange, from its turn on the engine thread to its vote.
-        device: Of the fragments by default, such as "cuda:0". Only encoded bytes are copied to host
+        timeout: Seconds of one exchange, from its turn on the engine thread to its vote.
+        device: The fragments' by default, such as "cuda:0". Only encoded bytes are copied to host
             memory, where they travel and are averaged.
         impl: Implementation of the operators; "" is the default one.
         epoch: The first epoch is above this.
@@ -165,10 +160,10 @@ class Exchange(StreamMember):
 
         Args:
             num_elements: Elements of the fragment, at least 1.
-            wire: What travels.
+            wire: The format of the payloads.
             error_feedback: Keep what encoding loses, as fp32 or bf16, and add it to the next round.
             carries, must_gather: See ``residuals`` and ``phases``.
-            device: Of the fragment; default: that of this exchange.
+            device: The fragment's; default: the device of this exchange.
 
         Raises:
             ValueError: If there is no element, or chunk_bytes would make too many chunks.
@@ -215,7 +210,7 @@ class Exchange(StreamMember):
         loader: _C.ChunkLoader | None = None,
         overlapped: bool = False,
         is_held: bool = False,
-    ) -> ExchangeWork:
+    ) -> Round:
         """Encode a fragment and begin its exchange; return when everything is encoded.
 
         The first chunk travels while the second is encoded, unless ``overlapped``. ``params`` and
@@ -226,14 +221,14 @@ class Exchange(StreamMember):
             buffers: The fragment's buffers.
             outer: fp32 [num_elements]; None encodes the parameters themselves.
             params: The fragment's tensors, num_elements in all.
-            header: What the other replicas get and compare.
+            header: The other replicas get it and compare it.
             stochastic: Round stochastically.
             seed: With replica, round and fragment, the key of stochastic rounding and of the signs
                 of a rotated wire.
             loader: Brings ``outer``, which is in page-locked memory then, to the device.
-            overlapped: The caller computes before it waits. What is in host memory is encoded
-                whole before any of it is sent, which would hold the caller up where cores are few.
-            is_held: Only encode; ``ship`` sends, once the caller has looked at what is encoded.
+            overlapped: The caller computes before it waits. A fragment in host memory is encoded
+                whole before any of it is sent: sending would hold the caller up on few cores.
+            is_held: Only encode; ``ship`` sends, once the caller has looked at the payload.
 
         Raises:
             SyncError: If the epoch is dead.
@@ -241,54 +236,60 @@ class Exchange(StreamMember):
         """
         self._engine.check_process()
         self.inner_step = header.inner_step
-        round = buffers.open_round(header)
+        round = buffers.open_round(header, StreamRound if buffers.is_streamed else Round)
         round.epoch = self.epoch
-        keys = encoding_keys(
-            buffers.wire, stochastic, seed, self.replica, header.round, header.fragment
-        )
+        keys = 0, 0
+        if stochastic or buffers.wire.is_random:
+            keys = encoding_keys(
+                buffers.wire, stochastic, seed, self.replica, header.round, header.fragment
+            )
         if buffers.is_streamed:
             sending = Sending(outer, params, [], stochastic, keys[0], keys[1], loader)
             return self._start_on_streams(buffers, round, sending, is_held)
-        staging = self._staging(buffers, round, loader)
+        staging = None if round.own.bad is None else self._staging(buffers, round, loader)
         residuals = buffers.residuals
         added, written = residuals.reduction(header.round)
-        round.job = self._begin(
-            self._engine.start,
-            of=header,
-            plan=buffers.native,
-            header=buffers.native_header(header, stochastic),
-            payload=round.own.host,
-            result=None if round.result is None else round.result.host,
-            outer=outer,
-            params=params,
-            encode_key=keys[0],
-            reduce_key=keys[1],
-            residual=residuals.added,
-            new_residual=residuals.new,
-            reduce_residual=added,
-            new_reduce_residual=written,
-            bad=round.own.bad_host,
-            staging=staging,
-            is_overlapped=overlapped,
-            is_held=is_held,
-        )
+        if self._engine.is_store_lost:
+            self.tell_of_lost_store()
+        try:
+            round.job = self._engine.start(
+                plan=buffers.native,
+                header=header.native(buffers.layout, buffers.num_chunks, stochastic),
+                payload=round.own.host,
+                result=None if round.result is None else round.result.host,
+                outer=outer,
+                params=params,
+                encode_key=keys[0],
+                reduce_key=keys[1],
+                residual=residuals.added,
+                new_residual=residuals.new,
+                reduce_residual=added,
+                new_reduce_residual=written,
+                bad=round.own.bad_host,
+                staging=staging,
+                is_overlapped=overlapped,
+                is_held=is_held,
+            )
+        except RuntimeError as error:
+            if not self.is_dead:
+                raise
+            raise self.refusal(str(error), header) from error
         buffers.add_round(round)
-        return ExchangeWork(buffers, round)
+        return round
 
-    def ship(self, work: ExchangeWork) -> None:
-        """Send an exchange that ``start`` holds; one that cannot be sent fails like any other."""
-        if isinstance(work, StreamWork):
-            self._ship_on_streams(work)
+    def ship(self, round: Round) -> None:
+        """Send a round that ``start`` holds; one that cannot be sent fails like any other."""
+        if isinstance(round, StreamRound):
+            self._ship_on_streams(round)
             return
-        assert isinstance(work.round.job, _C.Job)
-        self._engine.ship(work.round.job, work.round.header.is_reset)
+        assert isinstance(round.job, _C.Job)
+        self._engine.ship(round.job, round.header.is_reset)
 
     def _staging(
         self, buffers: ExchangeBuffers, round: Round, loader: _C.ChunkLoader | None
-    ) -> _C.Staging | None:
-        """Return the device's buffers of a round; None when the fragment is in host memory."""
-        if round.own.bad is None:
-            return None
+    ) -> _C.Staging:
+        """Return the device's buffers of a round whose fragment is on a device."""
+        assert round.own.bad is not None
         if buffers.device not in self._queues:
             self._queues[buffers.device] = _C.DeviceQueue(buffers.device)
         result = None if round.result is None else round.result.tensor
@@ -348,14 +349,14 @@ class Exchange(StreamMember):
         groups = regroup.connect(self, agreement)
         regroup.attach(self, agreement, groups)
         self._enter_streams(agreement)
-        self._current = replace(self._current, number=agreement.plan.epoch, members=members)
+        self._enter_group(agreement.plan.epoch, members)
         self.last_error = None
         announce(agreement.store, agreement.plan, members)
         del groups
         if agreement.decision.changes_rounds:
             regroup.confirm(self, agreement.decision)
         self.ask_for_admission(agreement.epoch.agreed_step)
-        self._current = agreement.epoch
+        self._enter_epoch(agreement.epoch)
         missed = regroup.missed_rounds(self, agreement.decision)
         for buffers in self.all_buffers:
             buffers.settle(missed)

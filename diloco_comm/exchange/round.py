@@ -1,4 +1,4 @@
-"""One round of a fragment: the buffers that it holds, and its state, which has one owner here.
+"""One round of a fragment: its header, its state, and the mean that its exchange brings.
 
     started -> agreed    all votes are here, and all are good
             -> voted     failed after the own vote: peers with all votes may apply the round
@@ -6,30 +6,33 @@
             -> failed    failed before the own vote: nobody applies the round
     agreed, voted -> applied
 
-A round holds its payloads while it is started, voted or agreed. What a voted round becomes is
-decided at the next change of the group (``membership.termination``): it is applied, or forgotten.
+A round holds its payloads while it is started, voted or agreed. The next change of the group
+decides whether a voted round is applied or forgotten (``membership.termination``).
 """
 
 from __future__ import annotations
 
+import time
+from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from math import inf, isnan, nan
+from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor
 
-from .. import _C
-from ..base.errors import SyncError
+from .. import _C, ops
+from ..base.errors import ERRORS, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError, named
 from ..base.memory import Payload
+from ..ops.residuals import Residuals
 from ..ops.wire import Layout
-from .headers import Header, error_from, from_native
-from .waiting import Awaited
+from . import waiting
 
+Kind = Literal["sync", "flush", "all_reduce"]
 # Pairs of a payload, uint8, and its coefficient: their sum is the weighted mean.
 Terms = list[tuple[Tensor, float]]
 RoundState = Literal["started", "agreed", "voted", "rejected", "failed", "applied"]
-
-# Of a round that is not applied everywhere, as the replicas say it when the group changes.
+# The states of a round that replicas tell each other when the group changes.
 State = Literal["voted", "agreed", "rejected", "applied"]
 
 _NEXT: Mapping[RoundState, Sequence[RoundState]] = {
@@ -37,6 +40,153 @@ _NEXT: Mapping[RoundState, Sequence[RoundState]] = {
     "agreed": ("applied",),
     "voted": ("applied",),
 }
+_POLL_S = 2e-5
+_LONG_S = 3600.0  # as many as a C++ clock takes
+# The parts of a failure on which the members agree.
+_VERDICT = ("missing", "survivors", "cuts")
+# The names of a user's calls, by the kinds of exchange in which attached replicas may differ.
+_CALLS = {
+    "exchange_objects": "start of flush",
+    "an agreement among all replicas": "start of flush",
+    "all_reduce": "consensus",
+}
+# The gap in the header of small messages that only a replica in ``flush`` sends.
+END = -1.0
+# Advice for a difference in a header's field.
+_ADVICE = {
+    "round": "load the same checkpoint on every replica",
+    "outer_lr": "assign the same outer.lr on every replica",
+    "protocol version": "install the same version of diloco_comm on every replica",
+}
+STATE_ADVICE = (
+    "outer parameters, momentum or the rounds applied so far are not the same. Load the same "
+    'checkpoint on every replica, or let the odd ones join anew (init="join")'
+)
+
+
+@dataclass
+class Header:
+    """The numbers that a replica sends to the others before an exchange.
+
+    ``weight``, ``inner_step``, ``gap``, ``is_reset``, ``is_change_due`` and ``digest`` may differ
+    between replicas; everything else, and the fragment's wire, block size and number of elements,
+    must be equal on all of them.
+
+    Attributes:
+        history: Digest of the fragment's outer state (see ``history``), 0 without one.
+        is_reset: No wire carries the replica's values, so its payload is zeros of weight 0.
+        is_change_due: The replica knows of a change of the group that is due after this round.
+        digest: A digest of the local parameters, below 2^32; 0 where none is needed.
+    """
+
+    kind: Kind = "sync"
+    layout_hash: int = 0
+    fragment: int = 0
+    round: int = 0
+    sync_every: int = 0
+    num_fragments: int = 1
+    weight: float = 1.0
+    outer_lr: float = 0.0
+    inner_step: int = 0
+    gap: float = 1.0
+    history: int = 0
+    is_reset: bool = False
+    is_change_due: bool = False
+    digest: int = 0
+
+    @classmethod
+    def of(cls, native: _C.Header) -> Header:
+        """Return a header that the engine has got from a replica."""
+        return cls(
+            kind=cast(Kind, native.kind),
+            layout_hash=native.layout_hash,
+            fragment=native.fragment,
+            round=native.round,
+            sync_every=native.sync_every,
+            num_fragments=native.num_fragments,
+            weight=native.weight,
+            outer_lr=native.outer_lr,
+            inner_step=native.inner_step,
+            gap=native.gap,
+            history=native.history,
+            is_reset=native.is_reset,
+            is_change_due=native.is_change_due,
+            digest=native.blob_bytes,
+        )
+
+    def native(self, layout: Layout, num_chunks: int, stochastic: bool) -> _C.Header:
+        """Return the header as the engine takes it, with the layout of the payload."""
+        native = _C.Header(self.kind)
+        for name in ("fragment", "round", "sync_every", "num_fragments", "inner_step"):
+            setattr(native, name, getattr(self, name))
+        native.layout_hash = self.layout_hash & (1 << 64) - 1
+        native.history = self.history
+        native.weight, native.outer_lr = float(self.weight), float(self.outer_lr)
+        native.gap = float(self.gap)
+        native.wire, native.block_size = layout.wire.name, layout.wire.block_size
+        native.num_elements, native.num_chunks = layout.num_elements, num_chunks
+        native.flags = int(stochastic) | (_C.RESET if self.is_reset else 0)
+        native.flags |= _C.CHANGE if self.is_change_due else 0
+        # A round has no blob: the length's place is free.
+        native.blob_bytes = self.digest
+        return native
+
+
+@dataclass
+class Mean:
+    """The weighted mean that an exchange has brought.
+
+    Attributes:
+        terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
+            These payloads are the fragment's buffers: a ``start`` after ``commit`` overwrites them.
+        headers: One a rank.
+        weights: Normalised, one a rank, as used.
+        verdict: None; or, from ``Round.offer``, int64 [1] on the device: 0 once all votes
+            are here and good, which is when the round counts.
+        seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
+            and total (on the engine thread).
+        sent_bytes, received_bytes: All bytes that this rank sent to and got from its peers.
+        counters: Minor page faults of the calling and the engine thread.
+        digest: Digest of the payloads, the same on all replicas; 0 where none is needed.
+    """
+
+    terms: Terms
+    layout: Layout
+    headers: list[Header]
+    weights: list[float]
+    seconds: dict[str, float]
+    sent_bytes: int
+    received_bytes: int
+    counters: dict[str, int] = field(default_factory=dict)
+    verdict: Tensor | None = None
+    digest: int = 0
+
+    def decode(self, outs: list[Tensor], *, impl: str = "") -> None:
+        """Write the weighted mean into tensors: dense, as many elements, fp32, bf16 or fp16."""
+        decode_terms(self.terms, self.layout, outs, impl=impl)
+
+
+def decode_terms(
+    terms: Terms,
+    layout: Layout,
+    outs: list[Tensor],
+    begin: int = 0,
+    end: int | None = None,
+    *,
+    impl: str = "",
+) -> None:
+    """Set elements [begin, end) of ``outs`` to the sum of the payloads times their coefficients."""
+    ops.decode(
+        [payload for payload, _ in terms],
+        [coefficient for _, coefficient in terms],
+        outs,
+        begin,
+        layout.num_elements if end is None else end,
+        layout.run_elements,
+        layout.wire.name,
+        layout.wire.block_size,
+        impl=impl,
+    )
 
 
 @dataclass(frozen=True)
@@ -47,18 +197,21 @@ class Standing:
     epoch: int
 
 
-class Job(Awaited, Protocol):
+class Job(Protocol):
     """A started exchange: a job of the engine (``_C.Job``), or one on streams (``nccl.jobs``).
 
     Attributes:
+        waiting: The replicas that the job waits for.
         failure: Why the exchange failed; None before its end, and after a good one.
-        standing: Of a failed exchange, how far its vote was: "none", "voted" or "rejected".
-        headers: Of all ranks, in rank order; empty until they have been exchanged.
+        standing: How far the vote of a failed exchange was: "none", "voted" or "rejected".
+        headers: One a rank, in rank order; empty until they have been exchanged.
         weights: Normalised, in rank order.
-        digest: Of the payloads, the same on all replicas.
+        digest: Digest of the payloads, the same on all replicas.
         num_bad_encoded: Own elements that no wire carries; None while that is not known.
     """
 
+    @property
+    def waiting(self) -> str: ...
     @property
     def is_done(self) -> bool: ...
     @property
@@ -80,6 +233,10 @@ class Job(Awaited, Protocol):
     @property
     def counters(self) -> dict[str, int]: ...
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until the job is done; return whether it is."""
+        ...
+
     def wait_landed(self, runs: int, seconds: float) -> int:
         """Wait until more than ``runs`` runs of the result are here; return how many are."""
         ...
@@ -93,17 +250,20 @@ class Job(Awaited, Protocol):
 class Round:
     """One exchange of a fragment, from its start until it is applied or dropped.
 
+    ``wait`` or ``collect`` give the mean to the caller, who started the exchange.
+
     Attributes:
-        layout, mean_layout: Of the own payload, and of those of the mean; see ``ExchangeBuffers``.
-        num_phases: Likewise; 0 of a saved round.
-        own: The own encoded values.
+        layout, mean_layout: Layout of the own payload, and of the mean's; see ``ExchangeBuffers``.
+        num_phases: See ``ExchangeBuffers``; 0 in a saved round.
+        own: The own encoded values; complete as soon as ``Exchange.start`` has returned.
         result: The other payloads in the order of ranks, or the mean; None with one rank, and in a
             saved round.
+        residuals: The fragment's; they take over what this round's encoding lost.
+        rank: This replica's place in the group of ``epoch``.
         terms: The mean, laid out as ``mean_layout``, once the round is agreed or voted.
-        headers: Of all ranks, as soon as the round has them for good.
-        rank: In the group of ``epoch``.
-        job: The exchange; None of a saved round, and of one that is held before it is sent.
-        error: Of a round that is voted, rejected or failed.
+        digest: Digest of the payloads, once the round is agreed or voted.
+        job: The exchange; None in a saved round, and in a round on streams that is held.
+        error: Why there is no result; set in a round that is voted, rejected or failed.
     """
 
     header: Header
@@ -112,14 +272,18 @@ class Round:
     num_phases: int
     own: Payload
     result: Payload | None
+    residuals: Residuals
     state: RoundState = "started"
     terms: Terms = field(default_factory=list)
     epoch: int = 0
-    headers: list[Header] = field(default_factory=list)
     digest: int = 0
     rank: int = 0
     job: Job | None = None
     error: SyncError | None = None
+    _headers: list[Header] = field(default_factory=list, init=False)
+    _num_collected: int = field(default=0, init=False)  # runs of the result
+    _wait_s: float = field(default=0.0, init=False)
+    _mean: Mean | None = field(default=None, init=False)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -127,30 +291,21 @@ class Round:
         return self.header.fragment, self.header.round
 
     @property
-    def is_done(self) -> bool:
-        """Whether the exchange has ended, well or not."""
-        return self.state != "started" or (self.job is not None and self.job.is_done)
+    def payload(self) -> Tensor:
+        """The own encoded values, uint8, laid out as ``layout``."""
+        return self.own.tensor
 
-    def advance(self, state: RoundState) -> None:
-        assert state in _NEXT.get(self.state, ()), f"a round that is {self.state} cannot be {state}"
-        self.state = state
+    @property
+    def headers(self) -> list[Header]:
+        """Headers of all ranks, in rank order; empty until they have been exchanged."""
+        # An agreed or voted round has them for good.
+        if self.terms or self.job is None:
+            return self._headers
+        return [Header.of(header) for header in self.job.headers]
 
-    def conclude(self) -> RoundState:
-        """Keep what the exchange, which is done, has left; return the state that follows.
-
-        An agreed or voted round keeps its terms, a voted, rejected or failed one its error.
-        """
-        job = self.job
-        assert job is not None
-        job.block_caller()
-        if job.failure is not None:
-            self.error = error_from(job.failure, self.header, job.headers)
-            if job.standing != "voted":
-                return "rejected" if job.standing == "rejected" else "failed"
-        self.terms = self.combine(job.weights)
-        self.headers = [from_native(header) for header in job.headers]
-        self.digest = job.digest
-        return "agreed" if self.error is None else "voted"
+    @headers.setter
+    def headers(self, headers: list[Header]) -> None:
+        self._headers = headers
 
     @property
     def received(self) -> list[Tensor]:
@@ -168,3 +323,274 @@ class Round:
         payloads = [self.result.tensor] if len(weights) == 2 else self.received
         payloads.insert(self.rank, own)
         return list(zip(payloads, weights, strict=True))
+
+    # --------------------------------------------------------------------------- before it is sent
+
+    def has_bad_values(self) -> bool:
+        """Whether some of the own values are such that no wire carries them.
+
+        On a device, the host polls until these values are encoded.
+        """
+        while (count := self._num_bad_encoded()) is None:
+            time.sleep(_POLL_S)
+        return count > 0
+
+    def _num_bad_encoded(self) -> int | None:
+        return self._sent.num_bad_encoded
+
+    @property
+    def _sent(self) -> Job:
+        assert self.job is not None, "the exchange is held, and was not sent"
+        return self.job
+
+    def forgo(self) -> None:
+        """Make the payload zeros of weight 0, before it is sent; ``has_bad_values`` said why."""
+        own = self.own
+        own.tensor.zero_()
+        if own.host is not own.tensor:
+            own.host.zero_()
+        if own.ballot is not None:
+            own.ballot.bad.zero_()
+        self.residuals.forgo(self.layout.wire)
+        # NaN says that this replica has no weight to offer, which ends the round.
+        weight = nan if isnan(self.header.weight) else 0.0
+        self.header = replace(self.header, weight=weight, is_reset=True)
+
+    def fail(self, error: SyncError) -> None:
+        """End a round that was held, and cannot be sent."""
+        self.error = error
+        self.advance("failed")
+
+    # ------------------------------------------------------------------------- how the round ends
+
+    def done(self) -> bool:
+        """Whether the exchange has ended, so that ``wait()`` would return, or raise, at once."""
+        return self.state != "started" or (self.job is not None and self.job.is_done)
+
+    def advance(self, state: RoundState) -> None:
+        assert state in _NEXT.get(self.state, ()), f"a round that is {self.state} cannot be {state}"
+        self.state = state
+
+    def resolve(self) -> None:
+        """Take over how the exchange, which is done, has ended; idempotent.
+
+        An agreed or voted round keeps its terms, a voted, rejected or failed one its error.
+        """
+        if self.state != "started":
+            return
+        job = self._sent
+        job.block_caller()
+        state: RoundState = "agreed"
+        if job.failure is not None:
+            self.error = error_from(job.failure, self.header, job.headers)
+            state = "rejected" if job.standing == "rejected" else "failed"
+            state = "voted" if job.standing == "voted" else state
+        if state == "agreed" or state == "voted":
+            self.terms = self.combine(job.weights)
+            self._headers = [Header.of(header) for header in job.headers]
+            self.digest = job.digest
+        self.advance(state)
+        if state == "agreed":
+            self.residuals.turn(self.header.round)
+
+    def wait(self, timeout: float | None = None) -> Mean:
+        """Wait for the vote and return the mean.
+
+        On a device, the caller's stream is made to wait for the mean; the host is not.
+
+        Raises:
+            ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
+                (after a SyncError at the vote some may have one; ``change_group`` settles it).
+            TimeoutError: After ``timeout`` seconds; the exchange goes on.
+            RuntimeError: In a forked child.
+        """
+        return self._wait(inf if timeout is None else timeout, timeout)
+
+    def _wait(self, seconds: float, timeout: float | None) -> Mean:
+        """Wait for as many seconds as are left of a timeout."""
+        if self.state == "started":
+            begin = time.perf_counter()
+            if not wait_for_job(self._sent, seconds):
+                raise TimeoutError(f"the exchange was not done after {timeout} s")
+            wait_s = time.perf_counter() - begin
+            self.resolve()
+            self._wait_s = wait_s
+        if self.error is not None:
+            raise self.error
+        job = self.job
+        assert job is not None
+        job.block_caller()
+        if self._mean is None:
+            counters = dict(job.counters)
+            self._mean = Mean(
+                terms=self.terms,
+                layout=self.mean_layout,
+                headers=self._headers,
+                weights=list(job.weights),
+                seconds={**job.seconds, "encode": job.encode_seconds, "wait": self._wait_s},
+                sent_bytes=counters.pop("sent_bytes"),
+                received_bytes=counters.pop("received_bytes"),
+                counters=counters,
+                digest=self.digest,
+            )
+        return self._mean
+
+    def offer(self) -> Mean:
+        """Return the mean, with its verdict still open where the device finds the verdict.
+
+        A caller who applies such a mean passes the verdict on to the operator, and calls ``wait``
+        later.
+
+        Raises:
+            SyncError: As ``wait``, if the exchange is known to have failed.
+        """
+        return self.wait()
+
+    def collect(self, out: Tensor, timeout: float | None = None, *, impl: str = "") -> Mean:
+        """Write the mean into ``out``, part by part as it arrives, and wait for the vote.
+
+        Where the link is the limit, the last part alone is decoded after it. After an error, what
+        ``out`` holds is undefined. On a device all of it is decoded at the end.
+
+        Args:
+            out: Dense, as many elements as the payload; fp32, bf16 or fp16. It may be what was
+                encoded.
+
+        Raises:
+            ReplicaMismatch, PeerLeft, NonFiniteError, SyncError, TimeoutError: As ``wait``; the
+                next call goes on after a timeout, with the same ``out``.
+        """
+        deadline = inf if timeout is None else time.perf_counter() + timeout
+        job = self._sent
+        while not job.is_done:
+            left = min(deadline - time.perf_counter(), _LONG_S)
+            landed = job.wait_landed(self._num_collected, left)
+            if landed == self._num_collected:
+                break
+            self._collect(landed, self.combine(job.weights), out, impl)
+            if time.perf_counter() >= deadline:
+                break
+        mean = self._wait(deadline - time.perf_counter(), timeout)
+        # The last part is left; on a device, or with one rank, all of them are.
+        self._collect(self.layout.num_runs, mean.terms, out, impl)
+        return mean
+
+    def _collect(self, num_runs: int, terms: Terms, out: Tensor, impl: str) -> None:
+        layout = self.mean_layout
+        begin, end = (
+            min(runs * layout.run_elements, layout.num_elements)
+            for runs in (self._num_collected, num_runs)
+        )
+        if begin < end:
+            decode_terms(terms, layout, [out], begin, end, impl=impl)
+        self._num_collected = num_runs
+
+
+def wait_for_job(job: Job, seconds: float) -> bool:
+    """Wait as ``job.wait`` does, and log for which replicas if that takes long."""
+    deadline = time.monotonic() + seconds
+    if job.wait(min(seconds, waiting.FIRST_S)):
+        return True
+    log = waiting.WaitLog(waiting.FIRST_S)
+    while time.monotonic() < deadline:
+        if job.wait(min(deadline - time.monotonic(), log.remaining() + 0.1)):
+            return True
+        log.tick(lambda: job.waiting)
+    return False
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """Return weights over their sum, each rounded to fp32 as the engine rounds those in headers.
+
+    A coefficient that is computed from the same weights then cancels one of these to the bit.
+    """
+    total = sum(weights)
+    return array("f", (weight / total for weight in weights)).tolist()
+
+
+def error_from(
+    failure: _C.Failure, header: Header | None = None, headers: Sequence[_C.Header] = ()
+) -> SyncError:
+    """Make the exception that a failed job stands for.
+
+    Args:
+        header: The round's, if the job was a round.
+        headers: One a rank, if they have come.
+    """
+    message = _explained(failure.message, headers)
+    error = ERRORS[failure.kind](
+        message,
+        fragment=-1 if header is None or header.kind == "all_reduce" else header.fragment,
+        round=-1 if header is None or header.kind == "all_reduce" else header.round,
+        stage=failure.stage,
+        seconds=failure.seconds,
+        **verdict_of(failure),
+    )
+    if failure.cause:
+        error.__cause__ = RuntimeError(failure.cause)
+    if isinstance(error, PeerLeft | NonFiniteError):
+        error.replicas = tuple(failure.replicas)
+    if isinstance(error, PeerLeft):
+        error.inner_steps = tuple(failure.inner_steps)
+    if isinstance(error, ReplicaMismatch):
+        training, ended = _kinds(headers)
+        is_end = bool(ended) and all(header.gap == END for header in ended)
+        if is_end and _are_near(training, ended):
+            error.ended = tuple(header.replica for header in ended)
+            error.fragment = training[0].fragment
+    return error
+
+
+def verdict_of(failure: _C.Failure) -> dict[str, Any]:
+    """Return the arguments by which an exception names the other replicas."""
+    names: dict[str, Any] = {name: getattr(failure, name) for name in _VERDICT}
+    if failure.kind == "LeftBehind":
+        names["went_on_in"] = failure.went_on_in if failure.went_on_in >= 0 else None
+    return names
+
+
+def _explained(message: str, headers: Sequence[_C.Header]) -> str:
+    """Put a difference that the engine has found into a user's words."""
+    if "outer state differs" in message:
+        return f"{message}: {STATE_ADVICE}"
+    for name, advice in _ADVICE.items():
+        if f"{name} differs" in message:
+            return f"{message}: {advice}"
+    if "kind differs" not in message:
+        return message
+    training, ended = _kinds(headers)
+    if ended:
+        message = message[: message.index("kind differs")] + _uneven_steps(training, ended)
+    for kind, call in _CALLS.items():
+        message = message.replace(kind, call)
+    return message
+
+
+def _kinds(headers: Sequence[_C.Header]) -> tuple[list[_C.Header], list[_C.Header]]:
+    """Return the headers of rounds, and of calls for all replicas; [] if there are others."""
+    training = [header for header in headers if header.kind == "sync"]
+    ended = [header for header in headers if header.kind == "exchange_objects"]
+    is_all = training and len(training) + len(ended) == len(headers)
+    return (training, ended) if is_all else ([], [])
+
+
+def _are_near(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> bool:
+    """Whether no replica has trained a whole round longer than another."""
+    latest = max(header.inner_step for header in training)
+    return latest - min(header.inner_step for header in ended) < training[0].sync_every
+
+
+def _uneven_steps(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> str:
+    """Return the sentence for a group in which some replicas have ended, and others train."""
+    steps = ", ".join(map(str, sorted({header.inner_step for header in ended})))
+    has = "has" if len(ended) == 1 else "have"
+    train = "trains" if len(training) == 1 else "train"
+    return (
+        f"{named([header.replica for header in ended])} {has} ended at inner step {steps} (flush, "
+        "or another call for all replicas), while "
+        f"{named([header.replica for header in training])} still {train}, at inner step "
+        f"{training[0].inner_step}: "
+        "give all replicas the same number of steps, see DiLoCo.agree_on_steps; one that a "
+        "GradScaler skips counts if the optimizer is fused, or with attach=False and diloco.step() "
+        "after each batch"
+    )

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -19,19 +19,15 @@ _MOST_S = 300.0
 ANOTHER_STORE = "give all of them another store, by the argument store="
 
 
-class Awaited(Protocol):
-    """A job that can be waited for; ``waiting`` names the replicas that the job waits for."""
-
-    @property
-    def waiting(self) -> str: ...
-    def wait(self, seconds: float) -> bool: ...
-
-
 class WaitLog:
-    """Log what one wait is for after ``FIRST_S``, then at intervals that double up to 5 minutes."""
+    """Log what one wait is for after ``FIRST_S``, then at intervals that double up to 5 minutes.
 
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
+    Args:
+        waited: Seconds that the wait has lasted already.
+    """
+
+    def __init__(self, waited: float = 0.0) -> None:
+        self._begin = time.monotonic() - waited
         self._pause = FIRST_S
         self._next = self._begin + FIRST_S
 
@@ -48,16 +44,6 @@ class WaitLog:
         self._pause = min(2 * self._pause, _MOST_S)
         if text := what_for():
             _log.warning("waiting for %s, for %.0f s now", text, now - self._begin)
-
-
-def wait_for_job(job: Awaited, seconds: float) -> bool:
-    """Wait as ``job.wait`` does, and log for which replicas."""
-    deadline, log = time.monotonic() + seconds, WaitLog()
-    while not job.wait(min(deadline - time.monotonic(), log.remaining() + 0.1)):
-        if time.monotonic() >= deadline:
-            return False
-        log.tick(lambda: job.waiting)
-    return True
 
 
 def call_patiently(call: Callable[[], T], what_for: str) -> T:

@@ -1,27 +1,39 @@
-"""Load the C++ extension and call its operators, by default in the fastest implementation.
+"""The operators: load the C++ extension, choose an implementation, and call it.
 
-Each function has the name and the arguments, in the same order, of its schema in
+Each operator has the name and the arguments, in the same order, of its schema in
 ``torch.ops.diloco_comm.*`` (``csrc/operators/schemas.h``); the numeric definition is
 ``docs/developers/wire-formats.md``. A *fragment* is a list of tensors, virtually concatenated to
 N elements; ``begin`` and ``end`` count in it. All operators work in place on buffers of the caller
 and allocate nothing.
 
-``impl`` is "" for the default (the environment's, else the operator's on the tensors' device) or
-the name of one implementation, which then runs or raises: nothing is ever replaced in silence.
+A name given as ``impl`` comes first, then the environment's (``DILOCO_COMM_IMPL``), then the
+default: ``DEFAULT_ON_CUDA`` for CUDA tensors, and on the CPU the fastest that the extension finds
+the processor able to run. A name that cannot run is an error: nothing is ever replaced in silence.
+Torch's own dispatcher finds the registered kernel of a device.
 
-The bodies say one thing: the tensors whose device chooses the implementation (``dispatch.run``).
+The body of an operator names the tensors whose device chooses the implementation (``_run``).
 ``locals()`` there are the arguments by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..base import extension
-from . import triton as ops_triton
-from .dispatch import IMPLEMENTATIONS, OPERATORS, available_impls, resolve_impl, run
+from ..base import env, extension
+from .implementations import (
+    CPU_ONLY,
+    IMPLEMENTATIONS,
+    available_impls,
+    register_triton,
+    resolve_impl,
+)
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -41,9 +53,62 @@ __all__ = [
 ]
 
 extension.load()
-ops_triton.register(OPERATORS)
+register_triton()
 
 from .. import _C  # noqa: E402
+
+
+def _run(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> None:
+    """Run one operator in the implementation for the device of the first tensor of ``like``.
+
+    Autograd is off: the operators write parameters in place.
+
+    Args:
+        like: Tensors of the call; with none, the device is the CPU.
+        arguments: All arguments of the schema by name, in its order; ``impl`` is the last.
+
+    Raises:
+        ValueError, TypeError: As ``resolve_impl``, and what the operator raises.
+    """
+    *values, impl = arguments.values()
+    device = like[0].device.type if like else "cpu"
+    function, names, lists = _chosen(operator, impl, device, os.environ.get(env.IMPL, ""))
+    for position in lists:
+        values[position] = list(values[position])
+    with torch.no_grad():
+        function(*values, *names)
+
+
+@functools.cache
+def _chosen(
+    operator: str, impl: str, device: str, environment: str
+) -> tuple[Callable[..., None], tuple[str, ...], tuple[int, ...]]:
+    """Choose the implementation of an operator, once for each choice there is.
+
+    Args:
+        environment: The environment's name, which ``resolve_impl`` reads itself.
+
+    Returns:
+        The function, the name that it takes as its last argument, if any, and the positions of
+        arguments that torch takes as lists alone, where callers may have any sequence.
+
+    Raises:
+        ValueError, TypeError: As ``resolve_impl``.
+    """
+    if operator in CPU_ONLY and (device != "cpu" or impl == "triton"):
+        given = f"impl={impl!r}" if device == "cpu" else f"a tensor on {device}"
+        raise ValueError(f"{operator} runs on CPU tensors alone, without Triton; got {given}")
+    # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
+    if impl != "triton" or device != "cpu":
+        impl = resolve_impl(impl, device, operator)
+    schema = getattr(torch.ops.diloco_comm, operator).default._schema
+    kinds = [argument.type for argument in schema.arguments]
+    lists = tuple(i for i, kind in enumerate(kinds) if isinstance(kind, torch.ListType))
+    if impl == "reference":
+        reference = importlib.import_module("diloco_comm.ops.reference")
+        return getattr(reference, operator), (), lists
+    library = torch.ops.diloco_comm_triton if impl == "triton" else torch.ops.diloco_comm
+    return getattr(library, operator), (impl,), lists
 
 
 def encode(
@@ -85,7 +150,7 @@ def encode(
     Raises:
         ValueError, TypeError: If sizes, dtypes or names do not fit.
     """
-    run("encode", [payload], locals())
+    _run("encode", [payload], locals())
 
 
 def reduce(
@@ -121,7 +186,7 @@ def reduce(
 
     The other arguments and the errors are those of ``encode``.
     """
-    run("reduce", [result], locals())
+    _run("reduce", [result], locals())
 
 
 def outer_step(
@@ -158,7 +223,7 @@ def outer_step(
 
     The other arguments and the errors are those of ``encode``.
     """
-    run("outer_step", [outer], locals())
+    _run("outer_step", [outer], locals())
 
 
 def outer_step_adam(
@@ -185,7 +250,7 @@ def outer_step_adam(
     impl: str = "",
 ) -> None:
     """Step Adam as the outer optimizer; ``step`` counts from 1. Else as ``outer_step``."""
-    run("outer_step_adam", [outer], locals())
+    _run("outer_step_adam", [outer], locals())
 
 
 def outer_step_delayed(
@@ -225,7 +290,7 @@ def outer_step_delayed(
 
     The other arguments and the errors are those of ``outer_step``.
     """
-    run("outer_step_delayed", [outer], locals())
+    _run("outer_step_delayed", [outer], locals())
 
 
 def decode(
@@ -247,12 +312,12 @@ def decode(
 
     The other arguments and the errors are those of ``outer_step``.
     """
-    run("decode", payloads or outs, locals())
+    _run("decode", payloads or outs, locals())
 
 
 def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0, *, impl: str = "") -> None:
     """Set params to alpha * params + (1 - alpha) * outer (1-D fp32 [N]), in the params' dtypes."""
-    run("merge", [outer], locals())
+    _run("merge", [outer], locals())
 
 
 def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: str = "") -> None:
@@ -261,7 +326,7 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: 
     Without ``outer`` the norm is that of the params. Bad elements (NaN, Inf, above 2^126) are
     counted and left out of the norm. The order of summation is fixed, whatever the threads.
     """
-    run("norms", [out], locals())
+    _run("norms", [out], locals())
 
 
 def gram(
@@ -293,7 +358,7 @@ def gram(
     The other arguments and the errors are those of ``encode``. A tensor that is not on the CPU
     raises ValueError.
     """
-    run("gram", [out, *payloads], locals())
+    _run("gram", [out, *payloads], locals())
 
 
 def digest(
@@ -314,7 +379,7 @@ def digest(
     Raises:
         ValueError, TypeError: As ``encode``.
     """
-    run("digest", [tensor], locals())
+    _run("digest", [tensor], locals())
 
 
 def finish_digest(product: int, sum: int, num_bytes: int) -> int:

@@ -9,6 +9,7 @@ This module imports no other module of the package, so every module may import i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -95,15 +96,21 @@ class WireFormat:
             raise ValueError(f"block_size must be one of {allowed}, got {size!r}")
         object.__setattr__(self, "block_size", int(size))
 
-    @property
+    @cached_property
     def is_rotated(self) -> bool:
         """Whether a block is rotated by random signs and a Hadamard transform before rounding."""
         return self.name in _ROTATED
 
-    @property
+    @cached_property
     def is_sparse(self) -> bool:
         """Whether the largest elements of a block are sent, and no others."""
         return self.name in _SPARSE
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether a payload or the mean of payloads has random signs, so that it needs a key."""
+        # Owners encode the mean of sparse payloads on a rotated wire (phases).
+        return self.is_rotated or self.is_sparse
 
     @property
     def num_kept(self) -> int:
@@ -119,7 +126,7 @@ class WireFormat:
         """Factor of what an encoding lost, before error feedback adds it to the next one."""
         return 0.95 if self.is_sparse else 1.0
 
-    @property
+    @cached_property
     def has_element_codes(self) -> bool:
         """Whether each element has a code of its own; else a block has one as a whole."""
         return self.name in _CODES
@@ -136,7 +143,7 @@ class WireFormat:
             raise ValueError(f"wire {self.name} has a code for a block, and none for one element")
         return _CODES[self.name][0]
 
-    @property
+    @cached_property
     def code_unit(self) -> tuple[int, int]:
         """The fewest elements whose codes are whole bytes, and these bytes."""
         if self.is_rotated:
@@ -152,7 +159,7 @@ class WireFormat:
         elements, num_bytes = self.code_unit
         return _ceil_div(num_elements, elements) * num_bytes
 
-    @property
+    @cached_property
     def has_scales(self) -> bool:
         return not self.has_element_codes or _CODES[self.name][1] is not None
 
@@ -270,12 +277,12 @@ class Layout:
         run_elements = _round_up(max(_ceil_div(num_elements, num_runs), 1), wire.block_size)
         return cls(num_elements, num_runs, run_elements, wire)
 
-    @property
+    @cached_property
     def run_bytes(self) -> int:
         """Bytes from the start of one run to the start of the next."""
         return self.wire.run_bytes(self.run_elements)
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of the whole payload."""
         return self.num_runs * self.run_bytes
@@ -389,12 +396,9 @@ def encoding_keys(
     The owners of a rotated mean's runs share one key, which names no replica: so the mean can be
     laid out anew (``Layout.rearrange``). Where nothing is random, a key is 0.
     """
-    # The owners' wire is rotated where that of the payloads is, and for sparse payloads (phases).
-    is_mean_rotated = wire.is_rotated or wire.is_sparse
     own = mean = 0
     if stochastic or wire.is_rotated:
         own = rng_key(seed, replica, STAGE_ENCODE, round, fragment)
-    if stochastic or is_mean_rotated:
-        owner = 0 if is_mean_rotated else replica
-        mean = rng_key(seed, owner, STAGE_REDUCE, round, fragment)
+    if stochastic or wire.is_random:
+        mean = rng_key(seed, 0 if wire.is_random else replica, STAGE_REDUCE, round, fragment)
     return own, mean

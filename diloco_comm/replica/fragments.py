@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.checks import first_of, integer
-from ..ops.dispatch import is_served
+from ..ops.implementations import is_served
 from . import sharding
 from .fragment_rules import Named, balanced, by_layers, by_patterns
 

@@ -7,9 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
-from ..exchange.work import ExchangeWork, Mean
+from ..exchange.round import Kind, Mean, Round
 from ..ops.wire import Layout
 
 
@@ -64,7 +63,7 @@ class RoundInFlight:
     is_local_kept: bool = False
     is_reset: bool = False
     members: tuple[int, ...] = ()
-    work: ExchangeWork | None = None
+    work: Round | None = None
     mean: Mean | None = None
     has_digest: bool = True
     saved_resets: tuple[int, ...] = ()
@@ -99,7 +98,7 @@ class RoundInFlight:
         return None if self.is_reset or self.sent_step == inner_step else self.own
 
     def offer(self) -> Mean:
-        """As ``wait``, but the verdict may be left to the device; see ``ExchangeWork.offer``."""
+        """As ``wait``, but the verdict may be left to the device; see ``Round.offer``."""
         if self.mean is None and self.work is not None:
             offered = self.work.offer()
             if offered.verdict is not None:

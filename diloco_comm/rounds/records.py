@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 
 from ..base.checks import warn
+from ..base.errors import named
 from ..base.memory import CPU
 from ..exchange.exchange import Exchange
-from ..exchange.sentences import named
-from ..exchange.work import Mean
+from ..exchange.round import Mean
 from ..ops.digests import DigestReading, digest_of
 from .flights import RoundInFlight
 from .metrics import Recorder, SyncMetrics, overlap_fraction

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory import Payload
-from ..exchange.work import Mean
+from ..exchange.round import Mean
 from ..methods.outer_state import Update
 from ..ops.wire import Layout, WireFormat
 from .synced import SyncedFragment, SyncedPart

@@ -16,14 +16,12 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
+from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError, named
 from ..base.interrupts import Uninterruptible
 from ..base.trace import exchanged, span
 from ..exchange.exchange import Exchange
-from ..exchange.headers import Header, Kind
 from ..exchange.membership.regroup import Repair
-from ..exchange.sentences import named
-from ..exchange.work import ExchangeWork, Mean
+from ..exchange.round import Header, Kind, Mean, Round
 from ..methods.outer_state import Update
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
@@ -221,7 +219,7 @@ class RoundRunner(ABC):
         part.in_flight.append(flight)
         return flight
 
-    def _start(self, part: SyncedPart, header: Header, is_overlapped: bool) -> ExchangeWork:
+    def _start(self, part: SyncedPart, header: Header, is_overlapped: bool) -> Round:
         assert part.buffers is not None
         return self.exchange.start(
             part.buffers,

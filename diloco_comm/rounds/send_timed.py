@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
-from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
-from ..exchange.work import Mean
+from ..exchange.round import Kind, Mean
 from ..methods.outer_state import Update
 from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad

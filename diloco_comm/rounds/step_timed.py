@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..base.errors import SyncError
-from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
-from ..exchange.work import Mean
+from ..exchange.round import Kind, Mean
 from .agreement.consensus import Ending
 from .flights import RoundInFlight
 from .round_log import RoundLog

@@ -15,7 +15,7 @@ from .. import _C, ops
 from ..base.memory import device_of, memory_order, page_locked, persistent
 from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
-from ..exchange.work import decode_terms
+from ..exchange.round import decode_terms
 from ..methods.outer import OuterOptimizer
 from ..methods.outer_state import Update
 from ..methods.overlap import Own

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..base.memory import device_of, memory_order
 from ..exchange.exchange import Exchange
-from ..exchange.work import decode_terms
+from ..exchange.round import decode_terms
 from ..methods.outer_state import Update
-from ..ops.dispatch import is_served
+from ..ops.implementations import is_served
 from ..ops.wire import WireFormat
 from ..replica.fragments import DTYPES, is_dense, memory_of, refuse_change, unwrap_model
 from .synced import Measure, SyncedPart, squared_norm

@@ -23,7 +23,7 @@ from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Blocking, Overlap
 from ..methods.settings import Config
 from ..ops.digests import digest_of
-from ..ops.dispatch import resolve_engine_impl
+from ..ops.implementations import resolve_engine_impl
 from ..ops.wire import WireFormat
 from ..options import Link, NonFinite, Wire, check_names, choices_of
 from ..replica.fragments import FragmentSpec, all_parameters, refuse_new_parameters

@@ -12,7 +12,7 @@ import torch
 from benchmark_runs import run_benchmark
 
 from diloco_comm import ops
-from diloco_comm.ops import dispatch as impls
+from diloco_comm.ops import implementations as impls
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.convergence import sparse_loco, wires, wires_report
 from benchmarks.operators import equal_bytes
 from diloco_comm import SGD, Blocking, DiLoCo, Eager, Streaming
-from diloco_comm.ops import dispatch
+from diloco_comm.ops import implementations
 from diloco_comm.ops.wire import WireFormat
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -248,7 +248,7 @@ def test_a_difference_between_implementations_is_counted(
         ("topk64", "9000", "0"),
     ]
     assert all(int(row[2]) > 0 for row in rows)
-    if len(dispatch.available_impls("cpu")) < 3:
+    if len(implementations.available_impls("cpu")) < 3:
         pytest.skip("this processor has one implementation alone")
     results = equal_bytes.results
 

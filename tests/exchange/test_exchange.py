@@ -22,7 +22,7 @@ from exchange_helpers import (
 from workers import Pool
 
 from diloco_comm import DiLoCo, Nesterov
-from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
 from diloco_comm.replica.messages import WorkerMessages
 

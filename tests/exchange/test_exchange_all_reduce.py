@@ -20,7 +20,7 @@ from diloco_comm.base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from diloco_comm.exchange import collective
 from diloco_comm.exchange.collective import all_reduce, shutdown
 from diloco_comm.exchange.exchange import Exchange
-from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.round import Header
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import Layout, WireFormat
 

@@ -13,8 +13,8 @@ from workers import Pool
 from diloco_comm import __version__
 from diloco_comm.base import extension
 from diloco_comm.base.errors import NonFiniteError, ReplicaMismatch, SyncError
-from diloco_comm.exchange.headers import Header
 from diloco_comm.exchange.membership.meeting import meetings, rendezvous
+from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
 
 Fresh = Callable[..., Pool]

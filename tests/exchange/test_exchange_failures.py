@@ -13,7 +13,7 @@ from fault_replicas import connect, wait_for
 from workers import Pool
 
 from diloco_comm.base.errors import PeerLeft, SyncError
-from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import WireFormat
 
 Fresh = Callable[..., Pool]

@@ -18,7 +18,7 @@ from workers import Pool
 
 from diloco_comm.base.memory import empty_pages
 from diloco_comm.exchange.exchange import Exchange
-from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import WireFormat
 from diloco_comm.tools.common.workers import free_port
 
@@ -70,7 +70,7 @@ def test_exit_without_close() -> None:
         """
         import threading, torch, torch.distributed as dist
         from diloco_comm.exchange.exchange import Exchange
-        from diloco_comm.exchange.headers import Header
+        from diloco_comm.exchange.round import Header
         from diloco_comm.ops.wire import WireFormat
         store = dist.HashStore()
         made = {}

@@ -16,8 +16,7 @@ from workers import Pool
 from diloco_comm.base.errors import NonFiniteError, SyncError
 from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.exchange import Exchange
-from diloco_comm.exchange.headers import Header
-from diloco_comm.exchange.work import Mean
+from diloco_comm.exchange.round import Header, Mean
 from diloco_comm.ops.wire import WireFormat
 
 N = 60_000

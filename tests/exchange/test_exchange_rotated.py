@@ -18,7 +18,7 @@ from exchange_helpers import (
 )
 from workers import Pool
 
-from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.round import Header
 from diloco_comm.ops import reference
 from diloco_comm.ops import reference_digest as reference_of_digests
 from diloco_comm.ops.phases import mean_layout, num_phases

@@ -10,8 +10,7 @@ import pytest
 from diloco_comm.base.errors import PeerLeft, SyncError
 from diloco_comm.base.memory import CPU, Payload
 from diloco_comm.exchange.buffers import ExchangeBuffers
-from diloco_comm.exchange.headers import Header
-from diloco_comm.exchange.round import Round, Standing
+from diloco_comm.exchange.round import Header, Round, Standing
 from diloco_comm.ops.wire import WireFormat
 
 
@@ -44,7 +43,8 @@ def job(standing: str = "none", kind: str = "") -> Any:
 def started(buffers: ExchangeBuffers, ended: Any, rank: int = 0) -> Round:
     own, other = (Payload.make(8, CPU) for _ in range(2))
     layout: Any = None
-    round = Round(Header(round=3), layout, layout, 1, own, other, epoch=2, rank=rank, job=ended)
+    header, residuals = Header(round=3), buffers.residuals
+    round = Round(header, layout, layout, 1, own, other, residuals, epoch=2, rank=rank, job=ended)
     buffers.add_round(round)
     return round
 
@@ -57,7 +57,7 @@ def new_buffers(carries: bool = False) -> ExchangeBuffers:
 def test_an_exchange_that_ends_well_makes_its_round_agreed(rank: int) -> None:
     buffers = new_buffers()
     round = started(buffers, job("agreed"), rank)
-    assert round.is_done and round.state == "started"
+    assert round.done() and round.state == "started"
     assert buffers.standings() == {(0, 3): Standing("agreed", 2)}
     assert (round.state, round.error, round.digest) == ("agreed", None, 7)
     assert round.result is not None
@@ -101,7 +101,7 @@ def test_a_dropped_round_keeps_its_payload_until_it_is_released() -> None:
     header = Header(round=1)
     round = buffers.open_round(header)
     buffers.add_round(round)
-    buffers.fail(round, SyncError("as a test wants it"))
+    round.fail(SyncError("as a test wants it"))
     assert round.state == "failed" and buffers.is_idle
     assert buffers.open_round(header).own is not round.own
     buffers.release(round.own.tensor)
@@ -111,7 +111,7 @@ def test_a_dropped_round_keeps_its_payload_until_it_is_released() -> None:
 def test_a_round_is_applied_once() -> None:
     buffers = new_buffers()
     round = started(buffers, job())
-    buffers.resolve(round)
+    round.resolve()
     buffers.commit()
     for state in ("applied", "agreed", "started"):
         with pytest.raises(AssertionError, match="a round that is applied"):

@@ -16,7 +16,7 @@ from fault_replicas import (
 
 from diloco_comm.exchange import waiting
 from diloco_comm.exchange.exchange import Exchange
-from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import WireFormat
 from diloco_comm.rounds.agreement import handshake
 

@@ -23,7 +23,7 @@ from torch import Tensor
 import diloco_comm
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming
 from diloco_comm.exchange.exchange import Exchange
-from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import WireFormat
 from diloco_comm.rounds.synced import SyncedFragment
 

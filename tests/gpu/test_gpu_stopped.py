@@ -147,7 +147,7 @@ def without_headers(
         work.wait(TIMEOUT_S / 10)
     except SyncError as error:
         failure = error.stage
-    result: dict[str, Any] = {"failure": failure, "state": work.round.state, "own": sends[-1]}
+    result: dict[str, Any] = {"failure": failure, "state": work.state, "own": sends[-1]}
     result["presumed"] = [header.weight for header in work.headers]
     diloco.change_group("survivors")
     result |= {"weight_sum": part.weight_sum, "round": part.round}

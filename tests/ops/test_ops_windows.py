@@ -15,10 +15,10 @@ from test_ops_outer_step import OPTIMIZERS, State, default_options
 from test_ops_reduce import whole_payload
 from torch import Tensor
 
-from diloco_comm.ops.triton import is_installed
+from diloco_comm.ops.implementations import has_triton
 from diloco_comm.ops.wire import Layout, WireFormat
 
-TRITON = triton_cases.IMPLS if is_installed() else []
+TRITON = triton_cases.IMPLS if has_triton() else []
 INTERPRETED = [] if triton_cases.IS_COMPILED else TRITON
 pytestmark = triton_cases.no_overflow_warning
 

@@ -17,8 +17,7 @@ from test_ops_torch import calls
 from triton_cases import interpreted
 
 from diloco_comm import ops
-from diloco_comm.ops import dispatch as impls
-from diloco_comm.ops import triton as ops_triton
+from diloco_comm.ops import implementations as impls
 from diloco_comm.ops.wire import WireFormat
 
 
@@ -47,7 +46,6 @@ def test_without_triton_there_is_one_sentence() -> None:
         "sys.modules['triton'] = None\n"
         "import torch\n"
         "from diloco_comm import ops\n"
-        "from diloco_comm.ops import triton\n"
         "print(ops.available_impls('cuda'))\n"
         "x = torch.zeros(4)\n"
         "for call in (lambda: ops.resolve_impl('', 'cuda'),\n"
@@ -58,12 +56,12 @@ def test_without_triton_there_is_one_sentence() -> None:
         "        print(error)\n"
     )
     impls_there, *sentences = printed.splitlines()
-    if not ops_triton.has_cuda_kernels():
+    if not impls.has_cuda_kernels():
         assert impls_there == "()"
-        assert sentences == [ops_triton.NEEDS_TRITON] * 2
+        assert sentences == [impls.NEEDS_TRITON] * 2
     else:
         assert impls_there == "('cuda',)"
-        assert sentences == [ops_triton.NEEDS_TRITON]
+        assert sentences == [impls.NEEDS_TRITON]
 
 
 @pytest.mark.nightly("8 s; about a process without the interpreter")
@@ -92,18 +90,18 @@ def test_no_engine_runs_on_the_interpreter() -> None:
 def test_the_default_on_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator's own where both are there, else the one that is."""
     monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "reduce", "triton")
-    monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
-    monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: False)
+    monkeypatch.setattr(impls, "has_triton", lambda: True)
+    monkeypatch.setattr(impls, "has_cuda_kernels", lambda: False)
     assert ops.available_impls("cuda") == ("triton",)
     assert ops.resolve_impl("", "cuda", "encode") == "triton"
     with pytest.raises(ValueError, match=r"impl must be one of triton on cuda tensors.*'cuda'"):
         ops.resolve_impl("cuda", "cuda")
-    monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(impls, "has_cuda_kernels", lambda: True)
     defaults = [ops.resolve_impl("", "cuda", operator) for operator in ("encode", "reduce")]
     assert defaults == ["cuda", "triton"]
     assert ops.resolve_impl("", "cuda") == ""
     assert ops.resolve_impl("triton", "cuda", "encode") == "triton"
-    monkeypatch.setattr(ops_triton, "is_installed", lambda: False)
+    monkeypatch.setattr(impls, "has_triton", lambda: False)
     assert ops.available_impls("cuda") == ("cuda",)
     assert ops.resolve_impl("", "cuda", "reduce") == "cuda"
 
@@ -122,8 +120,8 @@ def test_every_operator_has_a_default_on_cuda_tensors() -> None:
 
 def test_an_operator_takes_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each function of the module asks for the default of its own name."""
-    monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
-    monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(impls, "has_triton", lambda: True)
+    monkeypatch.setattr(impls, "has_cuda_kernels", lambda: True)
     monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "norms", "triton")
     chosen = []
     real = impls.resolve_impl
@@ -132,18 +130,22 @@ def test_an_operator_takes_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen.append(real(impl, "cuda", operator))
         return "reference"
 
-    monkeypatch.setattr(impls, "resolve_impl", resolve)
+    monkeypatch.setattr(ops, "resolve_impl", resolve)
     x = torch.zeros(4)
-    ops.merge(x, [x.clone()])
-    ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64))
-    ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64), impl="cuda")
+    ops._chosen.cache_clear()
+    try:
+        ops.merge(x, [x.clone()])
+        ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64))
+        ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64), impl="cuda")
+    finally:
+        ops._chosen.cache_clear()
     assert chosen == ["cuda", "triton", "cuda"]
 
 
 def test_the_environment_means_the_device_that_has_the_implementation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
+    monkeypatch.setattr(impls, "has_triton", lambda: True)
     monkeypatch.setenv("DILOCO_COMM_IMPL", "scalar")
     assert (ops.resolve_impl(), ops.resolve_impl("", "cuda")) == ("scalar", "")
     monkeypatch.setenv("DILOCO_COMM_IMPL", "triton")

@@ -14,7 +14,7 @@ from problems import Regression, train_step
 from torch import Tensor
 
 from diloco_comm import SGD, Delayed, DiLoCo, Streaming
-from diloco_comm.exchange.work import decode_terms
+from diloco_comm.exchange.round import decode_terms
 from diloco_comm.methods.overlap import Overlap
 from diloco_comm.rounds.round_log import RoundLog, replay
 

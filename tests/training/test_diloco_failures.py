@@ -25,7 +25,7 @@ from diloco_comm import (
     SyncError,
 )
 from diloco_comm.exchange import collective
-from diloco_comm.exchange.work import ExchangeWork
+from diloco_comm.exchange.round import Round
 
 
 def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
@@ -158,9 +158,9 @@ def test_a_callback_may_close() -> None:
 
 def test_an_interrupted_wait_keeps_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, diloco = attach(fragments=2, offsets=[2, 2])
-    wait, calls = ExchangeWork.wait, []
+    wait, calls = Round.wait, []
 
-    def interrupted(work: ExchangeWork, timeout: float | None = None) -> Any:
+    def interrupted(work: Round, timeout: float | None = None) -> Any:
         calls.append(work)
         if len(calls) == 2:
             raise KeyboardInterrupt
@@ -168,7 +168,7 @@ def test_an_interrupted_wait_keeps_the_exchange(monkeypatch: pytest.MonkeyPatch)
 
     with diloco:
         train_step(model, optimizer, 0, 0)
-        monkeypatch.setattr(ExchangeWork, "wait", interrupted)
+        monkeypatch.setattr(Round, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_step(model, optimizer, 0, 1)
         assert [part.round for part in diloco.parts] == [0, 0]

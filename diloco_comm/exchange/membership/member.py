@@ -6,6 +6,8 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -13,14 +15,91 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import _C
+from ...base import env
+from ...base.checks import timeout_seconds
 from ...base.errors import LeftBehind, SyncError
 from ...base.memory import memory_order
 from ..buffers import ExchangeBuffers
-from ..headers import END, Header, error_from, verdict_of
-from ..options import Options
-from ..waiting import describe_store, wait_for_job
+from ..round import END, Header, error_from, verdict_of, wait_for_job
+from ..waiting import describe_store
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of an ``Exchange``, checked; times are in seconds."""
+
+    lanes: int
+    window: int
+    chunk_bytes: int | None
+    num_under_way: int
+    device: torch.device
+    impl: str
+    joins: bool
+    collectives: str
+    timeout: float
+    join_timeout: float
+    suspect_after: float
+    report_patience: float
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        lanes: int,
+        window: int,
+        chunk_bytes: int | None,
+        num_under_way: int,
+        device: torch.device | str,
+        impl: str,
+        joins: bool,
+        collectives: str,
+        timeout: timedelta | float,
+        join_timeout: timedelta | float | None,
+        suspect_after: timedelta | float | None,
+        report_patience: float | None,
+    ) -> Options:
+        """Check the options; the environment has the values of options that are None.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        timeout_s = timeout_seconds(timeout)
+        for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{what} must be at least 1, got {value}")
+        patience = env.report_s() if report_patience is None else report_patience
+        if not patience > 0:
+            raise ValueError(f"report_patience must be positive, got {patience}")
+        join_s = env.join_timeout_s() if join_timeout is None else join_timeout
+        suspect_s = env.suspect_after_s() if suspect_after is None else suspect_after
+        options = cls(
+            lanes=lanes,
+            window=window,
+            chunk_bytes=chunk_bytes,
+            num_under_way=num_under_way,
+            device=torch.device(device),
+            impl=impl,
+            joins=joins,
+            collectives=collectives,
+            timeout=timeout_s,
+            join_timeout=timeout_seconds(join_s, "join_timeout"),
+            suspect_after=timeout_seconds(suspect_s, "suspect_after"),
+            report_patience=patience,
+        )
+        options._check_collectives()
+        return options
+
+    def _check_collectives(self) -> None:
+        if self.collectives not in ("gloo", "nccl"):
+            raise ValueError(f"collectives must be gloo or nccl, got {self.collectives!r}")
+        if self.collectives == "nccl" and self.device.type == "cpu":
+            raise ValueError("collectives nccl need parameters on a GPU, these are in CPU memory")
+        if self.collectives == "nccl" and self.lanes > 1:
+            raise ValueError(
+                f"lanes are connections of gloo: with nccl leave them at 1, got {self.lanes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -59,7 +138,7 @@ class Admission(Protocol):
         No round of the last epoch has been settled yet.
 
         Args:
-            inner_step: On which the members have agreed; -1 where all are new.
+            inner_step: The members have agreed on it; -1 where all are new.
 
         Raises:
             SyncError: If this replica does not enter.
@@ -68,15 +147,18 @@ class Admission(Protocol):
 
 
 class Member:
-    """What an ``Exchange`` is to its group.
+    """A replica in its group: epoch, store, engine and small messages of an ``Exchange``.
 
     Attributes:
+        epoch, members: Number of the present epoch, and its replicas in rank order.
+        rank, size: This replica's place among the members, and their number.
+        joined, agreed_rounds, agreed_step, lineage: See ``Epoch``.
         store: The part of the user's store that belongs to the exchanges of this name.
         impl: Implementation of the operators.
         joins: This replica came to a group that was there already.
         newest_group: The newest epoch that this replica has agreed to enter, and its members.
         inner_step: The newest inner step that this replica has counted in an exchange.
-        last_error: Of this epoch, until an exchange succeeds.
+        last_error: The error of this epoch, until an exchange succeeds.
         admission: See ``Exchange``.
     """
 
@@ -104,43 +186,20 @@ class Member:
         self.inner_step = -1
         self.last_error: SyncError | None = None
         self.admission: Admission | None = None
-        self._current = current
         self._all_buffers: weakref.WeakSet[ExchangeBuffers] = weakref.WeakSet()
         self._logged_epoch = -1  # the last epoch whose store was logged as lost
+        self._enter_epoch(current)
 
     # --------------------------------------------------------------------------- the epoch
 
-    @property
-    def epoch(self) -> int:
-        return self._current.number
+    def _enter_group(self, number: int, members: tuple[int, ...]) -> None:
+        self.epoch, self.members = number, members
+        self.rank, self.size = members.index(self.replica), len(members)
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self._current.members
-
-    @property
-    def joined(self) -> tuple[int, ...]:
-        return self._current.joined
-
-    @property
-    def agreed_rounds(self) -> Mapping[int, int]:
-        return self._current.agreed_rounds
-
-    @property
-    def agreed_step(self) -> int:
-        return self._current.agreed_step
-
-    @property
-    def lineage(self) -> int:
-        return self._current.lineage
-
-    @property
-    def rank(self) -> int:
-        return self.members.index(self.replica)
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
+    def _enter_epoch(self, epoch: Epoch) -> None:
+        self._enter_group(epoch.number, epoch.members)
+        self.joined, self.agreed_rounds = epoch.joined, epoch.agreed_rounds
+        self.agreed_step, self.lineage = epoch.agreed_step, epoch.lineage
 
     @property
     def address(self) -> str:
@@ -258,7 +317,7 @@ class Member:
         """Copy the tensors of one rank to some others, exactly and in place; all ranks call this.
 
         Args:
-            tensors: Of any dtype; ignored on a rank that neither sends nor receives.
+            tensors: Any dtype; ignored on a rank that neither sends nor receives.
             sizes: Bytes of each tensor, on all ranks.
 
         Raises:
@@ -289,7 +348,7 @@ class Member:
 
     def submit_header(self, buffers: ExchangeBuffers, header: Header, stochastic: bool) -> _C.Job:
         """Begin to exchange and compare headers of a round whose payload travels on streams."""
-        native = buffers.native_header(header, stochastic)
+        native = header.native(buffers.layout, buffers.num_chunks, stochastic)
         return self._begin(self._engine.submit, native, of=header)
 
     def _begin(
@@ -334,8 +393,7 @@ def checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
 
 
 def _finish(job: _C.Job) -> None:
-    while not wait_for_job(job, 3600.0):
-        pass
+    wait_for_job(job, inf)
     if job.failure is not None:
         raise error_from(job.failure, headers=job.headers)
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from ...base.errors import SyncError
 from ...ops.wire import Layout
-from ..headers import Header
-from ..round import Round, Terms
+from ..round import Header, Round, Terms
 from ..waiting import describe_store
 from . import connecting, line, sealing, termination, verdicts
 from .meeting import rendezvous

@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...base.errors import named
 from ..round import Standing
-from ..sentences import named
 
 _HELD = ("voted", "agreed", "applied")
 _DONE = ("agreed", "applied")

@@ -11,8 +11,7 @@ import torch
 
 from ... import _C
 from ...ops import finish_digest
-from ..headers import shares
-from ..round import Round
+from ..round import Round, shares
 from ..waiting import WaitLog
 from .connections import Connections
 

@@ -17,15 +17,13 @@ import torch.distributed as dist
 from ... import _C
 from ...base.errors import NonFiniteError, SyncError
 from ..buffers import ExchangeBuffers
-from ..headers import Header
 from ..membership import regroup
 from ..membership.member import Member
-from ..round import Round
+from ..round import Header, Round
 from . import group as nccl_group
 from .jobs import StreamJob
-from .sending import Sending
+from .sending import Sending, StreamRound
 from .streams import StreamDriver
-from .work import StreamWork
 
 # The least that NCCL has to connect a changed group, however short the ``join_timeout``.
 _CONNECT_S = 30.0
@@ -94,10 +92,10 @@ class StreamMember(Member):
 
     def _start_on_streams(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, is_held: bool
-    ) -> StreamWork:
+    ) -> Round:
         """Enqueue an exchange; of one that is held, the encoding alone."""
         driver, header = self._driver, round.header
-        assert driver is not None
+        assert driver is not None and isinstance(round, StreamRound)
         if driver.failure:
             raise self.refusal(
                 f"epoch {self.epoch} of this replica's group is dead: {driver.failure}. Call "
@@ -105,15 +103,16 @@ class StreamMember(Member):
                 header,
             )
         if is_held:
-            encoded = driver.encode(buffers, round, sending)
+            round.encoded = driver.encode(buffers, round, sending)
         else:
             sending.offered = self._weights_of(header)
             control = self.submit_header(buffers, header, sending.stochastic)
             events = driver.enqueue(buffers, round, sending)
-            encoded = events[0]
+            round.encoded = events[0]
             round.job = self._watch(driver, buffers, round, sending, control, events)
+        round.sending = sending
         buffers.add_round(round)
-        return StreamWork(buffers, round, encoded, sending)
+        return round
 
     def _weights_of(self, header: Header) -> list[float]:
         """Return the weights of all ranks in a round, which are exchanged if they are not fixed."""
@@ -125,17 +124,18 @@ class StreamMember(Member):
             raise ValueError(f"weights must be finite and not all zero, got {weights}")
         return weights
 
-    def _ship_on_streams(self, work: StreamWork) -> None:
-        """Agree on the weights, then enqueue the rest; ``ExchangeWork.wait`` raises what failed."""
-        driver, buffers, round, sending = self._driver, work.buffers, work.round, work.sending
-        assert driver is not None
+    def _ship_on_streams(self, round: StreamRound) -> None:
+        """Agree on the weights, then enqueue the rest; ``Round.wait`` raises what failed."""
+        driver, sending = self._driver, round.sending
+        assert driver is not None and sending is not None
+        buffers = next(one for one in self._all_buffers if round in one.rounds)
         try:
             if driver.failure:
                 raise _error(SyncError, round.header, f"was not sent: {driver.failure}", "start")
             sending.offered = _agree_on_weights(self, round)
             control = self.submit_header(buffers, round.header, sending.stochastic)
         except SyncError as error:
-            work.fail(error)
+            round.fail(error)
             return
         events = driver.post(buffers, round, sending, driver.mark(buffers))
         round.job = self._watch(driver, buffers, round, sending, control, events)
@@ -155,7 +155,9 @@ class StreamMember(Member):
             both = buffers.layout.payload_bytes + buffers.mean_layout.payload_bytes
             sent = (self.size - 1) * (both // self.size)
         presumed = [
-            buffers.native_header(replace(round.header, weight=weight), sending.stochastic)
+            replace(round.header, weight=weight).native(
+                buffers.layout, buffers.num_chunks, sending.stochastic
+            )
             for weight in sending.offered
         ]
         return StreamJob(driver, control, round, events, presumed, self.members, sent)

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.errors import ReplicaMismatch
+from ...base.errors import ReplicaMismatch, difference
 from ...base.memory import device_of
 from ...exchange.exchange import Exchange
-from ...exchange.headers import Header
-from ...exchange.sentences import difference
+from ...exchange.round import Header
 from ...ops.wire import WireFormat
 from ..synced import SyncedFragment, SyncedPart
 from .handshake import gather_json

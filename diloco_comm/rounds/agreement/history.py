@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...base.errors import ReplicaMismatch
-from ...exchange.headers import STATE_ADVICE
-from ...exchange.sentences import difference
+from ...base.errors import ReplicaMismatch, difference
+from ...exchange.round import STATE_ADVICE
 from ...ops.digests import digest_of
 from ..flights import weight_sum
 from ..synced import SyncedFragment, SyncedPart
@@ -25,7 +24,7 @@ from .handshake import gather_json
 
 if TYPE_CHECKING:
     from ...exchange.exchange import Exchange
-    from ...exchange.work import Mean
+    from ...exchange.round import Mean
 
 
 def begin(part: SyncedPart, *, is_shared: bool, saved: int = 0) -> None:

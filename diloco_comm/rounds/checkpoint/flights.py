@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ...exchange.buffers import ExchangeBuffers
-from ...exchange.headers import Header
-from ...exchange.work import Mean, Terms
+from ...exchange.round import Header, Mean, Terms
 from ...methods.overlap import Own
 from ...ops.wire import Layout, WireFormat
 from ..flights import RoundInFlight, weight_sum

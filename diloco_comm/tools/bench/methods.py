@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ... import ops, reference
 from ...exchange.exchange import Exchange
-from ...exchange.headers import Header
-from ...exchange.work import Mean
+from ...exchange.round import Header, Mean
 from ...ops.phases import mean_layout
 from ...ops.wire import ELEMENT_WIRES, Layout, WireFormat
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...exchange.buffers import ExchangeBuffers
 from ...exchange.exchange import Exchange
-from ...exchange.headers import Header
-from ...exchange.work import ExchangeWork
+from ...exchange.round import Header, Round
 from ...ops.wire import WireFormat
 
 Future = torch.futures.Future
@@ -84,7 +83,7 @@ class BucketExchange:
     def _finish(
         self,
         buffers: ExchangeBuffers,
-        work: ExchangeWork,
+        work: Round,
         gradients: Tensor,
         future: Future[Tensor],
     ) -> None:

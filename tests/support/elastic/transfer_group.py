@@ -14,8 +14,7 @@ from diloco_comm import WireFormat
 from diloco_comm.elastic.transfer.donor import Donor
 from diloco_comm.elastic.transfer.keys import KeyPair, Place
 from diloco_comm.elastic.transfer.newcomer import Newcomer
-from diloco_comm.exchange.headers import Header
-from diloco_comm.exchange.work import Mean
+from diloco_comm.exchange.round import Header, Mean
 from diloco_comm.methods.outer import OuterOptimizer
 from diloco_comm.methods.outer_state import Update
 from diloco_comm.ops.digests import digest_of

@@ -43,10 +43,12 @@ def step_twice(apply: Callable[..., None], part: Any, update: Any, **named: Any)
         part.state.step(update)
 
 
-def drop_a_residual(open_round: Callable[..., Round], buffers: Any, header: Any) -> Round:
+def drop_a_residual(
+    open_round: Callable[..., Round], buffers: Any, header: Any, kind: type[Round]
+) -> Round:
     if header.round == CHANGED_ROUND and buffers.residual is not None:
         buffers.residual.zero_()
-    return open_round(buffers, header)
+    return open_round(buffers, header, kind)
 
 
 def add_in_reverse(combine: Callable[..., Any], round: Round, weights: Any) -> Any:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco_comm.exchange.exchange import Exchange
-from diloco_comm.exchange.headers import Header
-from diloco_comm.exchange.work import Mean
+from diloco_comm.exchange.round import Header, Mean
 from diloco_comm.ops import reference
 from diloco_comm.ops.phases import mean_layout
 from diloco_comm.ops.wire import Layout, WireFormat

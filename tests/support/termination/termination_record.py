@@ -13,10 +13,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from diloco_comm.exchange.buffers import ExchangeBuffers
-from diloco_comm.exchange.headers import Header
 from diloco_comm.exchange.membership.sealing import ack_of, from_json, to_json
 from diloco_comm.exchange.membership.termination import Ack, Decision, decide
-from diloco_comm.exchange.round import Round, Standing
+from diloco_comm.exchange.round import Header, Round, Standing
 from diloco_comm.ops.wire import WireFormat
 
 # (number, epoch, state) of rounds.
@@ -61,7 +60,8 @@ def after_rejection(
     code: Code, record: Record, number: int, epoch: int, num_under_way: int
 ) -> Record:
     buffers = _buffers(code, record, num_under_way, ((number, epoch, "started"),))
-    buffers.drop(buffers.rounds[0], "rejected")
+    buffers.rounds[0].advance("rejected")
+    buffers.standings()
     return _record(buffers)
 
 
@@ -113,7 +113,7 @@ def _rounds(rounds: Sequence[tuple[int, int, str]]) -> list[Round]:
     nothing: Any = None
     headers = [Header("sync", fragment=0, round=n) for n, _, _ in rounds]
     return [
-        Round(header, nothing, nothing, 0, nothing, None, state, epoch=epoch)  # type: ignore[arg-type]
+        Round(header, nothing, nothing, 0, nothing, None, nothing, state, epoch=epoch)  # type: ignore[arg-type]
         for header, (_, epoch, state) in zip(headers, rounds, strict=True)
     ]
 

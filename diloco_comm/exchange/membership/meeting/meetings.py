@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from .... import _C
 from ....base import extension
-from ....base.errors import LeftBehind, SyncError
-from ...sentences import difference
+from ....base.errors import LeftBehind, SyncError, difference
 from ..plans import Plan, current_group, number_is_taken, propose_plan
 from ..stores import decide_once, read_known, swap
 from ..verdicts import WAY_BACK

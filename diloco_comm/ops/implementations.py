@@ -1,22 +1,24 @@
-"""Choose the implementation of an operator and run it: the one place where Python does either.
+"""The implementations of the operators: where each is, which ones are here, and which one runs.
 
-A name given as ``impl`` comes first, then the environment's (``DILOCO_COMM_IMPL``), then the
-default: ``DEFAULT_ON_CUDA`` for CUDA tensors, and on the CPU the fastest that the extension finds
-the processor able to run. Which registered kernel serves a device is torch's own dispatch.
+Triton's operators are registered as ``torch.ops.diloco_comm_triton.*``, with the extension's
+schemas; nothing of Triton is imported before the first call. Where the extension has no CUDA
+kernels, Triton's operators also serve ``torch.ops.diloco_comm.*`` on CUDA tensors, so that the C++
+engine, which calls through the dispatcher, finds them. Where the extension has CUDA kernels, its
+operators call Triton's for ``impl="triton"``.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.library import Library
 
 from ..base import env
-from . import triton as ops_triton
 
 # The place of each implementation in the sources, by the type of device that its tensors are on.
 # "reference" is plain PyTorch. The other implementations for the CPU are chosen in C++, which
@@ -51,46 +53,12 @@ DEFAULT_ON_CUDA = {
 OPERATORS = tuple(DEFAULT_ON_CUDA)
 # The operators that have no kernels for CUDA tensors.
 CPU_ONLY = ("gram",)
+NEEDS_TRITON = (
+    "operators on CUDA tensors need Triton, which is not installed, or an extension built with "
+    "CUDA: run `pip install triton`, or build with DILOCO_CUDA=ON"
+)
 
-
-def run(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> None:
-    """Run one operator in the implementation for the device of the first tensor of ``like``.
-
-    Autograd is off: the operators write parameters in place.
-
-    Args:
-        like: Tensors of the call; with none, the device is the CPU.
-        arguments: All arguments of the schema by name, in its order; ``impl`` is the last.
-
-    Raises:
-        ValueError, TypeError: As ``resolve_impl``, and what the operator raises.
-    """
-    *values, impl = arguments.values()
-    for position in _lists(operator):
-        values[position] = list(values[position])
-    device = like[0].device.type if like else "cpu"
-    if operator in CPU_ONLY and (device != "cpu" or impl == "triton"):
-        given = f"impl={impl!r}" if device == "cpu" else f"a tensor on {device}"
-        raise ValueError(f"{operator} runs on CPU tensors alone, without Triton; got {given}")
-    # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
-    if impl != "triton" or device != "cpu":
-        impl = resolve_impl(impl, device, operator)
-    with torch.no_grad():
-        if impl == "reference":
-            reference = importlib.import_module("diloco_comm.ops.reference")
-            getattr(reference, operator)(*values)
-        elif impl == "triton":
-            getattr(torch.ops.diloco_comm_triton, operator)(*values, impl)
-        else:
-            getattr(torch.ops.diloco_comm, operator)(*values, impl)
-
-
-@functools.cache
-def _lists(operator: str) -> tuple[int, ...]:
-    """Return which arguments torch takes as lists alone, where callers may have any sequence."""
-    schema = getattr(torch.ops.diloco_comm, operator).default._schema
-    types = [argument.type for argument in schema.arguments]
-    return tuple(i for i, kind in enumerate(types) if isinstance(kind, torch.ListType))
+_libraries: list[Library] = []  # a registration lasts as long as its library
 
 
 def available_impls(device: str = "cpu") -> tuple[str, ...]:
@@ -103,7 +71,7 @@ def available_impls(device: str = "cpu") -> tuple[str, ...]:
     """
     if device == "cpu":
         return _available_on_cpu()
-    there = {"cuda": ops_triton.has_cuda_kernels(), "triton": ops_triton.is_installed()}
+    there = {"cuda": has_cuda_kernels(), "triton": has_triton()}
     return tuple(name for name in IMPLEMENTATIONS["cuda"] if there[name])
 
 
@@ -120,7 +88,7 @@ def default_on_cuda(operator: str) -> str:
     """
     names = available_impls("cuda")
     if not names:
-        raise ValueError(ops_triton.NEEDS_TRITON)
+        raise ValueError(NEEDS_TRITON)
     wanted = DEFAULT_ON_CUDA[operator]
     return wanted if wanted in names else names[-1]
 
@@ -144,7 +112,7 @@ def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str
         return impl  # whatever is registered for that kind of device
     names = available_impls(device)
     if not names:
-        raise ValueError(ops_triton.NEEDS_TRITON)
+        raise ValueError(NEEDS_TRITON)
     if impl and impl not in names:
         where = "on this machine" if device == "cpu" else f"on {device} tensors here"
         raise ValueError(f"impl must be one of {', '.join(names)} {where}, got {impl!r}")
@@ -178,3 +146,67 @@ def is_served(device: torch.device) -> bool:
         return device.type != "meta"
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", key)
+
+
+def has_triton() -> bool:
+    """Return whether Triton is there; it is not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def has_cuda_kernels() -> bool:
+    """Return whether the extension was built with CUDA kernels of its own."""
+    return len(_libraries) == 1
+
+
+def register_triton() -> None:
+    """Define Triton's operators, and serve CUDA tensors where nothing else does. Call once."""
+    assert not _libraries
+    is_served = torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", "CUDA")
+    own, shared = Library("diloco_comm_triton", "DEF"), Library("diloco_comm", "IMPL")
+    _libraries.extend((own,) if is_served else (own, shared))
+    for name in OPERATORS:
+        schema = getattr(torch.ops.diloco_comm, name).default._schema
+        own.define(str(schema).removeprefix("diloco_comm::"))
+        names = [argument.name for argument in schema.arguments]
+        on_cpu, on_cuda = (_kernel(name, names, device) for device in ("cpu", "cuda"))
+        own.impl(name, on_cpu, "CPU")
+        own.impl(name, on_cuda, "CUDA")
+        own.impl(name, _nothing, "Meta")
+        if not is_served:
+            shared.impl(name, on_cuda, "CUDA")
+
+
+def _kernel(name: str, argument_names: Sequence[str], device: str) -> Callable[..., None]:
+    """Return a function for the dispatcher, which passes arguments by position."""
+
+    def run(*args: object, **kwargs: object) -> None:
+        values: dict[str, Any] = dict(zip(argument_names, args, strict=False)) | kwargs
+        impl = values.pop("impl", "")
+        if impl not in ("", "triton"):
+            raise ValueError(f"impl must be triton on CUDA tensors here, got {impl!r}")
+        operators = _operators(device)
+        if "wire" in values:
+            checks = importlib.import_module("diloco_comm.kernels.checks")
+            layout = (values.pop(each) for each in ("wire", "block_size", "run_elements"))
+            values["layout"] = checks.check_layout(*layout)
+        with torch.no_grad():
+            getattr(operators, name)(**values)
+
+    return run
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """Stand for an operator on fake tensors, which have nothing to write."""
+
+
+def _operators(device: str) -> Any:
+    """Import Triton's operators; raise where they cannot run on tensors of that device."""
+    if not has_triton():
+        raise ValueError(NEEDS_TRITON)
+    operators = importlib.import_module("diloco_comm.kernels.operators")
+    if device == "cpu" and not operators.is_interpreted():
+        raise ValueError(
+            "impl 'triton' runs on CUDA tensors, and on CPU tensors only in Triton's interpreter: "
+            "set TRITON_INTERPRET=1 before Python starts"
+        )
+    return operators
