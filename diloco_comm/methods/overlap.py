@@ -2,8 +2,8 @@
 
 A policy says how long a round may travel, which payloads with which coefficients make the outer
 gradient, what happens at a send without a result, and what share of the local value survives. A
-policy holds no state of a run: the state is in ``rounds.flights.RoundInFlight`` and
-``rounds.synced.SyncedPart``::
+policy holds no state of a run: the state is in ``rounds.part.RoundInFlight`` and
+``rounds.part.SyncedPart``::
 
     Blocking    waits for every round in the step that sends it
     Streaming   applies a round ``delay`` inner steps after its send

@@ -18,10 +18,10 @@ from ..base.errors import SyncError
 from ..exchange.exchange import Exchange
 from ..methods.outer import OuterOptimizer
 from ..methods.overlap import Own
-from .agreement.handshake import gather_json
-from .agreement.history import digest_of_state
-from .checkpoint.save import numbers_of, set_numbers
-from .synced import SyncedFragment, SyncedPart
+from .handshake import gather_json
+from .history import digest_of_state
+from .part import SyncedFragment, SyncedPart
+from .state_dict import numbers_of, set_numbers
 
 
 class CopyBeside(Protocol):

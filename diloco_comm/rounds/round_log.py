@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..base.memory import Payload
 from ..exchange.work import Mean
-from ..methods.outer_state import Update
+from ..methods.outer import Update
 from ..ops.wire import Layout, WireFormat
-from .synced import SyncedFragment, SyncedPart
+from .part import SyncedFragment, SyncedPart
 
 
 @dataclass(frozen=True)

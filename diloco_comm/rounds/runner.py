@@ -11,11 +11,12 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from ..base import checks
 from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..base.interrupts import Uninterruptible
 from ..base.trace import exchanged, span
@@ -24,19 +25,51 @@ from ..exchange.headers import Header, Kind
 from ..exchange.membership.regroup import Repair
 from ..exchange.sentences import named
 from ..exchange.work import ExchangeWork, Mean
-from ..methods.outer_state import Update
+from ..methods.outer import Update
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
-from .agreement import history
-from .agreement.consensus import Ending, end_like_others, has_ended
-from .agreement.nonfinite import Streaks
-from .agreement.resets import OnReset, Resets
-from .flights import RoundInFlight, mean_of, weight_sum
-from .metrics import Recorder
-from .norms import SharedNorms
-from .records import Records, SameData
-from .synced import Measure, SyncedPart
-from .weighing import Weighing, Weight
+from . import history
+from .consensus import Ending, end_like_others, has_ended
+from .history import SameData
+from .metrics import Recorder, Records, SharedNorms
+from .nonfinite import OnReset, Resets, Streaks
+from .part import Measure, RoundInFlight, SyncedPart, mean_of, weight_sum
+
+# This replica's weight, or the function that returns it at each step that sends.
+Weight = float | Callable[[], float]
+
+
+class Weighing:
+    """Ask for the weight once at each inner step that sends: the function may reset a counter."""
+
+    def __init__(self, weight: Weight, exchange: Exchange) -> None:
+        self._weight, self._exchange = weight, exchange
+        # Of the last send, by its inner step.
+        self._last: dict[int, float] = {}
+
+    def offered(self, inner_step: int) -> tuple[float, Exception | None]:
+        """Return the weight to send with; NaN and the error if ``weight`` raises or is none.
+
+        What is sent again at an inner step has the weight of the first send, unless that was 0:
+        if all replicas have no weight, the round fails, and a function may do better later. With
+        NaN the round fails at once on all replicas; without a send they would wait in vain.
+        """
+        try:
+            if self._last.get(inner_step):
+                return self._last[inner_step], None
+            given = self._weight() if callable(self._weight) else self._weight
+            weight = checks.not_negative("weight", given)
+            self._last = {inner_step: weight}
+            return weight, None
+        except Exception as error:
+            if self._exchange.size == 1:
+                raise
+            return math.nan, error
+
+    def forget(self) -> None:
+        """Ask anew at the next send: the inner steps are those of a saved state."""
+        self._last = {}
+
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +82,7 @@ class RoundRunner(ABC):
         weight: This replica's weight, or what returns it at each step that sends.
         norms: Measure each pseudo-gradient's norm.
         workers: The workers that hold the rest of this replica's elements; None without any.
-        on_reset: See ``resets``.
+        on_reset: See ``nonfinite.Resets``.
 
     Attributes:
         same_data: Looks for replicas that train on the same data.

@@ -16,15 +16,14 @@ from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
 from ..exchange.work import Mean
-from ..methods.outer_state import Update
+from ..methods.outer import Update
 from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout
-from .agreement import consensus, handshake
-from .agreement.consensus import Ending
-from .flights import RoundInFlight, mean_of, weight_sum
+from . import consensus, handshake
+from .consensus import Ending
+from .part import Measure, RoundInFlight, SyncedFragment, SyncedPart, mean_of, weight_sum
 from .runner import RoundRunner
-from .synced import Measure, SyncedFragment, SyncedPart
 
 # A part, its round that is due and has arrived (None without one), and its round just sent.
 Move = tuple[SyncedPart, RoundInFlight | None, RoundInFlight]

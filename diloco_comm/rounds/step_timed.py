@@ -15,11 +15,10 @@ from ..base.errors import SyncError
 from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
 from ..exchange.work import Mean
-from .agreement.consensus import Ending
-from .flights import RoundInFlight
+from .consensus import Ending
+from .part import RoundInFlight, SyncedPart
 from .round_log import RoundLog
 from .runner import RoundRunner
-from .synced import SyncedPart
 
 
 class StepTimed(RoundRunner):

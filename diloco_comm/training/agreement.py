@@ -16,10 +16,9 @@ from ..ops.digests import digest_of
 from ..replica.descriptions import describe_parameters, same_memory, shared_memory
 from ..replica.fragments import buffer_names, uncopied_tensors, unexchanged_tensors
 from ..replica.workers import ReplicaWorkers
-from ..rounds import joining
-from ..rounds.agreement import handshake, history
-from ..rounds.checkpoint.save import Scope
-from ..rounds.weighing import Weight
+from ..rounds import handshake, history, joining
+from ..rounds.runner import Weight
+from ..rounds.state_dict import Scope
 from .inner_state import InnerStates
 from .planning import Plan
 

@@ -20,11 +20,11 @@ from ..replica.fragments import refuse_new_parameters
 from ..replica.hooks import StepHooks
 from ..replica.model_watch import ModelWatch
 from ..replica.workers import ReplicaWorkers
-from ..rounds.agreement.consensus import mean_state
-from ..rounds.agreement.handshake import gather_json
+from ..rounds.consensus import mean_state
+from ..rounds.handshake import gather_json
 from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
+from ..rounds.part import SyncedFragment, SyncedPart
 from ..rounds.runner import RoundRunner
-from ..rounds.synced import SyncedFragment, SyncedPart
 from . import spelling
 from .planning import Plan
 

@@ -9,7 +9,7 @@ from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.shard_group import ShardGroup
 from ..replica.workers import ReplicaWorkers
-from ..rounds.agreement import handshake
+from ..rounds import handshake
 from ..rounds.metrics import Recorder
 from ..rounds.runner import RoundRunner
 from ..rounds.send_timed import SendTimed

@@ -25,10 +25,10 @@ from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
 from ..replica.model_watch import ModelWatch
 from ..replica.workers import ReplicaWorkers
-from ..rounds.agreement import handshake
-from ..rounds.agreement.resets import check_on_reset
+from ..rounds import handshake
 from ..rounds.metrics import Recorder
-from ..rounds.weighing import Weight
+from ..rounds.nonfinite import check_on_reset
+from ..rounds.runner import Weight
 from .agreement import Agreement, meet_workers
 from .arguments import Peers, check_arguments, seconds_of, settings_among, weight_of
 from .connecting import connect, make_runner, shard_group_of, workers_of

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..base.interrupts import Uninterruptible
-from ..rounds.synced import SyncedFragment
+from ..rounds.part import SyncedFragment
 
 
 @contextmanager

@@ -13,12 +13,10 @@ from torch import Tensor
 from ..base.memory import memory_order
 from ..methods.overlap import Blocking
 from ..replica.fragments import all_parameters, refuse_new_parameters
-from ..rounds.agreement.consensus import mean_outer
-from ..rounds.checkpoint import save
-from ..rounds.checkpoint.changes import run_of
-from ..rounds.checkpoint.flights import saved_writes
-from ..rounds.checkpoint.load import Restore
-from ..rounds.synced import SyncedFragment, SyncedPart
+from ..rounds.consensus import mean_outer
+from ..rounds.load import Restore
+from ..rounds.part import SyncedFragment, SyncedPart
+from ..rounds.state_dict import Scope, collect, run_of, saved_writes
 from .agreement import Agreement
 from .attached import Attached
 from .evaluation import swapped_in
@@ -97,9 +95,9 @@ class Saved(Attached):
             self._refuse_if_alone()
         self._rounds.uninterruptible.refuse_if_broken()
         self._look_at_parts()
-        return save.collect(self.parts, self._scope(), inner_step=self.inner_step, shared=shared)
+        return collect(self.parts, self._scope(), inner_step=self.inner_step, shared=shared)
 
-    def _scope(self) -> save.Scope:
+    def _scope(self) -> Scope:
         scope = self._agreement.scope()
         run = run_of(
             self.parts,

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
-from ..rounds.synced import SyncedPart
+from ..rounds.part import SyncedPart
 
 
 def describe(

@@ -22,12 +22,12 @@ from ..elastic.views import View
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
-from ..rounds.agreement.handshake import gather_json
+from ..rounds.handshake import gather_json
 from ..rounds.joining import CopyBeside
+from ..rounds.part import SyncedPart
 from ..rounds.round_log import can_replay
 from ..rounds.runner import RoundRunner
 from ..rounds.step_timed import StepTimed
-from ..rounds.synced import SyncedPart
 from .agreement import Agreement
 from .elastic_group import ElasticGroup
 from .endings import is_about_group

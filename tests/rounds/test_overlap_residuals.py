@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall
-from diloco_comm.rounds.flights import RoundInFlight
-from diloco_comm.rounds.synced import SyncedPart
+from diloco_comm.rounds.part import RoundInFlight, SyncedPart
 
 H, WIDTH, BLOCK = 2, 24, 32
 POLICIES: dict[str, dict[str, Any]] = {

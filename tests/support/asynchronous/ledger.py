@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import DiLoCo
-from diloco_comm.rounds.flights import RoundInFlight
-from diloco_comm.rounds.synced import SyncedPart
+from diloco_comm.rounds.part import RoundInFlight, SyncedPart
 
 
 @dataclass

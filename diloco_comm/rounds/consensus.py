@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.errors import ReplicaMismatch
-from ...base.memory import device_of
-from ...exchange.exchange import Exchange
-from ...exchange.headers import Header
-from ...exchange.sentences import difference
-from ...ops.wire import WireFormat
-from ..synced import SyncedFragment, SyncedPart
+from ..base.errors import ReplicaMismatch
+from ..base.memory import device_of
+from ..exchange.exchange import Exchange
+from ..exchange.headers import Header
+from ..exchange.sentences import difference
+from ..ops.wire import WireFormat
 from .handshake import gather_json
 from .history import mixed
+from .part import SyncedFragment, SyncedPart
 
 
 def mean_state(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> dict[str, Any]:

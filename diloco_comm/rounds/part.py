@@ -1,28 +1,161 @@
-"""Parts of a model that are exchanged as one; here fragments, see ``synced_buffers`` too."""
+"""Parts of a model that are exchanged as one: fragments and averaged buffers; and their rounds."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import isnan
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _C, ops
 from ..base.memory import device_of, memory_order, page_locked, persistent
 from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
-from ..exchange.work import decode_terms
-from ..methods.outer import OuterOptimizer
-from ..methods.outer_state import Update
+from ..exchange.headers import Kind
+from ..exchange.membership.regroup import Repair
+from ..exchange.work import ExchangeWork, Mean, decode_terms
+from ..methods.outer import OuterOptimizer, Update
 from ..methods.overlap import Own
+from ..ops.dispatch import is_served
 from ..ops.offload import CHUNK_ELEMENTS, slices
 from ..ops.wire import Layout, WireFormat
-from ..replica.fragments import Fragment
-from .flights import NormReading, RoundInFlight
+from ..replica.fragments import DTYPES, Fragment, is_dense, memory_of, refuse_change, unwrap_model
+
+
+class NormReading(Protocol):
+    """A norm that was measured on a device, or over the workers of the replica."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether ``norm`` returns without a wait for other workers."""
+        ...
+
+    def norm(self) -> float: ...
+
+
+@dataclass(eq=False)
+class RoundInFlight:
+    """One round of one part, from its send until it is applied or lost.
+
+    The headers of its mean carry the numbers that all replicas share: the lowest replica's outer
+    learning rate and gap, and all weights.
+
+    Attributes:
+        number: Number of the round.
+        apply_step: Inner step after which the result is due; -1 when that is at a send.
+        own: This replica's payload, laid out as ``layout``; None after a resume that needs none.
+        coefficient: With which the own payload went into this replica's outer parameters already.
+        lr: Outer learning rate, without an inner one.
+        reading: The norm while it is being measured; see ``measured_norm``.
+        is_local_kept: The local parameters still hold what was sent.
+        is_reset: No wire carries what was to be sent: the own payload is zeros of weight 0.
+        members: Replicas of the group that the round was sent in, in rank order.
+        work: The exchange; None when the round comes from a saved state.
+        mean: The result once all replicas have agreed on the round; one from a saved state has a
+            single header, with the sum of the weights.
+        has_digest: False for a round in a saved state of an older version.
+        saved_resets: Replicas that were reset in a round from a saved state.
+        exposed_s: Seconds that the training loop waited for the result, doing nothing else.
+        outer_step_s: Seconds of the outer step.
+    """
+
+    number: int
+    kind: Kind
+    sent_step: int
+    apply_step: int
+    weight: float
+    lr: float
+    own: Tensor | None
+    layout: Layout
+    norm: float = float("nan")
+    reading: NormReading | None = None
+    coefficient: float = 0.0
+    is_local_kept: bool = False
+    is_reset: bool = False
+    members: tuple[int, ...] = ()
+    work: ExchangeWork | None = None
+    mean: Mean | None = None
+    has_digest: bool = True
+    saved_resets: tuple[int, ...] = ()
+    exposed_s: float = 0.0
+    outer_step_s: float = 0.0
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The replicas whose payloads are the terms of the mean, in order; none if owners made it.
+
+        For a round that has arrived.
+        """
+        assert self.mean is not None
+        return self.members if len(self.members) == len(self.mean.terms) else ()
+
+    def measured_norm(self) -> float:
+        """Return the pseudo-gradient's norm, or NaN when it was not measured."""
+        if self.reading is not None:
+            self.norm, self.reading = self.reading.norm(), None
+        return self.norm
+
+    def reset_replicas(self) -> tuple[int, ...]:
+        """Return the replicas that were reset in this round, as far as headers have come."""
+        if self.work is None:
+            return self.saved_resets
+        headers = self.work.headers if self.mean is None else self.mean.headers
+        pairs = zip(self.members, headers, strict=False)
+        return tuple(replica for replica, header in pairs if header.is_reset)
+
+    def own_after(self, inner_step: int) -> Tensor | None:
+        """Return the own payload if the local values have changed since it was sent."""
+        return None if self.is_reset or self.sent_step == inner_step else self.own
+
+    def offer(self) -> Mean:
+        """As ``wait``, but the verdict may be left to the device; see ``ExchangeWork.offer``."""
+        if self.mean is None and self.work is not None:
+            offered = self.work.offer()
+            if offered.verdict is not None:
+                return offered
+        return self.wait()
+
+    def wait(self) -> Mean:
+        """Wait for the vote; repeatable.
+
+        Raises:
+            SyncError: There is no result.
+        """
+        if self.mean is None:
+            assert self.work is not None
+            self.mean = self.work.wait()
+        return self.mean
+
+
+def weight_sum(mean: Mean) -> float:
+    """Return the sum of all replicas' weights in a round."""
+    return sum(header.weight for header in mean.headers)
+
+
+def mean_of(repair: Repair, flight: RoundInFlight | None) -> Mean:
+    """Return the mean of a round that counts and that this replica has not applied.
+
+    Args:
+        flight: The round, if this replica still has it in flight.
+    """
+    if flight is not None and flight.mean is not None:
+        return flight.mean
+    return Mean(
+        terms=repair.terms,
+        layout=repair.layout,
+        headers=repair.headers,
+        weights=[],
+        seconds={},
+        sent_bytes=0,
+        received_bytes=0,
+        digest=repair.digest,
+    )
+
 
 # Takes the squared norm of an outer step.
 Measure = Callable[[Tensor], NormReading]
@@ -375,3 +508,85 @@ def squared_norm(outer: Tensor | None, tensors: list[Tensor], impl: str) -> Tens
     squared = torch.zeros(2, dtype=torch.float64, device=device_of(tensors))
     ops.norms(outer, tensors, squared, impl=impl)
     return squared
+
+
+@dataclass
+class _Buffer:
+    name: str
+    owner: nn.Module = field(repr=False)
+    attribute: str = ""
+
+
+class SyncedBuffers(SyncedPart):
+    """Floating-point buffers, such as BatchNorm's statistics: averaged, exactly, in fp32."""
+
+    def __init__(self, index: int, model: nn.Module) -> None:
+        self._buffers = _floating_buffers(model)
+        super().__init__(index, sum(tensor.numel() for tensor in self.tensors()))
+        self.device = device_of(self.tensors())
+        self._memory = {name: memory_of(tensor) for name, tensor in self.named().items()}
+
+    def named(self) -> dict[str, Tensor]:
+        return {b.name: getattr(b.owner, b.attribute).detach() for b in self._buffers}
+
+    def refuse_changes(self) -> None:
+        for name, tensor in self.named().items():
+            refuse_change(f"buffer {name!r}", tensor, self._memory[name])
+
+    def open_buffers(self, exchange: Exchange) -> None:
+        if self.num_elements:
+            self.buffers = exchange.buffers(
+                self.num_elements, WireFormat("fp32"), device=self.device
+            )
+
+    def squared_norm(self, impl: str) -> Tensor:
+        return squared_norm(None, self.tensors(), impl)
+
+    def apply(
+        self, update: Update, *, own: Tensor | None = None, measure: Measure | None = None
+    ) -> None:
+        if not update.terms:
+            return
+        if own is None:
+            decode_terms(update.terms, update.layout, update.params, impl=update.impl)
+            return
+        # The steps since the send have changed the buffers: that change stays.
+        change = torch.empty(self.num_elements, device=self.device)
+        decode_terms([*update.terms, (own, -1.0)], update.layout, [change], impl=update.impl)
+        offset = 0
+        for tensor in update.params:
+            flat = memory_order(tensor)
+            flat += change[offset : offset + flat.numel()]
+            offset += flat.numel()
+
+
+def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:
+    """List each buffer once, with the module that owns it: buffers may be replaced by new ones.
+
+    Buffers that hold infinities or NaN from the start, such as attention masks, are constants of
+    the model, not statistics: they are left out.
+    """
+    found, seen = [], set()
+    for prefix, module in unwrap_model(model).named_modules():
+        for attribute, buffer in module.named_buffers(recurse=False):
+            if buffer.dtype not in DTYPES or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            _check_buffer(name, buffer)
+            if bool(torch.isfinite(buffer).all()):
+                found.append(_Buffer(name, module, attribute))
+    return found
+
+
+def _check_buffer(name: str, buffer: Tensor) -> None:
+    if not is_served(buffer.device):
+        raise TypeError(
+            f"buffer {name!r} is on {buffer.device}: only buffers on a GPU or in CPU memory can be "
+            "averaged"
+        )
+    if not is_dense(buffer):
+        raise ValueError(
+            f"buffer {name!r} of shape {list(buffer.shape)} and strides {list(buffer.stride())} "
+            "is not dense in memory: make it contiguous, or leave average_buffers off"
+        )
