@@ -68,12 +68,16 @@ class OuterState(ABC):
         outer: fp32 ``[num_elements]``; the shared model.
         num_steps: Outer steps taken.
         last_lr: Learning rate of the last step; None where that is not known.
+        equal_at: Number of outer steps at which all replicas had the same outer parameters.
+        ended_at: Number of outer steps after which training ended; -1 before.
         takes_verdict: A step can be left to the device's decision.
     """
 
     takes_verdict = False
     num_steps: int
     last_lr: float | None = None
+    equal_at = 0
+    ended_at = -1
     _lr_before: float | None = None
 
     def count_step(self, lr: float) -> None:

@@ -48,6 +48,7 @@ class Overlap:
         alpha: Weight of the local value in the merge: alpha*local + (1-alpha)*outer.
         first: What happens at a send for which no result can be due yet; see ``Eager``.
         clip: Bound on the elements of the outer momentum, or None.
+        inner_lr: A function that returns the present inner learning rate, or None; see ``CO2``.
         is_shared: Whether outer parameters and momentum are the same on all replicas.
     """
 
@@ -55,6 +56,7 @@ class Overlap:
     alpha: float = 0.0
     first: str = "zero"
     clip: float | None = None
+    inner_lr: Callable[[], float] | None = None
     is_shared: ClassVar[bool] = True
     # Arguments that may differ between replicas.
     private: ClassVar[tuple[str, ...]] = ()

@@ -27,8 +27,7 @@ from ..exchange.headers import Header
 from ..exchange.sentences import difference
 from ..ops.wire import WireFormat
 from .handshake import gather_json
-from .history import mixed
-from .part import SyncedFragment, SyncedPart
+from .part import SyncedFragment, SyncedPart, mixed
 
 
 def mean_state(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> dict[str, Any]:
@@ -156,7 +155,7 @@ def has_ended(part: SyncedPart) -> bool:
     """Whether a part's look-ahead was taken back, or there is none."""
     if not isinstance(part, SyncedFragment) or part.state.look_ahead() is None:
         return True
-    return part.ended_at == part.state.num_steps
+    return part.state.ended_at == part.state.num_steps
 
 
 def _numbers(part: SyncedPart) -> list[Any]:
@@ -164,7 +163,7 @@ def _numbers(part: SyncedPart) -> list[Any]:
     if not isinstance(part, SyncedFragment):
         return [0, False, None]
     steps = part.state.num_steps
-    return [steps, part.ended_at == steps, part.state.last_lr]
+    return [steps, part.state.ended_at == steps, part.state.last_lr]
 
 
 def _end(part: SyncedPart, views: Sequence[Sequence[Any]], impl: str, writing: Writing) -> None:
@@ -180,7 +179,7 @@ def _end(part: SyncedPart, views: Sequence[Sequence[Any]], impl: str, writing: W
     heard = [view for view in views if view[0] == steps]
     known = [each for each in [*(view[2] for view in heard), lr] if each is not None]
     if has_ended or any(view[1] for view in heard):
-        part.ended_at = steps
+        part.state.ended_at = steps
     elif known:
         with writing(part):
             part.take_back_look_ahead(known[0], impl)

@@ -8,8 +8,6 @@ the headers, before a payload is added to anything.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +19,9 @@ from ..base.memory import CPU
 from ..exchange.exchange import Exchange
 from ..exchange.headers import STATE_ADVICE
 from ..exchange.sentences import difference, named
-from ..exchange.work import Mean
 from ..ops.digests import DigestReading, digest_of
 from .handshake import gather_json
-from .part import RoundInFlight, SyncedFragment, SyncedPart, weight_sum
+from .part import RoundInFlight, SyncedFragment, SyncedPart, hashed, mixed
 
 # Rounds of a fragment: a replica whose parameters do not move, or whose device is late, sends no
 # digest.
@@ -49,19 +46,11 @@ def digest_of_state(part: SyncedPart) -> int:
     buffers = [tensor for _, tensor in sorted(part.state.tensors().items())]
     others = repr(sorted((name, _plain(value)) for name, value in part.state.extra().items()))
     tensors_digest = digest_of([part.outer, *buffers])
-    return mixed(tensors_digest, part.round, part.state.num_steps, _hashed(others.encode()))
+    return mixed(tensors_digest, part.round, part.state.num_steps, hashed(others.encode()))
 
 
 def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, Tensor) else value
-
-
-def applied(part: SyncedPart, number: int, mean: Mean) -> None:
-    """Mix a round that was applied into the history of its part."""
-    lowest = mean.headers[0]
-    numbers = lowest.outer_lr, lowest.gap, weight_sum(mean)
-    coefficients = [coefficient for _, coefficient in mean.terms]
-    part.history = mixed(part.history, number, mean.digest, *numbers, *coefficients)
 
 
 def refuse_difference(exchange: Exchange, parts: Sequence[SyncedPart], *, is_shared: bool) -> None:
@@ -104,7 +93,7 @@ def refuse_other_past(
 
 def unsent(parts: Sequence[SyncedPart], inner_step: int) -> list[int]:
     """Say for each part, by a number other than 0, that this replica holds something unsent."""
-    return [inner_step - part.last_sent or int(part.owes) for part in parts]
+    return [inner_step - part.last_sent or int(part.owed.is_lost) for part in parts]
 
 
 def stale_parts(
@@ -141,19 +130,6 @@ def _sentence(exchange: Exchange, part: SyncedPart, values: Sequence[tuple[int, 
 def _shown(value: tuple[int, ...]) -> str:
     round, *digests = value
     return f"round {round}, digest {mixed(*digests):#018x}"
-
-
-def mixed(*values: float) -> int:
-    """Return 64 bits that depend on integers below 2^64 and floating-point numbers, in order."""
-    packed = b"".join(
-        struct.pack("<Q", value) if isinstance(value, int) else struct.pack("<d", value)
-        for value in values
-    )
-    return _hashed(packed)
-
-
-def _hashed(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 # ---------------------------------------------------------------- replicas on the same data
@@ -211,9 +187,9 @@ class SameData:
         # Parameters that have not moved are equal on all replicas.
         return 0 if digest == self._first.get(part.index) else digest % (2**32 - 1) + 1
 
-    def look(self, part: SyncedPart, flight: RoundInFlight) -> None:
+    def look(self, flight: RoundInFlight) -> None:
         """Compare the digests of a round that was applied."""
-        headers = flight.wait().headers
+        part, headers = flight.part, flight.wait().headers
         # The round of a saved state has one header, and is of an earlier process.
         if not self.is_wanted or not part.has_outer or len(headers) != len(flight.members):
             return

@@ -170,7 +170,7 @@ def send_or_receive(
         str(part.index): {
             **numbers_of(part),
             "history": part.history,
-            "corrections": [own.coefficient for own in part.corrections],
+            "corrections": [own.coefficient for own in part.owed.corrections],
         }
         for part in parts
     }
@@ -197,7 +197,7 @@ def send_or_receive(
             continue
         set_numbers(part, own)
         part.history = own["history"]
-        part.corrections = corrections
+        part.owed.corrections = corrections
         if isinstance(part, SyncedFragment):
             part.state.load(flats, own["extra"])
     return int(meta["inner_step"]), meta["outer_lr"]
@@ -214,8 +214,8 @@ def _corrections(part: SyncedPart, coefficients: Sequence[float], is_new: bool) 
     if part.buffers is None:
         return []
     layout = part.buffers.layout
-    if len(part.corrections) == len(coefficients) and not is_new:
-        return part.corrections
+    if len(part.owed.corrections) == len(coefficients) and not is_new:
+        return part.owed.corrections
     room = {"dtype": torch.uint8, "device": part.buffers.device}
     empty = [torch.zeros(layout.payload_bytes, **room) for _ in coefficients]  # type: ignore[call-overload]
     return [Own(one, c, layout) for one, c in zip(empty, coefficients, strict=True)]

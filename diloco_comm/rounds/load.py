@@ -23,7 +23,7 @@ from ..base.checks import first_of, warn
 from ..base.memory import memory_order
 from ..replica import sharding
 from . import history
-from .part import SyncedFragment, SyncedPart
+from .part import SyncedFragment, SyncedPart, mixed
 from .state_dict import VERSION, Run, Saved, Scope, chain_key, set_numbers, unpack
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Restore:
     def _begin_history(self, part: SyncedPart) -> None:
         sources = [self._numbers[index] for index in self._match.sources(part)]
         saved = [_saved_history(numbers, self._scope) for numbers in sources]
-        past = saved[0] if len(saved) == 1 else history.mixed(*saved) if any(saved) else 0
+        past = saved[0] if len(saved) == 1 else mixed(*saved) if any(saved) else 0
         history.begin(part, is_shared=self._scope.is_shared, saved=past)
 
     # ---------------------------------------------------------------------------- residuals
@@ -523,8 +523,8 @@ _NO_FLIGHTS = json.dumps({"members": [], "wire": "fp32", "block_size": 256, "rou
 
 def _install(part: SyncedPart, saved: Saved, mine: Mapping[str, Any] | None) -> None:
     saved.install(part)
-    part.owes = bool(mine and mine["owes"])
-    part.is_ahead = bool(mine and mine["is_ahead"])
+    part.owed.is_lost = bool(mine and mine["owes"])
+    part.owed.is_ahead = bool(mine and mine["is_ahead"])
 
 
 def _owe(part: SyncedPart, values: Tensor) -> None:

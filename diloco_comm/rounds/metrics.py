@@ -1,13 +1,14 @@
-"""The costs of one outer step, and the sums over all outer steps."""
+"""The record of each round: its costs, the sums over all rounds, and norms over workers."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from .. import _C
 from ..base.checks import warn
-from ..base.memory import CPU, Reading, current, page_locked, rounded_norm
-from ..exchange.exchange import Exchange
+from ..base.memory import CPU, Reading, current, rounded_norm
 from ..exchange.work import Mean
 from ..methods.overlap import Overlap
 from ..replica.workers import ReplicaWorkers
-from .part import RoundInFlight, SyncedPart
+from .part import NormReading, RoundInFlight, SyncedPart
+
+logger = logging.getLogger(__name__)
 
 NUM_KEPT = 4096
 
@@ -115,6 +117,7 @@ class Recorder:
         self.callbacks: list[Callable[[SyncMetrics], None]] = []
         self._untold: deque[SyncMetrics] = deque()
         self._is_telling = False
+        self._has_warned_of_skips = False
 
     def add(self, metrics: SyncMetrics) -> None:
         """Take in one exchange, applied or skipped."""
@@ -122,7 +125,64 @@ class Recorder:
         self.totals.add(metrics)
         self._untold.append(metrics)
 
-    @contextmanager
+    def applied(
+        self, flight: RoundInFlight, mean: Mean, inner_step: int, reset: tuple[int, ...]
+    ) -> None:
+        """Record a round that was applied; ``reset`` are the replicas that were reset in it."""
+        # A round from a saved state was exchanged by another process: it took no seconds here.
+        seconds = mean.seconds
+        exchange_s = seconds.get("total", 0.0)
+        metrics = SyncMetrics(
+            round=flight.number,
+            fragment=flight.part.index,
+            inner_step=inner_step,
+            sent_bytes=mean.sent_bytes,
+            received_bytes=mean.received_bytes,
+            encode_s=seconds.get("encode", 0.0),
+            exchange_s=exchange_s,
+            reduce_s=seconds.get("reduce", 0.0),
+            exposed_s=flight.exposed_s,
+            outer_step_s=flight.outer_step_s,
+            overlap_fraction=overlap_fraction(exchange_s, flight.exposed_s),
+            pseudo_gradient_norm=flight.measured_norm(),
+            weight=flight.weight,
+            is_reset=flight.is_reset,
+            reset_replicas=reset,
+        )
+        self.add(metrics)
+        if reset:
+            _log_reset(flight, reset)
+        if not self._has_warned_of_skips:
+            for header in mean.headers:
+                if header.inner_step != mean.headers[0].inner_step:
+                    self._warn_of_skipped_steps(flight, mean)
+                    break
+
+    def _warn_of_skipped_steps(self, flight: RoundInFlight, mean: Mean) -> None:
+        self._has_warned_of_skips = True
+        steps = [header.inner_step for header in mean.headers]
+        counts = dict(zip(flight.members, steps, strict=True))
+        warn(
+            f"replicas have applied different numbers of inner steps ({counts} by replica): "
+            "some of them skipped steps, as a GradScaler does after an overflow"
+        )
+
+    def skipped(self, flight: RoundInFlight, inner_step: int, why: Exception) -> None:
+        """Record a round that no replica applies."""
+        logger.warning("skipped: %s", why)
+        metrics = SyncMetrics(
+            round=flight.number,
+            fragment=flight.part.index,
+            inner_step=inner_step,
+            pseudo_gradient_norm=flight.measured_norm(),
+            weight=flight.weight,
+            is_applied=False,
+            is_reset=flight.is_reset,
+            reset_replicas=flight.reset_replicas(),
+        )
+        self.add(metrics)
+
+    @contextlib.contextmanager
     def deferred_callbacks(self) -> Iterator[None]:
         """Call the callbacks after the block, when this replica's state is consistent again.
 
@@ -176,58 +236,62 @@ class Recorder:
             )
 
 
+def _log_reset(flight: RoundInFlight, replicas: tuple[int, ...]) -> None:
+    is_one = len(replicas) == 1
+    logger.warning(
+        "reset: fragment %d, round %d: replica%s %s had elements that are NaN, Inf or out of the "
+        "wire's range, and %s; the others went on with their mean",
+        flight.part.index,
+        flight.number,
+        "" if is_one else "s",
+        ", ".join(map(str, replicas)),
+        f"took {'its' if is_one else 'their'} outer parameters"
+        if flight.part.has_outer
+        else "took the mean of the others' buffers",
+    )
+
+
+# ------------------------------------------------------- norms over the workers of a replica
+
+
 class SharedNorms:
-    """The norms that one replica measures: of its pseudo-gradients, and of its outer steps.
+    """Norms of fragments whose elements are divided among the workers of a replica.
+
+    The norms measured in one block of the workers are posted as one small collective of fixed size.
+    The host reads them when they are needed: at the next send, or in the metrics.
 
     Args:
-        workers: None when this worker has all elements.
         sent: Measure the pseudo-gradients; the policy says whether the outer steps are measured.
     """
 
     def __init__(
-        self,
-        workers: ReplicaWorkers | None,
-        parts: Sequence[SyncedPart],
-        policy: Overlap,
-        *,
-        sent: bool,
+        self, workers: ReplicaWorkers, parts: Sequence[SyncedPart], policy: Overlap, *, sent: bool
     ) -> None:
-        self._workers, self._num_parts = workers, len(parts)
-        self._device = next((part.device for part in parts if part.is_divided), CPU)
-        self._measures_sent, self._measures_steps = sent, policy.measures_steps
-        measures = workers is not None and (sent or policy.measures_steps)
-        self._side = _C.OwnStream(self._device) if measures and self._device != CPU else None
+        device = next((part.device for part in parts if part.is_divided), CPU)
+        side = _C.OwnStream(device) if device != CPU else None
+        board = partial(NormBoard, workers.group, len(parts), device, side)
         # Of one part, a block sends one round at most; flush() applies all that are under way.
-        self._num_steps = policy.rounds + 1
-        self._sent: NormBoard | None = None
-        self._steps: NormBoard | None = None
-        self._is_sent_posted = False
+        self._open_sent = partial(board, 1) if sent else None
+        self._open_steps = partial(board, policy.rounds + 1) if policy.measures_steps else None
         self._open()
 
     def _open(self) -> None:
-        if self._workers is None:
-            return
-        if self._measures_sent:
-            self._sent = NormBoard(self._workers, self._num_parts, 1, self._device, self._side)
-        if self._measures_steps:
-            shape = (self._num_parts, self._num_steps)
-            self._steps = NormBoard(self._workers, *shape, self._device, self._side)
-        self._is_sent_posted = False
+        self._sent = None if self._open_sent is None else self._open_sent()
+        self._steps = None if self._open_steps is None else self._open_steps()
 
-    def of_sent(self, part: SyncedPart, squared: Tensor) -> Reading | SharedReading:
+    def of_sent(self, part: SyncedPart, squared: Tensor) -> NormReading:
         """Keep the squared norm of a part's pseudo-gradient."""
-        if self._sent is None or not part.is_divided:
-            return Reading(squared)
+        assert self._sent is not None
         return self._sent.put(part.index, squared)
 
-    def of_step(self, part: SyncedPart, squared: Tensor) -> Reading | SharedReading:
+    def of_step(self, part: SyncedPart, squared: Tensor) -> NormReading:
         """Keep the squared norm of a part's outer step."""
-        return Reading(squared) if self._steps is None else self._steps.put(part.index, squared)
+        assert self._steps is not None
+        return self._steps.put(part.index, squared)
 
     def post_sent(self) -> None:
         """Post the norms of the pseudo-gradients of this block; once in each block."""
-        if self._sent is not None and not self._is_sent_posted:
-            self._is_sent_posted = True
+        if self._sent is not None and not self._sent.is_posted:
             self._sent.post()
 
     def post_all(self) -> None:
@@ -235,8 +299,6 @@ class SharedNorms:
 
         A worker whose block failed early posts here the norms that the others posted before.
         """
-        if self._workers is None:
-            return
         self.post_sent()
         if self._steps is not None:
             self._steps.post()
@@ -248,183 +310,81 @@ class NormBoard:
 
     Each part has ``depth`` places, so that all workers send the same number of values, whatever
     they have measured. The sum is fp64 in the workers' order and the norm is rounded to fp32: it
-    is that of one worker with all the elements, unless it lies within 1e-12 of itself from where
-    that rounding turns: then it may be one step of fp32 off, on all workers of the replica alike.
+    equals the norm of one worker with all the elements, unless it lies within 1e-12 of itself from
+    where that rounding turns. Then it may be one step of fp32 off, on all workers of the replica.
 
     Args:
-        side: What values on a device are sent from; None when they are in host memory.
+        side: Stream that sends values on a device; None when they are in host memory.
     """
 
     def __init__(
         self,
-        workers: ReplicaWorkers,
+        group: dist.ProcessGroup,
         num_parts: int,
-        depth: int,
         device: torch.device,
         side: _C.OwnStream | None,
+        depth: int,
     ) -> None:
-        self._group, self._size, self._side = workers.group, workers.size, side
-        shape = (num_parts, depth)
-        self._values = torch.full(shape, math.nan, dtype=torch.float64, device=device)
+        self._group, self._side = group, side
+        self._values = torch.full((num_parts, depth), math.nan, dtype=torch.float64, device=device)
         self._used = [0] * num_parts
-        self._all: Tensor | None = None
+        self.is_posted = False
         self._work: Any = None
-        self._event: torch.Event | None = None
-        self._sums: Tensor | None = None
+        # Values of all workers; None if another worker is gone, and the end of the block raises.
+        self._all: Reading | None = None
 
     def put(self, part: int, squared: Tensor) -> SharedReading:
         """Add a norm that this worker has measured; ``squared`` is fp64, the squared norm first."""
         place, self._used[part] = self._used[part], self._used[part] + 1
         self._values[part, place] = squared[0]
-        return SharedReading(self, part, place)
-
-    @property
-    def is_posted(self) -> bool:
-        return self._all is not None or self._sums is not None
+        return SharedReading(self, part * self._values.shape[1] + place)
 
     def post(self) -> None:
         """Send the values to the other workers; returns while they travel."""
-        try:
-            self._post()
-        except RuntimeError:
-            self._sums = self._none()
-
-    def _post(self) -> None:
+        self.is_posted = True
         values = self._values
-        everyone = values.new_empty(self._size, *values.shape)
+        everyone = values.new_empty(self._group.size(), *values.shape)
         outs = list(everyone.unbind())
-        if self._side is None:
-            self._work = dist.all_gather(outs, values, group=self._group, async_op=True)
-            self._all = everyone
-            return
-        # Neither the host nor its stream waits now: the host reads a copy when it needs the norms.
-        side = self._side.stream
-        side.wait_stream(torch.accelerator.current_stream(values.device))
-        self._all = page_locked(tuple(everyone.shape), everyone.dtype)
-        for tensor in (values, everyone):
-            tensor.record_stream(side)
-        with current(side):
-            dist.all_gather(outs, values, group=self._group, async_op=True).wait()
-            self._all.copy_(everyone, non_blocking=True)
-            self._event = torch.Event(values.device)
-            self._event.record(side)
+        with contextlib.suppress(RuntimeError):
+            if self._side is None:
+                self._work = dist.all_gather(outs, values, group=self._group, async_op=True)
+                self._all = Reading(everyone.view(-1))
+                return
+            # Neither the host nor its stream waits now: the host reads a copy when it needs it.
+            side = self._side.stream
+            side.wait_stream(torch.accelerator.current_stream(values.device))
+            for tensor in (values, everyone):
+                tensor.record_stream(side)
+            with current(side):
+                dist.all_gather(outs, values, group=self._group, async_op=True).wait()
+                self._all = Reading(everyone.view(-1))
 
-    def norm(self, part: int, place: int) -> float:
+    def norm(self, place: int) -> float:
         """Return the norm over all workers; NaN when a worker has not measured it, or is gone."""
-        if self._sums is None:
-            self._sums = self._add_up()
-        return rounded_norm(float(self._sums[part, place]))
-
-    def _add_up(self) -> Tensor:
-        assert self._all is not None
         try:
             if self._work is not None:
                 self._work.wait()
         except RuntimeError:
-            return self._none()
-        if self._event is not None:
-            self._event.synchronize()
-        total = torch.zeros_like(self._all[0])
-        for values in self._all:
-            total += values
-        return total
-
-    def _none(self) -> Tensor:
-        """Return NaN for all: another worker is gone, and the end of the block raises for that."""
-        return torch.full_like(self._values, math.nan, device=CPU)
+            self._all = None
+        self._work = None
+        if self._all is None:
+            return math.nan
+        total = 0.0
+        for squared in self._all.values()[place :: self._values.numel()]:
+            total += squared
+        return rounded_norm(total)
 
 
+@dataclass(frozen=True)
 class SharedReading:
     """A norm of the whole fragment; it can be read when the board has been posted."""
 
-    def __init__(self, board: NormBoard, part: int, place: int) -> None:
-        self._board, self._part, self._place = board, part, place
+    board: NormBoard
+    place: int
 
     @property
     def is_there(self) -> bool:
-        return self._board.is_posted
+        return self.board.is_posted
 
     def norm(self) -> float:
-        return self._board.norm(self._part, self._place)
-
-
-logger = logging.getLogger(__name__)
-
-
-class Records:
-    """Write down the rounds of one replica."""
-
-    def __init__(self, recorder: Recorder, exchange: Exchange) -> None:
-        self._recorder, self._exchange = recorder, exchange
-        self._has_warned_of_skips = False
-
-    def skipped(
-        self, part: SyncedPart, flight: RoundInFlight, inner_step: int, why: Exception
-    ) -> None:
-        """Record a round that no replica applies."""
-        logger.warning("skipped: %s", why)
-        metrics = SyncMetrics(
-            round=flight.number,
-            fragment=part.index,
-            inner_step=inner_step,
-            pseudo_gradient_norm=flight.measured_norm(),
-            weight=flight.weight,
-            is_applied=False,
-            is_reset=flight.is_reset,
-            reset_replicas=flight.reset_replicas(),
-        )
-        self._recorder.add(metrics)
-
-    def applied(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
-        """Record a round that was applied."""
-        mean = flight.wait()
-        # A round from a saved state was exchanged by another process: it took no seconds here.
-        seconds = mean.seconds
-        exchange_s = seconds.get("total", 0.0)
-        metrics = SyncMetrics(
-            round=flight.number,
-            fragment=part.index,
-            inner_step=inner_step,
-            sent_bytes=mean.sent_bytes,
-            received_bytes=mean.received_bytes,
-            encode_s=seconds.get("encode", 0.0),
-            exchange_s=exchange_s,
-            reduce_s=seconds.get("reduce", 0.0),
-            exposed_s=flight.exposed_s,
-            outer_step_s=flight.outer_step_s,
-            overlap_fraction=overlap_fraction(exchange_s, flight.exposed_s),
-            pseudo_gradient_norm=flight.measured_norm(),
-            weight=flight.weight,
-            is_reset=flight.is_reset,
-            reset_replicas=flight.reset_replicas(),
-        )
-        self._recorder.add(metrics)
-        if metrics.reset_replicas:
-            _log_reset(part, flight, metrics.reset_replicas)
-        self._warn_of_skipped_steps(mean)
-
-    def _warn_of_skipped_steps(self, mean: Mean) -> None:
-        steps = [header.inner_step for header in mean.headers]
-        if self._has_warned_of_skips or len(set(steps)) == 1:
-            return
-        self._has_warned_of_skips = True
-        counts = dict(zip(self._exchange.members, steps, strict=True))
-        warn(
-            f"replicas have applied different numbers of inner steps ({counts} by replica): "
-            "some of them skipped steps, as a GradScaler does after an overflow"
-        )
-
-
-def _log_reset(part: SyncedPart, flight: RoundInFlight, replicas: tuple[int, ...]) -> None:
-    is_one = len(replicas) == 1
-    logger.warning(
-        "reset: fragment %d, round %d: replica%s %s had elements that are NaN, Inf or out of the "
-        "wire's range, and %s; the others went on with their mean",
-        part.index,
-        flight.number,
-        "" if is_one else "s",
-        ", ".join(map(str, replicas)),
-        f"took {'its' if is_one else 'their'} outer parameters"
-        if part.has_outer
-        else "took the mean of the others' buffers",
-    )
+        return self.board.norm(self.place)

@@ -28,11 +28,14 @@ class Streaks:
         self._skips: Counter[int] = Counter()
         self._resets: dict[int, Counter[int]] = {}
         self._unshared: dict[int, NonFiniteError] | None = None
+        # Whether a round that was applied without a reset changes anything here.
+        self.is_counting = False
 
     def forget(self) -> None:
         """Begin anew: the group has changed."""
         self._skips.clear()
         self._resets.clear()
+        self.is_counting = False
 
     def skipped(self, part: SyncedPart, error: NonFiniteError, reset: Sequence[int]) -> None:
         """Count a round that no replica applies.
@@ -43,6 +46,7 @@ class Streaks:
         Raises:
             NonFiniteError: The limit is passed, and no flush is under way.
         """
+        self.is_counting = True
         self._count_resets(part, reset)
         self._skips[part.index] += 1
         if self._unshared is not None:
@@ -63,9 +67,10 @@ class Streaks:
             NonFiniteError: A replica was reset once too often, and no flush is under way.
         """
         self._count_resets(part, reset)
-        self._skips[part.index] = 0
+        del self._skips[part.index]
+        self.is_counting = bool(self._skips or any(self._resets.values()) or self._unshared)
         if self._unshared is not None:
-            if not part.owes:
+            if not part.owed.is_lost:
                 self._unshared.pop(part.index, None)
             return
         counts, limit = self._resets[part.index], self._limit
@@ -202,9 +207,7 @@ class Resets:
         """Whether the workers of the replica have still to decide in this block."""
         return self.is_on and self._workers is not None and not self._is_decided
 
-    def ship(
-        self, sent: Sequence[tuple[SyncedPart, RoundInFlight]], leave_local: LeaveLocal
-    ) -> None:
+    def ship(self, sent: Sequence[RoundInFlight], leave_local: LeaveLocal) -> None:
         """Send the rounds that are held, those with bad values as zeros of weight 0.
 
         Args:
@@ -220,17 +223,17 @@ class Resets:
         if not self.is_on:
             return
         try:
-            bad = self._agree([part for part, flight in sent if _has_bad_values(flight)])
-            for part, flight in sent:
-                if bad[part.index]:
-                    _forgo(part, flight)
+            bad = self._agree([flight.part for flight in sent if _has_bad_values(flight)])
+            for flight in sent:
+                if bad[flight.part.index]:
+                    _forgo(flight)
             is_bad = any(
                 bad[part.index] for part in self._parts if isinstance(part, SyncedFragment)
             )
             if is_bad:
-                self._take_outer(dict(sent), leave_local)
+                self._take_outer({flight.part: flight for flight in sent}, leave_local)
         finally:
-            for _, flight in sent:
+            for flight in sent:
                 assert flight.work is not None
                 self._exchange.ship(flight.work)
         if is_bad and self._on_reset is not None:
@@ -266,7 +269,7 @@ def _has_bad_values(flight: RoundInFlight) -> bool:
     return flight.work.has_bad_values()
 
 
-def _forgo(part: SyncedPart, flight: RoundInFlight) -> None:
+def _forgo(flight: RoundInFlight) -> None:
     assert flight.work is not None
     flight.is_reset, flight.weight = True, 0.0
     flight.work.forgo()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,14 @@ class NormReading(Protocol):
     def norm(self) -> float: ...
 
 
+# sent      the payload is with the engine, and this replica has not looked at the result
+# agreed    all replicas have voted for the round, and its mean is here
+# pending   the outer step is enqueued, and the device takes it if the vote is good
+# applied   the outer step is taken and counted
+# lost      no replica applies the round: its mean counts as zero
+State = Literal["sent", "agreed", "pending", "applied", "lost"]
+
+
 @dataclass(eq=False)
 class RoundInFlight:
     """One round of one part, from its send until it is applied or lost.
@@ -49,7 +59,7 @@ class RoundInFlight:
         number: Number of the round.
         apply_step: Inner step after which the result is due; -1 when that is at a send.
         own: This replica's payload, laid out as ``layout``; None after a resume that needs none.
-        coefficient: With which the own payload went into this replica's outer parameters already.
+        coefficient: Factor of the own payload in this replica's outer parameters already.
         lr: Outer learning rate, without an inner one.
         reading: The norm while it is being measured; see ``measured_norm``.
         is_local_kept: The local parameters still hold what was sent.
@@ -64,6 +74,7 @@ class RoundInFlight:
         outer_step_s: Seconds of the outer step.
     """
 
+    part: SyncedPart
     number: int
     kind: Kind
     sent_step: int
@@ -72,6 +83,7 @@ class RoundInFlight:
     lr: float
     own: Tensor | None
     layout: Layout
+    state: State = "sent"
     norm: float = float("nan")
     reading: NormReading | None = None
     coefficient: float = 0.0
@@ -105,20 +117,21 @@ class RoundInFlight:
         if self.work is None:
             return self.saved_resets
         headers = self.work.headers if self.mean is None else self.mean.headers
-        pairs = zip(self.members, headers, strict=False)
-        return tuple(replica for replica, header in pairs if header.is_reset)
+        found: tuple[int, ...] = ()
+        for replica, header in zip(self.members, headers, strict=False):
+            if header.is_reset:
+                found += (replica,)
+        return found
 
     def own_after(self, inner_step: int) -> Tensor | None:
         """Return the own payload if the local values have changed since it was sent."""
         return None if self.is_reset or self.sent_step == inner_step else self.own
 
-    def offer(self) -> Mean:
-        """As ``wait``, but the verdict may be left to the device; see ``ExchangeWork.offer``."""
-        if self.mean is None and self.work is not None:
-            offered = self.work.offer()
-            if offered.verdict is not None:
-                return offered
-        return self.wait()
+    def own_share(self) -> list[Own]:
+        """Return the own payload, if it has gone into the outer parameters, or will now."""
+        if self.own is None or not self.coefficient:
+            return []
+        return [Own(self.own, self.coefficient, self.layout)]
 
     def wait(self) -> Mean:
         """Wait for the vote; repeatable.
@@ -129,12 +142,17 @@ class RoundInFlight:
         if self.mean is None:
             assert self.work is not None
             self.mean = self.work.wait()
+            if self.state == "sent":
+                self.state = "agreed"
         return self.mean
 
 
 def weight_sum(mean: Mean) -> float:
     """Return the sum of all replicas' weights in a round."""
-    return sum(header.weight for header in mean.headers)
+    total = 0.0
+    for header in mean.headers:
+        total += header.weight
+    return total
 
 
 def mean_of(repair: Repair, flight: RoundInFlight | None) -> Mean:
@@ -157,6 +175,59 @@ def mean_of(repair: Repair, flight: RoundInFlight | None) -> Mean:
     )
 
 
+def mixed(*values: float) -> int:
+    """Return 64 bits that depend on integers below 2^64 and floating-point numbers, in order."""
+    packed = b""
+    for value in values:
+        packed += struct.pack("<Q" if isinstance(value, int) else "<d", value)
+    return hashed(packed)
+
+
+def hashed(content: bytes) -> int:
+    """Return 64 bits that depend on the content."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+@dataclass
+class Owed:
+    """What the next rounds of a part have to make good.
+
+    Attributes:
+        is_lost: The next round will carry what a lost round had.
+        is_ahead: The local parameters still hold rounds that were sent.
+        corrections: Own payloads of lost rounds, in the layout of the part's buffers, that
+            ``Eager`` has applied and the next outer step takes back.
+    """
+
+    is_lost: bool = False
+    is_ahead: bool = False
+    corrections: list[Own] = field(default_factory=list)
+
+
+@dataclass
+class StepNorms:
+    """L2 norms of a part's outer steps, as far as they are measured.
+
+    Attributes:
+        last, largest: The norm of the last step and of the largest one.
+        readings: Norms that may still be on their way, oldest first.
+    """
+
+    last: float = 0.0
+    largest: float = 0.0
+    readings: deque[NormReading] = field(default_factory=deque)
+
+    def read(self) -> tuple[float, float]:
+        """Return ``last`` and ``largest``, with all norms that are there."""
+        # Norms of steps in a block of the replica's workers come when the block ends.
+        while self.readings and self.readings[0].is_there:
+            norm = self.readings.popleft().norm()
+            # NaN: a worker of the replica could not take that step, and all keep the norm before.
+            if not isnan(norm):
+                self.last, self.largest = norm, max(self.largest, norm)
+        return self.last, self.largest
+
+
 # Takes the squared norm of an outer step.
 Measure = Callable[[Tensor], NormReading]
 
@@ -168,76 +239,33 @@ class SyncedPart(ABC):
         index: Number of the fragment in headers; the buffers come after the last fragment.
         round: Number of the next round to be applied.
         last_sent: Last inner step whose progress is applied, in flight or owed.
-        in_flight: Rounds sent and neither applied nor lost, oldest first.
-        owes: The next round will carry what a lost round had.
-        is_ahead: The local parameters still hold rounds that were sent.
-        equal_at: Number of outer steps at which all replicas had the same outer parameters.
-        ended_at: Number of outer steps after which ``take_back_look_ahead`` was called; -1 before.
-        corrections: Own payloads of lost rounds, in the layout of ``buffers``, that ``Eager`` has
-            applied and the next outer step takes back.
+        in_flight: Rounds that are sent or agreed, oldest first.
+        owed: What lost rounds have left to the next ones.
+        step_norms: Norms of the outer steps, where the overlap policy measures them.
         weight_sum: Sum of all replicas' weights in the last round that was applied; 0 before.
         history: Digest of the outer state and of the rounds applied to it; see ``history``.
-        step_norm, largest_norm: L2 norm of the last and of the largest outer step, if measured.
         buffers: Buffers of the exchange; None while there are none, and for a part of no elements.
         loader: Brings outer parameters in host memory to the device; None where they are there.
         has_outer: It has outer parameters, and a step of the outer optimizer in each round.
         is_divided: The workers of the replica have different elements.
+        takes_verdict: A round can be applied on the device's decision.
     """
 
     device: torch.device
     loader: _C.ChunkLoader | None = None
     has_outer: ClassVar[bool] = False
     is_divided: ClassVar[bool] = False
+    takes_verdict = False
 
     def __init__(self, index: int, num_elements: int) -> None:
         self.index = index
         self.num_elements = num_elements
-        self.round = 0
-        self.last_sent = 0
-        self.in_flight: deque[RoundInFlight] = deque()
-        self.owes = False
-        self.is_ahead = False
-        self.equal_at = 0
-        self.ended_at = -1
-        self.corrections: list[Own] = []
+        self.round = self.last_sent = self.history = 0
         self.weight_sum = 0.0
-        self.history = 0
-        self._step_norm = 0.0
-        self._readings: deque[NormReading] = deque()
-        self._largest_norm = 0.0
+        self.in_flight: deque[RoundInFlight] = deque()
+        self.owed = Owed()
+        self.step_norms = StepNorms()
         self.buffers: ExchangeBuffers | None = None
-
-    @property
-    def step_norm(self) -> float:
-        self._read_norms()
-        return self._step_norm
-
-    @step_norm.setter
-    def step_norm(self, value: float) -> None:
-        self._step_norm = value
-        self._readings.clear()
-
-    @property
-    def largest_norm(self) -> float:
-        self._read_norms()
-        return self._largest_norm
-
-    @largest_norm.setter
-    def largest_norm(self, value: float) -> None:
-        self._largest_norm = value
-
-    def _read_norms(self) -> None:
-        # Norms of steps in a block of the replica's workers come when the block ends.
-        while self._readings and self._readings[0].is_there:
-            norm = self._readings.popleft().norm()
-            # NaN: a worker of the replica could not take that step, and all keep the norm before.
-            if not isnan(norm):
-                self._step_norm, self._largest_norm = norm, max(self._largest_norm, norm)
-
-    @property
-    def takes_verdict(self) -> bool:
-        """Whether a round can be applied on the device's decision."""
-        return False
 
     @property
     def next_round(self) -> int:
@@ -257,6 +285,28 @@ class SyncedPart(ABC):
     def outer_lr(self, optimizer: OuterOptimizer, round: int) -> float:
         """Return the outer learning rate of a round; 0 without outer parameters."""
         return 0.0
+
+    def applied(self, number: int, mean: Mean, *, has_digest: bool) -> None:
+        """Count a round as applied, and mix its digest, numbers and coefficients into the history.
+
+        Args:
+            has_digest: False for a round in a saved state of an older version.
+        """
+        total = weight_sum(mean)
+        self.round, self.weight_sum = number + 1, total
+        if has_digest:
+            lowest = mean.headers[0]
+            values = [self.history, number, mean.digest, lowest.outer_lr, lowest.gap, total]
+            for _, coefficient in mean.terms:
+                values.append(coefficient)
+            self.history = mixed(*values)
+
+    def forget(self) -> None:
+        """Forget the rounds in flight, and what is owed."""
+        self.in_flight.clear()
+        self.owed = Owed()
+        if self.buffers is not None:
+            self.buffers.forget()
 
     @abstractmethod
     def named(self) -> dict[str, Tensor]:
@@ -347,6 +397,7 @@ class SyncedFragment(SyncedPart):
         else:
             pages = page_locked((self.num_elements,), torch.float32)
         self.state = optimizer.make_state(pages)
+        self.takes_verdict = self.state.takes_verdict
         self.counted: list[tuple[int, int]] | None = None
         if loader is not None:
             self.state.offload(loader)
@@ -360,10 +411,6 @@ class SyncedFragment(SyncedPart):
     @property
     def outer_at_rest(self) -> Tensor:
         return self.state.outer
-
-    @property
-    def takes_verdict(self) -> bool:
-        return self.state.takes_verdict
 
     def outer_lr(self, optimizer: OuterOptimizer, round: int) -> float:
         return optimizer.lr_at(round, self.state)
@@ -422,7 +469,7 @@ class SyncedFragment(SyncedPart):
             self._clear_padding()
         if before is not None and measure is not None:
             squared = self._squared_norm(before, [self.on_device()], update.impl)
-            self._readings.append(measure(squared))
+            self.step_norms.readings.append(measure(squared))
 
     def _clear_padding(self) -> None:
         """Set the padding to zero, to which a rotated wire has added noise."""
@@ -439,11 +486,15 @@ class SyncedFragment(SyncedPart):
     def uncount_step(self) -> None:
         self.state.uncount_step()
 
+    def forget(self) -> None:
+        super().forget()
+        self.state.equal_at = -1
+
     def take_back_look_ahead(self, lr: float, impl: str) -> None:
         if self.loader is not None:
             self.loader.finish()
         self.state.take_back_look_ahead(lr)
-        self.ended_at = self.state.num_steps
+        self.state.ended_at = self.state.num_steps
         self.write_local(impl)
 
     def squared_norm(self, impl: str) -> Tensor:
@@ -479,7 +530,7 @@ class SyncedFragment(SyncedPart):
     def owe_progress(self) -> None:
         assert self.buffers is not None
         self.buffers.residuals.owe(self.progress())
-        self.is_ahead = False
+        self.owed.is_ahead = False
 
     def owe_round(self, flight: RoundInFlight, impl: str) -> None:
         assert self.buffers is not None and flight.own is not None
@@ -487,7 +538,7 @@ class SyncedFragment(SyncedPart):
 
     def keep_local(self, flight: RoundInFlight, impl: str) -> None:
         assert self.buffers is not None and flight.own is not None
-        self.is_ahead = True
+        self.owed.is_ahead = True
         self.buffers.residuals.rewind()
         self.buffers.residuals.owe(self.decode(flight.own, flight.layout, impl).neg_())
 

@@ -49,7 +49,7 @@ from ..ops.residuals import drop_bad
 from ..ops.wire import Layout, WireFormat
 from ..replica.descriptions import describe
 from ..replica.schedule import Schedule
-from .part import RoundInFlight, SyncedFragment, SyncedPart, weight_sum
+from .part import RoundInFlight, StepNorms, SyncedFragment, SyncedPart, weight_sum
 
 VERSION = 1
 _HOME = ("parts", "outer", "buffers", "flights")
@@ -260,7 +260,7 @@ def _look_at(part: SyncedPart, scope: Scope) -> _View:
             is_bad = is_bad or isinstance(error, NonFiniteError)
     # A round that has arrived may have moved the residual on.
     added = part.buffers.residuals.added if part.buffers else None
-    view = _View(arrived, added, list(part.corrections), part.owes)
+    view = _View(arrived, added, list(part.owed.corrections), part.owed.is_lost)
     if scope.overlap.rounds and isinstance(part, SyncedFragment):
         for flight in failed:
             _lose(part, flight, view)
@@ -280,8 +280,7 @@ def _lose(part: SyncedFragment, flight: RoundInFlight, view: _View) -> None:
     sent = part.decode(flight.own, flight.layout, "")
     view.added = sent if view.added is None else view.added + sent
     view.owes = True
-    if flight.coefficient:
-        view.corrections.append(Own(flight.own, flight.coefficient, flight.layout))
+    view.corrections += flight.own_share()
 
 
 def _collect_shared(part: SyncedPart, view: _View, scope: Scope, home: dict[str, Any]) -> None:
@@ -316,7 +315,7 @@ def _collect_own(part: SyncedPart, view: _View, scope: Scope, own: dict[str, Any
     own["own"][key] = json.dumps(
         {
             "owes": view.owes,
-            "is_ahead": part.is_ahead,
+            "is_ahead": part.owed.is_ahead,
             "flights": numbers,
             "corrections": corrections,
             "has_owed": has_owed,
@@ -362,16 +361,17 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
         "weight_sum": part.weight_sum,
     }
     if isinstance(part, SyncedFragment):
+        last, largest = part.step_norms.read()
         numbers |= {
             "num_steps": part.state.num_steps,
-            "step_norm": part.step_norm,
-            "largest_norm": part.largest_norm,
+            "step_norm": last,
+            "largest_norm": largest,
             "extra": part.state.extra(),
         }
         # Left out of the state of a fresh part: torch.distributed.checkpoint looks in a file for
         # each key of a fresh state, and files of older versions lack these.
         if part.state.last_lr is not None:
-            numbers |= {"last_lr": part.state.last_lr, "ended_at": part.ended_at}
+            numbers |= {"last_lr": part.state.last_lr, "ended_at": part.state.ended_at}
     return numbers
 
 
@@ -381,10 +381,11 @@ def set_numbers(part: SyncedPart, numbers: Mapping[str, Any]) -> None:
     part.weight_sum = float(numbers.get("weight_sum", 0.0))
     if isinstance(part, SyncedFragment):
         part.state.num_steps = int(numbers.get("num_steps", part.round))
-        part.step_norm = float(numbers.get("step_norm", 0.0))
-        part.largest_norm = float(numbers.get("largest_norm", 0.0))
+        part.step_norms = StepNorms(
+            float(numbers.get("step_norm", 0.0)), float(numbers.get("largest_norm", 0.0))
+        )
         part.state.last_lr = numbers.get("last_lr")
-        part.ended_at = int(numbers.get("ended_at", -1))
+        part.state.ended_at = int(numbers.get("ended_at", -1))
 
 
 _SHARED = ("number", "kind", "sent_step", "apply_step", "lr")
@@ -520,7 +521,7 @@ class Saved:
 
     def install(self, part: SyncedPart) -> None:
         """Put the rounds in flight, as if they had just arrived."""
-        part.corrections = self.corrections
+        part.owed.corrections = self.corrections
         for flight in self.flights:
             assert part.buffers is not None and flight.mean is not None
             part.in_flight.append(flight)
@@ -587,7 +588,7 @@ def unpack(
             apart = own["payloads"] if own and not senders else {}
             kept = own_reader.read(apart[str(k)]) if str(k) in apart else None
         layouts = own_reader.target, mean_reader.target
-        flight = _flight_of(part.index, numbers, mine, kept, terms, layouts, replica)
+        flight = _flight_of(part, numbers, mine, kept, terms, layouts, replica)
         flight.members = senders
         saved.flights.append(flight)
     for i, coefficient in enumerate(own["corrections"] if own else []):
@@ -597,7 +598,7 @@ def unpack(
 
 
 def _flight_of(
-    fragment: int,
+    part: SyncedPart,
     numbers: Mapping[str, Any],
     mine: Mapping[str, Any],
     own: Tensor | None,
@@ -613,7 +614,7 @@ def _flight_of(
     """
     header = Header(
         numbers["kind"],
-        fragment=fragment,
+        fragment=part.index,
         round=numbers["number"],
         weight=numbers["weight_sum"],
         outer_lr=numbers["outer_lr"],
@@ -623,10 +624,12 @@ def _flight_of(
     digest, reset = numbers.get("digest"), tuple(numbers.get("reset", ()))
     mean = Mean(terms, layouts[1], [header], [1.0], {}, 0, 0, digest=digest or 0)
     return RoundInFlight(
+        part=part,
         **{name: numbers[name] for name in _SHARED},
         **mine,
         own=own,
         layout=layouts[0],
+        state="agreed",
         is_reset=replica in reset,
         mean=mean,
         has_digest=digest is not None,

@@ -36,9 +36,10 @@ class Ledger:
         self.learned[part.index] += progress
         return flight
 
-    def _commit(self, part: SyncedPart, flight: RoundInFlight, arrival: Any) -> None:
+    def _commit(self, flight: RoundInFlight, arrival: Any) -> None:
+        part = flight.part
         self.applied[part.index] += part.decode(flight.own, flight.layout, "").double()
-        self.commit(part, flight, arrival)
+        self.commit(flight, arrival)
 
     def _repair(
         self, part: SyncedPart, repair: Any, flight: RoundInFlight, inner_step: int
