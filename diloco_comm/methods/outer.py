@@ -1,9 +1,9 @@
-"""Outer optimizers: the step on averaged pseudo-gradients, taken on one fragment at a time.
+"""Outer optimizers, their states and schedules: the step on averaged pseudo-gradients, taken on one fragment at a time.
 
 A pseudo-gradient is outer minus local parameters, so every outer optimizer descends it. An outer
 optimizer holds numbers only; the buffers of a fragment are in its ``OuterState``. The
 learning rate, and nothing else, may be assigned at any time (``diloco.outer.lr = 0.5``) or be a
-function of the round; all replicas use the one that the lowest replica sent with the round.
+function of the round; all replicas use the rate that the lowest replica sent with the round.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class OuterState(ABC):
         return {}
 
     def load(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
-        """Copy saved buffers in; ``num_steps`` is already that of the save."""
+        """Copy saved buffers in; ``num_steps`` has the saved value already."""
         for name, tensor in self.tensors().items():
             if tensor is not tensors[name]:
                 tensor.copy_(tensors[name])
@@ -626,7 +626,7 @@ def call_of(optimizer: torch.optim.Optimizer, argument: str) -> str:
     Arguments that are the class's own defaults are left out, but for the learning rate.
 
     Args:
-        argument: What stands for the parameters.
+        argument: The word that stands for the parameters.
     """
     made = type(optimizer)
     values = {**optimizer.defaults, **optimizer.param_groups[0]}

@@ -46,7 +46,7 @@ class Overlap:
         rounds: A result is due when its fragment is sent for the ``rounds``-th time after it; with
             0 the result is due ``delay`` inner steps after its send.
         alpha: Weight of the local value in the merge: alpha*local + (1-alpha)*outer.
-        first: What happens at a send for which no result can be due yet; see ``Eager``.
+        first: The rule for a send at which no result can be due yet; see ``Eager``.
         clip: Bound on the elements of the outer momentum, or None.
         inner_lr: A function that returns the present inner learning rate, or None; see ``CO2``.
         is_shared: Whether outer parameters and momentum are the same on all replicas.
@@ -181,7 +181,7 @@ class Eager(Overlap):
 
     Args:
         rounds: Sends until a mean is due, 1 or 2.
-        first: What happens at the first ``rounds`` sends, for which the paper gives no rule. "zero"
+        first: The rule for the first ``rounds`` sends; the paper gives no rule for them. "zero"
             takes the absent mean as zero, so the gradient is the own share alone; "skip" takes no
             outer step and leaves the local parameters alone; "sync" waits for the mean and applies
             it. Whichever it is, every pseudo-gradient counts once.

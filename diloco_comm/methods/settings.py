@@ -98,7 +98,7 @@ class Wires:
                 raise ValueError(f"wire of {pattern!r}: {error}") from None
 
     def group_of(self, name: str) -> int:
-        """Return the index of a parameter's group: that of the first pattern that matches.
+        """Return the index of a parameter's group: the first one whose pattern matches.
 
         Raises:
             ValueError: If no pattern matches.
@@ -232,7 +232,7 @@ class Settings:
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
-# Arguments of which None is a value.
+# Arguments that may be None.
 _OPTIONAL = ("max_skipped",)
 
 

@@ -60,7 +60,7 @@ def equalize(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> None
     """Set outer parameters, momenta and local parameters to the means; a collective call.
 
     Raises:
-        SyncError: If the group fails; parts before the one that failed are equal then.
+        SyncError: If the group fails; parts before the failure are equal then.
     """
     for part in parts:
         if isinstance(part, SyncedFragment) and part.num_elements:

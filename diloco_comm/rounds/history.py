@@ -99,7 +99,7 @@ def unsent(parts: Sequence[SyncedPart], inner_step: int) -> list[int]:
 def stale_parts(
     exchange: Exchange, parts: Sequence[SyncedPart], inner_step: int, beside: Any
 ) -> tuple[list[SyncedPart], list[Any]]:
-    """List the parts of which any replica holds something unsent; a collective call.
+    """List the parts that any replica holds something unsent of; a collective call.
 
     Args:
         beside: A further JSON value of this replica.

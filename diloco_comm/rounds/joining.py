@@ -38,11 +38,11 @@ class CopyBeside(Protocol):
 
 @dataclass(frozen=True)
 class Shared:
-    """What came of ``share``.
+    """The result of ``share``.
 
     Attributes:
-        inner_step: Of the source.
-        copied_bytes: Of outer state that newcomers were given, while all members waited.
+        inner_step: The source's inner step.
+        copied_bytes: Bytes of outer state given to newcomers, while all members waited.
         is_equal: All replicas were seen to have the same outer state.
     """
 
@@ -61,8 +61,8 @@ def share(
 ) -> Shared:
     """Give newcomers the state of the source: the lowest replica that trains already.
 
-    A collective call. A newcomer's local parameters become the outer ones, and its outer learning
-    rate that of the source.
+    A collective call. A newcomer's local parameters become the outer ones, and it takes the outer
+    learning rate of the source.
 
     Args:
         beside: The newcomer's copy; given on all replicas or on none. None where outer parameters

@@ -270,7 +270,7 @@ class SharedNorms:
         device = next((part.device for part in parts if part.is_divided), CPU)
         side = _C.OwnStream(device) if device != CPU else None
         board = partial(NormBoard, workers.group, len(parts), device, side)
-        # Of one part, a block sends one round at most; flush() applies all that are under way.
+        # A block sends one round of a part at most; flush() applies all that are under way.
         self._open_sent = partial(board, 1) if sent else None
         self._open_steps = partial(board, policy.rounds + 1) if policy.measures_steps else None
         self._open()

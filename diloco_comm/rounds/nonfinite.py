@@ -60,7 +60,7 @@ class Streaks:
         """Count a round that was applied.
 
         Args:
-            number: Of the round.
+            number: The number of the round.
             reset: As in ``skipped``.
 
         Raises:
@@ -217,7 +217,7 @@ class Resets:
         Raises:
             Exception: The error of ``on_reset``; all rounds are sent and all parameters written.
             RuntimeError: Another worker of this replica is gone; all rounds are sent, and all
-                parameters but those of that worker are written.
+                parameters but that worker's are written.
         """
         self.has_taken_outer = False
         if not self.is_on:

@@ -190,7 +190,7 @@ def hashed(content: bytes) -> int:
 
 @dataclass
 class Owed:
-    """What the next rounds of a part have to make good.
+    """The debts of a part, which its next rounds make good.
 
     Attributes:
         is_lost: The next round will carry what a lost round had.
@@ -240,7 +240,7 @@ class SyncedPart(ABC):
         round: Number of the next round to be applied.
         last_sent: Last inner step whose progress is applied, in flight or owed.
         in_flight: Rounds that are sent or agreed, oldest first.
-        owed: What lost rounds have left to the next ones.
+        owed: The debts that earlier rounds have left to the next ones.
         step_norms: Norms of the outer steps, where the overlap policy measures them.
         weight_sum: Sum of all replicas' weights in the last round that was applied; 0 before.
         history: Digest of the outer state and of the rounds applied to it; see ``history``.

@@ -118,7 +118,7 @@ class RoundRunner(ABC):
         Args:
             parts: Due to be sent at this step; each has buffers.
             inner_step: Steps done.
-            num_skipped: Those of them that left the weights unchanged.
+            num_skipped: Steps among them that left the weights unchanged.
             kind: "sync" follows the overlap policy, "flush" is applied at once.
 
         Raises:
@@ -188,9 +188,9 @@ class RoundRunner(ABC):
         """Return the weight to send with; NaN and the error if ``weight`` raises or is none.
 
         ``weight`` is asked once at each inner step that sends: the function may reset a counter.
-        What is sent again at an inner step has the weight of the first send, unless that was 0:
-        if all replicas have no weight, the round fails, and a function may do better later. With
-        NaN the round fails at once on all replicas; without a send they would wait in vain.
+        A second send at an inner step has the weight of the first send, unless that was 0: if all
+        replicas have no weight, the round fails, and a function may do better later. With NaN the
+        round fails at once on all replicas; without a send they would wait in vain.
         """
         try:
             if self._last_weight.get(inner_step):
@@ -492,7 +492,7 @@ class RoundRunner(ABC):
         """Wait for what is in flight and forget it, and what is owed."""
         with contextlib.suppress(SyncError):
             self.settle_verdicts(-1)
-        # The inner steps are those of a saved state: ask for the weight anew.
+        # The inner steps come from a saved state: ask for the weight anew.
         self._last_weight = {}
         for part in self.parts:
             for flight in part.in_flight:

@@ -30,13 +30,13 @@ from .runner import RoundRunner
 class SendTimed(RoundRunner):
     """Take the parts of one replica through rounds that end at a later send.
 
-    What is sent depends on whether the round that is due counts, so the host waits for its verdict.
+    The next payload depends on whether the round that is due counts: the host waits for its verdict.
     """
 
     def exchange_parts(
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind = "sync"
     ) -> None:
-        """Send the next round of each part, and take its outer step on the one that is due.
+        """Send the next round of each part, and take its outer step on the round that is due.
 
         Everything is encoded and on its way before the first outer step begins. A part whose due
         round failed, or that could not be sent, is left as it is.
@@ -240,7 +240,7 @@ class SendTimed(RoundRunner):
     def drain(self, inner_step: int) -> None:
         """Wait for all rounds and take an outer step on each; nothing is sent.
 
-        What was trained since the last send must have been sent.
+        All training before this call must have been sent.
 
         Raises:
             SyncError: The first failure; later rounds of that part stay in flight.
@@ -322,7 +322,7 @@ class SendTimed(RoundRunner):
             super()._repair(part, repair, flight, inner_step)
             return
         if flight.is_local_kept:
-            # What was sent is in the local parameters, too, and is not owed on top.
+            # The local parameters hold the payload too: it is not owed on top.
             part.keep_local(flight, self.impl)
         part.owe_progress()
         part.owed.is_lost = True

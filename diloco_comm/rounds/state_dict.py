@@ -609,8 +609,8 @@ def _flight_of(
     """Return a round that has arrived: one header carries the numbers that all replicas share.
 
     Args:
-        numbers, mine: Of the round, as ``pack_shared`` and ``pack_own`` made them.
-        layouts: Of the own payload, and of those of the mean.
+        numbers, mine: The round's numbers, as ``pack_shared`` and ``pack_own`` made them.
+        layouts: The layouts of the own payload and of the mean's payloads.
     """
     header = Header(
         numbers["kind"],
@@ -651,8 +651,8 @@ class _Reader:
     """Reads payloads of one wire.
 
     Attributes:
-        layout: Of the payloads in the state.
-        target: Of what ``read`` returns: where the wire is that of the buffers, as these have.
+        layout: Layout of the payloads in the state.
+        target: Layout of the tensors that ``read`` returns: as the buffers have, on their wire.
     """
 
     fragment: int
