@@ -1,4 +1,4 @@
-"""Outer optimizers, their states and schedules: the step on averaged pseudo-gradients, taken on one fragment at a time.
+"""Outer optimizers: the step on averaged pseudo-gradients, taken on one fragment at a time.
 
 A pseudo-gradient is outer minus local parameters, so every outer optimizer descends it. An outer
 optimizer holds numbers only; the buffers of a fragment are in its ``OuterState``. The

@@ -90,8 +90,8 @@ class RoundLog:
     The training thread writes; one other thread may read at the same time.
 
     Args:
-        max_bytes: Most bytes of payloads. The oldest rounds of a fragment give way to its new ones. After a
-            round that is larger than this by itself, the log is empty.
+        max_bytes: Most bytes of payloads. The oldest rounds of a fragment give way to its new ones.
+            After a round that is larger than this by itself, the log is empty.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -196,7 +196,8 @@ class RoundRunner(ABC):
             if self._last_weight.get(inner_step):
                 return self._last_weight[inner_step], None
             given = self._weight() if callable(self._weight) else self._weight
-            weight = checks.not_negative("weight", given)
+            is_plain = type(given) is float and 0.0 <= given < math.inf
+            weight = given if is_plain else checks.not_negative("weight", given)
             self._last_weight = {inner_step: weight}
             return weight, None
         except Exception as error:

@@ -30,7 +30,7 @@ from .runner import RoundRunner
 class SendTimed(RoundRunner):
     """Take the parts of one replica through rounds that end at a later send.
 
-    The next payload depends on whether the round that is due counts: the host waits for its verdict.
+    The next payload depends on whether the due round counts: the host waits for its verdict.
     """
 
     def exchange_parts(
