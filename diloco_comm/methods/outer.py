@@ -51,9 +51,13 @@ class Update:
 
     def payloads(self) -> dict[str, Any]:
         """Return the arguments that say where the encoded elements are."""
+        payloads, coefficients = [], []
+        for payload, coefficient in self.terms:
+            payloads.append(payload)
+            coefficients.append(coefficient)
         return {
-            "payloads": [payload for payload, _ in self.terms],
-            "coefficients": [coefficient for _, coefficient in self.terms],
+            "payloads": payloads,
+            "coefficients": coefficients,
             "run_elements": self.layout.run_elements,
             "wire": self.layout.wire.name,
             "block_size": self.layout.wire.block_size,

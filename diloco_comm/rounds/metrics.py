@@ -144,7 +144,7 @@ class Recorder:
             exposed_s=flight.exposed_s,
             outer_step_s=flight.outer_step_s,
             overlap_fraction=overlap_fraction(exchange_s, flight.exposed_s),
-            pseudo_gradient_norm=flight.measured_norm(),
+            pseudo_gradient_norm=flight.norm if flight.reading is None else flight.measured_norm(),
             weight=flight.weight,
             is_reset=flight.is_reset,
             reset_replicas=reset,

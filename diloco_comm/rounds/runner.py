@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 # This replica's weight, or the function that returns it at each step that sends.
 Weight = float | Callable[[], float]
 
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+# Stands for a span that nobody records, and for a change of state that nobody reads.
+NO_BLOCK: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class RoundRunner(ABC):
@@ -154,7 +155,7 @@ class RoundRunner(ABC):
 
     def _writing(self, part: SyncedPart) -> AbstractContextManager[None]:
         """Return a block that changes the outer state of a part."""
-        return _NOTHING if self.log is None else self.log.writing(part)
+        return NO_BLOCK if self.log is None else self.log.writing(part)
 
     def _stale_parts(self, inner_step: int, ending: Ending) -> list[SyncedPart]:
         """As ``history.stale_parts``, once the others have ended too."""
@@ -248,7 +249,7 @@ class RoundRunner(ABC):
         delay = 0 if kind == "flush" else self._delay
         assert part.buffers is not None
         is_traced = _profiler_enabled() or self._has_nvtx
-        with span("encode", part.index, number) if is_traced else _NOTHING:
+        with span("encode", part.index, number) if is_traced else NO_BLOCK:
             work = self.exchange.start(
                 part.buffers,
                 outer=part.outer_at_rest,
@@ -334,7 +335,7 @@ class RoundRunner(ABC):
         result: Mean | SyncError
         is_traced = _profiler_enabled() or self._has_nvtx
         try:
-            with span("wait", index, number) if is_traced else _NOTHING:
+            with span("wait", index, number) if is_traced else NO_BLOCK:
                 if flight.mean is None and self.leaves_verdict and flight.part.takes_verdict:
                     assert work is not None
                     # The verdict may be left to the device.
@@ -361,7 +362,7 @@ class RoundRunner(ABC):
         begin = time.perf_counter()
         is_traced = _profiler_enabled() or self._has_nvtx
         part = flight.part
-        with span("outer_step", part.index, flight.number) if is_traced else _NOTHING:
+        with span("outer_step", part.index, flight.number) if is_traced else NO_BLOCK:
             part.apply(update, own=own, measure=measure)
         flight.outer_step_s = time.perf_counter() - begin
 

@@ -15,7 +15,7 @@ from ..exchange.headers import Kind
 from ..exchange.work import Mean
 from .consensus import Ending
 from .part import RoundInFlight, SyncedPart
-from .runner import RoundRunner
+from .runner import NO_BLOCK, RoundRunner
 
 
 class StepTimed(RoundRunner):
@@ -35,7 +35,7 @@ class StepTimed(RoundRunner):
     def exchange_parts(
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind = "sync"
     ) -> None:
-        late = self._look_at_verdicts(inner_step, parts)
+        late = self._look_at_verdicts(inner_step, parts) if self._undecided else None
         refusal = self._send_all(parts, inner_step, num_skipped, kind)
         try:
             self.receive(inner_step)
@@ -102,7 +102,7 @@ class StepTimed(RoundRunner):
             return
         alpha = 0.0 if flight.kind == "flush" else self.settings.overlap.alpha
         update = self._update(part, result, alpha=alpha, verdict=result.verdict)
-        with self._writing(part):
+        with NO_BLOCK if self.log is None else self.log.writing(part):
             self._step(flight, update, own=flight.own_after(inner_step))
             if result.verdict is None:
                 self._commit(flight, result)
@@ -165,6 +165,7 @@ class StepTimed(RoundRunner):
         return first
 
     def _decide(self, flight: RoundInFlight, result: Mean | SyncError, inner_step: int) -> None:
+        assert flight.state == "pending"
         self._undecided.remove(flight)
         if isinstance(result, SyncError):
             flight.part.uncount_step()
