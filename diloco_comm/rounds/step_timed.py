@@ -125,8 +125,6 @@ class StepTimed(RoundRunner):
             if part not in stale:
                 part.write_local(self.impl)
 
-    # A round that is lost is in the local parameters still, and the next send carries it.
-
     def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:
         """Do nothing: between two sends nothing is owed."""
 
