@@ -57,6 +57,7 @@ class RoundInFlight:
 
     Attributes:
         number: Number of the round.
+        state: How far the round is; see ``State``.
         apply_step: Inner step after which the result is due; -1 when that is at a send.
         own: This replica's payload, laid out as ``layout``; None after a resume that needs none.
         coefficient: Factor of the own payload in this replica's outer parameters already.
