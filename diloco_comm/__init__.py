@@ -29,9 +29,8 @@ from .base.errors import (
     SyncError,
 )
 from .exchange.collective import all_reduce, shutdown
-from .methods.outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer
+from .methods.outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer, WarmupCosine
 from .methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
-from .methods.schedules import WarmupCosine
 from .ops.wire import WireFormat
 from .options import Link, NonFinite, StorePeers, Wire
 from .rounds.metrics import SyncMetrics, SyncTotals

@@ -38,8 +38,7 @@ from benchmarks.convergence.tasks import Digits, Task, Text
 from benchmarks.support import common
 from benchmarks.support.run_file import RunFile, grouped
 from diloco_comm import SGD, Nesterov, ops
-from diloco_comm.methods.outer import OuterOptimizer
-from diloco_comm.methods.outer_state import OuterState, Update
+from diloco_comm.methods.outer import OuterOptimizer, OuterState, Update
 from diloco_comm.methods.overlap import Blocking
 from diloco_comm.tools.demo.model import ModelConfig
 

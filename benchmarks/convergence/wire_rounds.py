@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.convergence.wire_means import Mean, OnWire, Sent
 from diloco_comm import ops
-from diloco_comm.methods.outer import SGD
-from diloco_comm.methods.outer_state import Update
+from diloco_comm.methods.outer import SGD, Update
 from diloco_comm.methods.overlap import Eager, Overlap, Own, Streaming, Terms
 from diloco_comm.ops.wire import Layout, WireFormat
 from diloco_comm.replica.fragments import Fragment, make_fragments, trainable_parameters

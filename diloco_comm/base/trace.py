@@ -49,6 +49,11 @@ def _nvtx_range(message: str) -> AbstractContextManager[Any]:
     return nullcontext() if nvtx is None else nvtx.annotate(message, domain=DOMAIN)
 
 
+def has_nvtx() -> bool:
+    """Whether ranges go to NVTX, also while no profiler of PyTorch records."""
+    return _nvtx() is not None
+
+
 @functools.cache
 def _nvtx() -> Any:
     if not env.use_nvtx() or importlib.util.find_spec("nvtx") is None:

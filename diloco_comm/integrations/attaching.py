@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ..options import DEFAULTS, choices_of, with_defaults
 from ..replica.sharding import is_sharded, local
-from ..rounds.agreement.handshake import check_place
-from ..rounds.agreement.resets import check_on_reset
-from ..rounds.synced import SyncedFragment
+from ..rounds.handshake import check_place
+from ..rounds.nonfinite import check_on_reset
+from ..rounds.part import SyncedFragment
 from ..training.arguments import check_arguments, seconds_of, settings_of, weight_of
 from ..training.diloco import DiLoCo
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from ..base.checks import warn
 from ..ops.digests import digest_of
-from ..rounds.agreement import handshake
+from ..rounds import handshake
 from ..training.diloco import DiLoCo
 from .attaching import parameters_of, write_parameters
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..base.checks import choice, flag
-from ..rounds.agreement import handshake
+from ..rounds import handshake
 from ..training.diloco import DiLoCo
 from .attaching import (
     Make,

@@ -19,7 +19,7 @@ from ..base.checks import timeout_seconds, warn
 from ..replica import wrappers
 from ..replica.messages import WorkerMessages
 from ..replica.wrappers import Wrapper
-from ..rounds.agreement import handshake
+from ..rounds import handshake
 from ..training.diloco import DiLoCo
 from ..training.sampler import ElasticSampler, ReplicaSampler, shard_part
 

@@ -1,1 +1,1 @@
-"""What a user chooses: when rounds overlap with training, and the outer optimizer."""
+"""The choices of a user: when rounds overlap with training, and the outer optimizer."""

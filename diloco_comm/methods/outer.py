@@ -1,28 +1,240 @@
 """Outer optimizers: the step on averaged pseudo-gradients, taken on one fragment at a time.
 
 A pseudo-gradient is outer minus local parameters, so every outer optimizer descends it. An outer
-optimizer holds numbers only; the buffers of a fragment live in its ``OuterState``. The
+optimizer holds numbers only; the buffers of a fragment are in its ``OuterState``. The
 learning rate, and nothing else, may be assigned at any time (``diloco.outer.lr = 0.5``) or be a
-function of the round; all replicas use the one that the lowest replica sent with the round.
+function of the round; all replicas use the rate that the lowest replica sent with the round.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..base.checks import not_negative, number
+from .. import _C, ops
+from ..base.checks import integer, not_negative, number
 from ..base.memory import persistent_like
-from .outer_state import OuterState, Update
-from .schedules import WarmupCosine, from_config
-from .spelling import call_of, class_name
+from ..ops.offload import CHUNK_ELEMENTS, Offloaded, chunks_of
+from ..ops.wire import Layout
+
+
+@dataclass
+class Update:
+    """One outer step: the encoded gradient, the parameters to write, and numbers of the round.
+
+    Attributes:
+        terms: Payloads (uint8, laid out as ``layout``) and their coefficients.
+        params: The fragment's parameters, written in place.
+        lr: Learning rate of this round.
+        alpha: Weight of the local value in the merge.
+        clip: Bound of the momentum's elements, for optimizers with a momentum.
+        impl: Implementation of the operators; "" for the fastest.
+        verdict: None, or int64 [1] on the device: unless it is 0 the step does nothing. Only for a
+            state with ``takes_verdict``.
+    """
+
+    terms: list[tuple[Tensor, float]]
+    params: list[Tensor]
+    layout: Layout
+    lr: float
+    alpha: float = 0.0
+    clip: float = math.inf
+    impl: str = ""
+    verdict: Tensor | None = None
+
+    def payloads(self) -> dict[str, Any]:
+        """Return the arguments that say where the encoded elements are."""
+        payloads, coefficients = [], []
+        for payload, coefficient in self.terms:
+            payloads.append(payload)
+            coefficients.append(coefficient)
+        return {
+            "payloads": payloads,
+            "coefficients": coefficients,
+            "run_elements": self.layout.run_elements,
+            "wire": self.layout.wire.name,
+            "block_size": self.layout.wire.block_size,
+            "impl": self.impl,
+        }
+
+
+class OuterState(ABC):
+    """Outer parameters of one fragment, and the buffers that its optimizer keeps for them.
+
+    Attributes:
+        outer: fp32 ``[num_elements]``; the shared model.
+        num_steps: Outer steps taken.
+        last_lr: Learning rate of the last step; None where that is not known.
+        equal_at: Number of outer steps at which all replicas had the same outer parameters.
+        ended_at: Number of outer steps after which training ended; -1 before.
+        takes_verdict: A step can be left to the device's decision.
+    """
+
+    takes_verdict = False
+    num_steps: int
+    last_lr: float | None = None
+    equal_at = 0
+    ended_at = -1
+    _lr_before: float | None = None
+
+    def count_step(self, lr: float) -> None:
+        """Count an outer step with this learning rate."""
+        self.num_steps += 1
+        self._lr_before, self.last_lr = self.last_lr, lr
+
+    def uncount_step(self) -> None:
+        """Take back the count of the last outer step, which was not taken."""
+        self.num_steps, self.last_lr = self.num_steps - 1, self._lr_before
+
+    def __init__(self, outer: Tensor) -> None:
+        self.outer = outer
+        self.num_steps = 0
+        self.offloaded: Offloaded | None = None
+
+    def offload(self, loader: _C.ChunkLoader) -> None:
+        """Keep the state in host memory, where its tensors are already, page-locked.
+
+        Raises:
+            ValueError: If this optimizer cannot.
+        """
+        if not self.takes_verdict:
+            raise ValueError(
+                "offload='cpu' goes with SGD, HeavyBall, Nesterov and Adam as outer optimizer, not "
+                "with one of torch"
+            )
+        self.offloaded = Offloaded([self.outer, *self.tensors().values()], loader)
+
+    def ranges(self, layout: Layout) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """Have outer parameters and buffers on the device, all at once or chunk by chunk.
+
+        The tensors hold elements [begin, end) of the fragment.
+        """
+        if self.offloaded is None:
+            yield 0, layout.num_elements, [self.outer, *self.tensors().values()]
+            return
+        for begin, end in chunks_of(layout):
+            with self.offloaded.chunk(begin, end, is_written=True) as tensors:
+                yield begin, end, tensors
+
+    @abstractmethod
+    def step(self, update: Update) -> None:
+        """Take one outer step and merge the result into the parameters."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the buffers with one fp32 element for each parameter element."""
+
+    def look_ahead(self) -> tuple[Tensor, float] | None:
+        """Return a momentum and its factor, if ``outer`` is that much ahead, times the last lr."""
+        return None
+
+    def take_back_look_ahead(self, lr: float) -> None:
+        """Add lr * factor * momentum to ``outer``; see ``look_ahead``."""
+        ahead = self.look_ahead()
+        if ahead is None:
+            return
+        momentum, factor = ahead
+        for begin in range(0, self.outer.numel(), CHUNK_ELEMENTS):
+            # A product of its own, so that all devices round alike.
+            shift = momentum[begin : begin + CHUNK_ELEMENTS] * (lr * factor)
+            self.outer[begin : begin + CHUNK_ELEMENTS] += shift
+
+    def extra(self) -> dict[str, Any]:
+        """Return the values to be saved that are not in ``tensors``."""
+        return {}
+
+    def load(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
+        """Copy saved buffers in; ``num_steps`` has the saved value already."""
+        for name, tensor in self.tensors().items():
+            if tensor is not tensors[name]:
+                tensor.copy_(tensors[name])
+
+    def check(self, names: set[str]) -> None:
+        """Raise ValueError unless ``load`` can take buffers of these names."""
+        own = set(self.tensors())
+        if own != names:
+            raise ValueError(
+                f"the saved outer optimizer has buffers {sorted(names)}, this one {sorted(own)}"
+            )
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Outer learning rate that rises linearly to ``peak``, then falls along half a cosine.
+
+    Give it as ``lr`` of an outer optimizer: ``Nesterov(lr=WarmupCosine(0.7, 10, 200))``. Round 0 is
+    the first round of a fragment; every fragment goes through the whole schedule by its own rounds.
+    The first round has ``peak / warmup_rounds`` (``peak`` without a warm-up), round
+    ``warmup_rounds - 1`` has ``peak``, and round ``total_rounds - 1`` and all later ones have
+    ``final``. A schedule holds no state: it is a function of the round alone, which a saved state
+    and a joining replica bring along.
+
+    Attributes:
+        peak: Largest learning rate.
+        warmup_rounds: Rounds until the peak is reached; 0 begins with it.
+        total_rounds: Rounds of a fragment in the whole run, warm-up included.
+        final: Learning rate of the last round.
+    """
+
+    peak: float
+    warmup_rounds: int
+    total_rounds: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        values = {
+            "peak": not_negative("peak", self.peak),
+            "warmup_rounds": integer("warmup_rounds", self.warmup_rounds),
+            "total_rounds": integer("total_rounds", self.total_rounds),
+            "final": not_negative("final", self.final),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if not 0 <= self.warmup_rounds < self.total_rounds:
+            raise ValueError(
+                f"warmup_rounds must be at least 0 and below total_rounds ({self.total_rounds}), "
+                f"got {self.warmup_rounds}"
+            )
+
+    def __call__(self, round: int) -> float:
+        """Return the learning rate of a round, counted from 0."""
+        if round < self.warmup_rounds:
+            return self.peak * (round + 1) / self.warmup_rounds
+        first = max(self.warmup_rounds - 1, 0)
+        last = self.total_rounds - 1
+        progress = min((round - first) / (last - first), 1.0) if last > first else 1.0
+        return self.final + (self.peak - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    def config(self) -> dict[str, Any]:
+        """Return class and arguments as JSON types."""
+        return {"name": type(self).__name__, **asdict(self)}
+
+
+_SCHEDULES = {schedule.__name__: schedule for schedule in (WarmupCosine,)}
+
+
+def from_config(config: dict[str, Any]) -> WarmupCosine:
+    """Make a schedule again from its ``config``.
+
+    Raises:
+        ValueError: If the configuration names no schedule, or has other arguments.
+    """
+    arguments = dict(config)
+    name = arguments.pop("name", None)
+    if name not in _SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}: it must be one of {', '.join(_SCHEDULES)}")
+    try:
+        return _SCHEDULES[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"the saved schedule {name} cannot be made: {error}") from None
+
 
 LearningRate = float | Callable[[int], float]
 
@@ -410,3 +622,30 @@ def _shown(value: Any) -> Any:
 def name_of(function: Callable[..., Any]) -> str:
     """Name a function in saved configurations and messages."""
     return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def call_of(optimizer: torch.optim.Optimizer, argument: str) -> str:
+    """Return the call that makes such an optimizer, of its first group's arguments.
+
+    Arguments that are the class's own defaults are left out, but for the learning rate.
+
+    Args:
+        argument: The word that stands for the parameters.
+    """
+    made = type(optimizer)
+    values = {**optimizer.defaults, **optimizer.param_groups[0]}
+    written = [argument]
+    for name, parameter in inspect.signature(made).parameters.items():
+        value = values.get(name, parameter.default)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        is_plain = isinstance(value, (bool, int, float, str, tuple, list))
+        if name != "params" and is_plain and (name == "lr" or value != parameter.default):
+            written.append(f"{name}={value!r}")
+    return f"{class_name(made)}({', '.join(written)})"
+
+
+def class_name(kind: type[torch.optim.Optimizer]) -> str:
+    """Return the name of an optimizer's class as a program writes it."""
+    is_public = kind.__module__.startswith("torch.optim") and hasattr(torch.optim, kind.__name__)
+    return "torch.optim." * is_public + kind.__name__

@@ -2,8 +2,8 @@
 
 A policy says how long a round may travel, which payloads with which coefficients make the outer
 gradient, what happens at a send without a result, and what share of the local value survives. A
-policy holds no state of a run: the state is in ``rounds.flights.RoundInFlight`` and
-``rounds.synced.SyncedPart``::
+policy holds no state of a run: the state is in ``rounds.part.RoundInFlight`` and
+``rounds.part.SyncedPart``::
 
     Blocking    waits for every round in the step that sends it
     Streaming   applies a round ``delay`` inner steps after its send
@@ -46,8 +46,9 @@ class Overlap:
         rounds: A result is due when its fragment is sent for the ``rounds``-th time after it; with
             0 the result is due ``delay`` inner steps after its send.
         alpha: Weight of the local value in the merge: alpha*local + (1-alpha)*outer.
-        first: What happens at a send for which no result can be due yet; see ``Eager``.
+        first: The rule for a send at which no result can be due yet; see ``Eager``.
         clip: Bound on the elements of the outer momentum, or None.
+        inner_lr: A function that returns the present inner learning rate, or None; see ``CO2``.
         is_shared: Whether outer parameters and momentum are the same on all replicas.
     """
 
@@ -55,6 +56,7 @@ class Overlap:
     alpha: float = 0.0
     first: str = "zero"
     clip: float | None = None
+    inner_lr: Callable[[], float] | None = None
     is_shared: ClassVar[bool] = True
     # Arguments that may differ between replicas.
     private: ClassVar[tuple[str, ...]] = ()
@@ -179,7 +181,7 @@ class Eager(Overlap):
 
     Args:
         rounds: Sends until a mean is due, 1 or 2.
-        first: What happens at the first ``rounds`` sends, for which the paper gives no rule. "zero"
+        first: The rule for the first ``rounds`` sends; the paper gives no rule for them. "zero"
             takes the absent mean as zero, so the gradient is the own share alone; "skip" takes no
             outer step and leaves the local parameters alone; "sync" waits for the mean and applies
             it. Whichever it is, every pseudo-gradient counts once.

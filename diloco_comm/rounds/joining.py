@@ -18,10 +18,10 @@ from ..base.errors import SyncError
 from ..exchange.exchange import Exchange
 from ..methods.outer import OuterOptimizer
 from ..methods.overlap import Own
-from .agreement.handshake import gather_json
-from .agreement.history import digest_of_state
-from .checkpoint.save import numbers_of, set_numbers
-from .synced import SyncedFragment, SyncedPart
+from .handshake import gather_json
+from .history import digest_of_state
+from .part import SyncedFragment, SyncedPart
+from .state_dict import numbers_of, set_numbers
 
 
 class CopyBeside(Protocol):
@@ -38,11 +38,11 @@ class CopyBeside(Protocol):
 
 @dataclass(frozen=True)
 class Shared:
-    """What came of ``share``.
+    """The result of ``share``.
 
     Attributes:
-        inner_step: Of the source.
-        copied_bytes: Of outer state that newcomers were given, while all members waited.
+        inner_step: The source's inner step.
+        copied_bytes: Bytes of outer state given to newcomers, while all members waited.
         is_equal: All replicas were seen to have the same outer state.
     """
 
@@ -61,8 +61,8 @@ def share(
 ) -> Shared:
     """Give newcomers the state of the source: the lowest replica that trains already.
 
-    A collective call. A newcomer's local parameters become the outer ones, and its outer learning
-    rate that of the source.
+    A collective call. A newcomer's local parameters become the outer ones, and it takes the outer
+    learning rate of the source.
 
     Args:
         beside: The newcomer's copy; given on all replicas or on none. None where outer parameters
@@ -170,7 +170,7 @@ def send_or_receive(
         str(part.index): {
             **numbers_of(part),
             "history": part.history,
-            "corrections": [own.coefficient for own in part.corrections],
+            "corrections": [own.coefficient for own in part.owed.corrections],
         }
         for part in parts
     }
@@ -197,7 +197,7 @@ def send_or_receive(
             continue
         set_numbers(part, own)
         part.history = own["history"]
-        part.corrections = corrections
+        part.owed.corrections = corrections
         if isinstance(part, SyncedFragment):
             part.state.load(flats, own["extra"])
     return int(meta["inner_step"]), meta["outer_lr"]
@@ -214,8 +214,8 @@ def _corrections(part: SyncedPart, coefficients: Sequence[float], is_new: bool) 
     if part.buffers is None:
         return []
     layout = part.buffers.layout
-    if len(part.corrections) == len(coefficients) and not is_new:
-        return part.corrections
+    if len(part.owed.corrections) == len(coefficients) and not is_new:
+        return part.owed.corrections
     room = {"dtype": torch.uint8, "device": part.buffers.device}
     empty = [torch.zeros(layout.payload_bytes, **room) for _ in coefficients]  # type: ignore[call-overload]
     return [Own(one, c, layout) for one, c in zip(empty, coefficients, strict=True)]

@@ -1,8 +1,8 @@
 """The latest rounds that this replica has applied, for replicas that join.
 
 A replica that joins has copied the outer state as it was some rounds ago. It takes the outer steps
-of these rounds again, from the payloads in this log. The operators and their arguments are those of
-the other replicas, so the bits are the same.
+of these rounds again, from the payloads in this log. The operators and their arguments are the same
+as on the other replicas, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from ..base.memory import Payload
 from ..exchange.round import Mean
-from ..methods.outer_state import Update
+from ..methods.outer import Update
 from ..ops.wire import Layout, WireFormat
-from .synced import SyncedFragment, SyncedPart
+from .part import SyncedFragment, SyncedPart
 
 
 @dataclass(frozen=True)
 class LoggedRound:
-    """What one outer step takes, besides the state before the step.
+    """The inputs of one outer step, besides the state before the step.
 
     Attributes:
         before, after: History of the fragment before and after the round; see ``history``.
         num_steps: Outer steps before this one.
         coefficients: One for each payload.
-        num_runs, run_elements, wire, block_size: Of the layout of the payloads.
-        num_bytes: Of all payloads.
+        num_runs, run_elements, wire, block_size: The layout of the payloads.
+        num_bytes: Bytes of all payloads together.
     """
 
     fragment: int
@@ -55,7 +55,7 @@ class _Kept:
     """A round with its payloads in host memory, which are ``entry.num_bytes`` together.
 
     Attributes:
-        buffers: Of the exchange, in which the payloads lie; none if they are a copy.
+        buffers: The exchange's buffers that hold the payloads; none if they are a copy.
         copied: Event of the copy from a device.
     """
 
@@ -90,8 +90,8 @@ class RoundLog:
     The training thread writes; one other thread may read at the same time.
 
     Args:
-        max_bytes: Of payloads. The oldest rounds of a fragment give way to its new ones. After a
-            round that is larger than this by itself, the log is empty.
+        max_bytes: Most bytes of payloads. The oldest rounds of a fragment give way to its new ones.
+            After a round that is larger than this by itself, the log is empty.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -144,7 +144,7 @@ class RoundLog:
                 self.num_bytes += size
 
     def _make_room(self, fragment: int, size: int) -> list[_Kept]:
-        """Forget rounds until ``size`` bytes have room; return those of this fragment."""
+        """Forget rounds until ``size`` bytes have room; return this fragment's."""
         old = []
         while self._rounds and self.num_bytes + size > self.max_bytes:
             # A fragment's own rounds first: their memory has the size of the new round.
@@ -160,7 +160,7 @@ class RoundLog:
     def _take_over(
         self, entry: LoggedRound, part: SyncedFragment, mean: Mean, old: Sequence[_Kept]
     ) -> _Kept:
-        """Keep the payloads where they are; the next exchange writes into those of an old round."""
+        """Keep the payloads where they are; the next exchange writes into an old round's."""
         kept = _Kept(entry, [payload for payload, _ in mean.terms])
         if part.buffers is not None:
             kept.buffers.extend(part.buffers.take_out(kept.payloads))

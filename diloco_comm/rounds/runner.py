@@ -1,7 +1,7 @@
 """The rounds of one replica: what all overlap policies have in common.
 
-The results of ``StepTimed`` are due some inner steps after their send, those of ``SendTimed`` at a
-later send of the same part.
+The results of ``StepTimed`` are due some inner steps after their send, and the results of
+``SendTimed`` at a later send of the same part.
 """
 
 from __future__ import annotations
@@ -11,32 +11,37 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
+from torch.autograd import _profiler_enabled
 
+from ..base import checks
 from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError, named
 from ..base.interrupts import Uninterruptible
-from ..base.trace import exchanged, span
+from ..base.memory import Reading
+from ..base.trace import exchanged, has_nvtx, span
 from ..exchange.exchange import Exchange
 from ..exchange.membership.regroup import Repair
-from ..exchange.round import Header, Kind, Mean, Round
-from ..methods.outer_state import Update
+from ..exchange.round import Header, Kind, Mean
+from ..methods.outer import Update
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
-from .agreement import history
-from .agreement.consensus import Ending, end_like_others, has_ended
-from .agreement.nonfinite import Streaks
-from .agreement.resets import OnReset, Resets
-from .flights import RoundInFlight, mean_of, weight_sum
-from .metrics import Recorder
-from .norms import SharedNorms
-from .records import Records, SameData
-from .synced import Measure, SyncedFragment, SyncedPart
-from .weighing import Weighing, Weight
+from . import history
+from .consensus import Ending, end_like_others, has_ended
+from .metrics import Recorder, SharedNorms
+from .nonfinite import OnReset, Resets, Streaks
+from .part import Measure, NormReading, RoundInFlight, SyncedFragment, SyncedPart, mean_of
+from .round_log import RoundLog
 
 logger = logging.getLogger(__name__)
+
+# This replica's weight, or the function that returns it at each step that sends.
+Weight = float | Callable[[], float]
+
+# Stands for a span that nobody records, and for a change of state that nobody reads.
+NO_BLOCK: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class RoundRunner(ABC):
@@ -44,19 +49,23 @@ class RoundRunner(ABC):
 
     Args:
         layout: Hash of names, shapes, fragments and schedule, equal on all replicas.
-        weight: This replica's weight, or what returns it at each step that sends.
+        weight: This replica's weight, or a function that returns it at each step that sends.
         norms: Measure each pseudo-gradient's norm.
         workers: The workers that hold the rest of this replica's elements; None without any.
-        on_reset: See ``resets``.
+        on_reset: See ``nonfinite.Resets``.
 
     Attributes:
         same_data: Looks for replicas that train on the same data.
-        announces_change: What is sent says that a change of the group is due.
-        is_change_due: A round was applied of which a replica has said so.
+        log: Keeps the rounds that are applied; None where no replica may join beside training.
+        announces_change: The headers say that a change of the group is due.
+        is_change_due: A replica has said so in a round that was applied.
         voted_down: The inner step of the last round that was voted down, by the part's index.
         uninterruptible: Guards sections that Ctrl-C must not split. Entered while waiting for the
             replica's workers, never while waiting for other replicas.
     """
+
+    # An outer step may be enqueued before the replicas' vote is known.
+    leaves_verdict = False
 
     def __init__(
         self,
@@ -76,18 +85,27 @@ class RoundRunner(ABC):
         self.parts = parts
         self.settings = settings
         self.layout = layout
-        self._weighing = Weighing(weight, exchange)
+        self._weight = weight
+        # The last weight that was sent, by its inner step.
+        self._last_weight: dict[int, float] = {}
         self.norms = norms
         self.impl = impl
         self._workers = workers
-        self._norms = SharedNorms(workers, parts, settings.overlap, sent=norms)
-        self._records = Records(recorder, exchange)
-        self.same_data = SameData(exchange)
+        policy = settings.overlap
+        self._delay = policy.steps()
+        self._gap = None if policy.measures_steps else policy.gap_for(0.0, 0.0)
+        self._norms: SharedNorms | None = None
+        if workers is not None and (norms or policy.measures_steps):
+            self._norms = SharedNorms(workers, parts, policy, sent=norms)
+        self._recorder = recorder
+        self.same_data = history.SameData(exchange)
         self._streaks = Streaks(settings)
         self._resets = Resets(exchange, parts, settings, impl, workers=workers, on_reset=on_reset)
+        self.log: RoundLog | None = None
         self.voted_down: dict[int, int] = {}
         self.announces_change = self.is_change_due = False
         self.uninterruptible = Uninterruptible()
+        self._has_nvtx = has_nvtx()
 
     # ----------------------------------------------------------------------- one outer step
 
@@ -100,7 +118,7 @@ class RoundRunner(ABC):
         Args:
             parts: Due to be sent at this step; each has buffers.
             inner_step: Steps done.
-            num_skipped: Those of them that left the weights unchanged.
+            num_skipped: Steps among them that left the weights unchanged.
             kind: "sync" follows the overlap policy, "flush" is applied at once.
 
         Raises:
@@ -136,7 +154,7 @@ class RoundRunner(ABC):
 
     def _writing(self, part: SyncedPart) -> AbstractContextManager[None]:
         """Return a block that changes the outer state of a part."""
-        return contextlib.nullcontext()
+        return NO_BLOCK if self.log is None else self.log.writing(part)
 
     def _stale_parts(self, inner_step: int, ending: Ending) -> list[SyncedPart]:
         """As ``history.stale_parts``, once the others have ended too."""
@@ -166,43 +184,84 @@ class RoundRunner(ABC):
 
     # ------------------------------------------------------------------------------- sending
 
+    def _offered_weight(self, inner_step: int) -> tuple[float, Exception | None]:
+        """Return the weight to send with; NaN and the error if ``weight`` raises or is none.
+
+        ``weight`` is asked once at each inner step that sends: the function may reset a counter.
+        A second send at an inner step has the weight of the first send, unless that was 0: if all
+        replicas have no weight, the round fails, and a function may do better later. With NaN the
+        round fails at once on all replicas; without a send they would wait in vain.
+        """
+        try:
+            if self._last_weight.get(inner_step):
+                return self._last_weight[inner_step], None
+            given = self._weight() if callable(self._weight) else self._weight
+            is_plain = type(given) is float and 0.0 <= given < math.inf
+            weight = given if is_plain else checks.not_negative("weight", given)
+            self._last_weight = {inner_step: weight}
+            return weight, None
+        except Exception as error:
+            if self.exchange.size == 1:
+                raise
+            return math.nan, error
+
     def send(
         self, part: SyncedPart, inner_step: int, num_skipped: int, weight: float, kind: Kind
     ) -> RoundInFlight:
         """Encode a part and hand it to the engine; returns while it travels.
 
         Args:
-            weight: This replica's, see ``Weighing``; the others as in ``exchange_parts``.
+            weight: This replica's, see ``_offered_weight``; the others as in ``exchange_parts``.
 
         Raises:
             SyncError: The group died before.
         """
-        policy = self.settings.overlap
+        settings, policy = self.settings, self.settings.overlap
         number = part.next_round
-        lr = part.outer_lr(self.settings.outer, number)
+        lr = part.outer_lr(settings.outer, number)
+        gap, digest = self._gap, 0
+        if gap is None:
+            gap = policy.gap_for(*part.step_norms.read())
+        if self.same_data.is_wanted:
+            digest = self.same_data.digest(part, inner_step, waits=kind == "flush")
         header = Header(
             kind=kind,
             layout_hash=self.layout,
             fragment=part.index,
             round=number,
-            sync_every=self.settings.sync_every,
+            sync_every=settings.sync_every,
             num_fragments=len(self.parts),
             weight=weight,
-            outer_lr=lr * policy.current_inner_lr(),
+            outer_lr=lr if policy.inner_lr is None else lr * policy.current_inner_lr(),
             inner_step=inner_step - num_skipped,
-            gap=policy.gap_for(part.step_norm, part.largest_norm),
+            gap=gap,
             history=part.history,
             is_change_due=self.announces_change,
-            digest=self.same_data.digest(part, inner_step, waits=kind == "flush"),
+            digest=digest,
         )
-        reading = None
+        reading: NormReading | None = None
         if self.norms:
-            reading = self._norms.of_sent(part, part.squared_norm(self.impl))
-        delay = 0 if kind == "flush" else policy.steps()
-        is_overlapped = delay > 0 or (kind != "flush" and policy.rounds > 0)
-        with span("encode", part.index, number):
-            work = self._start(part, header, is_overlapped)
+            squared = part.squared_norm(self.impl)
+            reading = Reading(squared)
+            if self._norms is not None and part.is_divided:
+                reading = self._norms.of_sent(part, squared)
+        delay = 0 if kind == "flush" else self._delay
+        assert part.buffers is not None
+        is_traced = _profiler_enabled() or self._has_nvtx
+        with span("encode", part.index, number) if is_traced else NO_BLOCK:
+            work = self.exchange.start(
+                part.buffers,
+                outer=part.outer_at_rest,
+                params=part.tensors(),
+                loader=part.loader,
+                header=header,
+                stochastic=settings.rounding == "stochastic",
+                seed=settings.seed,
+                overlapped=delay > 0 or (kind != "flush" and policy.rounds > 0),
+                is_held=self._resets.is_on,
+            )
         flight = RoundInFlight(
+            part=part,
             number=number,
             kind=kind,
             sent_step=inner_step,
@@ -219,34 +278,24 @@ class RoundRunner(ABC):
         part.in_flight.append(flight)
         return flight
 
-    def _start(self, part: SyncedPart, header: Header, is_overlapped: bool) -> Round:
-        assert part.buffers is not None
-        return self.exchange.start(
-            part.buffers,
-            outer=part.outer_at_rest,
-            params=part.tensors(),
-            loader=part.loader,
-            header=header,
-            stochastic=self.settings.rounding == "stochastic",
-            seed=self.settings.seed,
-            overlapped=is_overlapped,
-            is_held=self._resets.is_on,
-        )
-
-    def _ship(self, sent: Sequence[tuple[SyncedPart, RoundInFlight]]) -> Exception | None:
-        """Let go the rounds that ``send`` has held, and post the norms; return the first failure.
+    def _ship(self, sent: Sequence[RoundInFlight]) -> Exception | None:
+        """Send the encoded rounds after the check for NaN, and start the norms' collective.
 
         Without rounds nothing is done here: ``post_norms`` does it when the workers' block ends.
+
+        Returns:
+            The first failure.
         """
-        if not sent:
-            return None
         failure: Exception | None = None
-        try:
-            self._resets.ship(sent, self._leave_local)
-        except Exception as error:
-            failure = error
-        # The workers of a replica decide on resets before they post, all in the same order.
-        if not self._resets.is_undecided:
+        if self._resets.is_on and sent:
+            try:
+                self._resets.ship(sent, self._leave_local)
+            except Exception as error:
+                failure = error
+            # The workers of a replica decide on resets before they post, all in the same order.
+            if self._resets.is_undecided:
+                return failure
+        if self._norms is not None and sent:
             self._norms.post_sent()
         return failure
 
@@ -255,7 +304,8 @@ class RoundRunner(ABC):
         try:
             self._resets.finish(self._leave_local)
         finally:
-            self._norms.post_all()
+            if self._norms is not None:
+                self._norms.post_all()
 
     @contextlib.contextmanager
     def all_workers(self, parts: Iterable[SyncedPart], *, is_idle: bool = False) -> Iterator[None]:
@@ -304,27 +354,31 @@ class RoundRunner(ABC):
 
     # ---------------------------------------------------------------------- waiting, applying
 
-    def _wait(self, part: SyncedPart, flight: RoundInFlight) -> Mean | SyncError:
+    def _wait(self, flight: RoundInFlight) -> Mean | SyncError:
         """Return the result of a round, or why it has none."""
         begin = time.perf_counter()
+        index, number, work = flight.part.index, flight.number, flight.work
         result: Mean | SyncError
+        is_traced = _profiler_enabled() or self._has_nvtx
         try:
-            with span("wait", part.index, flight.number):
-                result = self._result_of(part, flight)
-            if result.verdict is None and flight.work is not None:
-                exchanged(part.index, flight.number, result.seconds.get("total", 0.0))
+            with span("wait", index, number) if is_traced else NO_BLOCK:
+                if flight.mean is None and self.leaves_verdict and flight.part.takes_verdict:
+                    assert work is not None
+                    # The verdict may be left to the device.
+                    result = work.offer()
+                    if result.verdict is None:
+                        flight.mean, flight.state = result, "agreed"
+                else:
+                    result = flight.wait()
+            if is_traced and result.verdict is None and work is not None:
+                exchanged(index, number, result.seconds.get("total", 0.0))
         except SyncError as error:
             result = error
         flight.exposed_s = time.perf_counter() - begin
         return result
 
-    @abstractmethod
-    def _result_of(self, part: SyncedPart, flight: RoundInFlight) -> Mean:
-        """Wait for a round, as far as the host must before it applies the round."""
-
     def _step(
         self,
-        part: SyncedPart,
         flight: RoundInFlight,
         update: Update,
         own: Tensor | None = None,
@@ -332,43 +386,51 @@ class RoundRunner(ABC):
     ) -> None:
         """Apply an update, and keep the time that this took."""
         begin = time.perf_counter()
-        with span("outer_step", part.index, flight.number):
+        is_traced = _profiler_enabled() or self._has_nvtx
+        part = flight.part
+        with span("outer_step", part.index, flight.number) if is_traced else NO_BLOCK:
             part.apply(update, own=own, measure=measure)
         flight.outer_step_s = time.perf_counter() - begin
 
-    def _commit(self, part: SyncedPart, flight: RoundInFlight, mean: Mean) -> None:
+    def _commit(self, flight: RoundInFlight, mean: Mean) -> None:
         """Count a round as applied; its buffers are free."""
-        assert part.buffers is not None
-        part.buffers.commit()
-        self._count(part, flight.number, flight, mean)
+        assert flight.part.buffers is not None
+        flight.part.buffers.commit()
+        self._count(flight.part, flight.number, flight, mean)
 
     def _count(
         self, part: SyncedPart, number: int, flight: RoundInFlight | None, mean: Mean
     ) -> None:
-        part.round = number + 1
-        part.weight_sum = weight_sum(mean)
-        if flight is None or flight.has_digest:
-            history.applied(part, number, mean)
+        before, has_digest = part.history, True
+        if flight is not None:
+            flight.state, has_digest = "applied", flight.has_digest
+        part.applied(number, mean, has_digest=has_digest)
+        if self.log is not None:
+            self.log.add(part, number, before, mean)
 
-    def _record(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
+    def _record(self, flight: RoundInFlight, inner_step: int) -> None:
         """Write down that a round was applied; raise if a replica was reset once too often."""
-        self.is_change_due |= any(header.is_change_due for header in flight.wait().headers)
+        part, mean, reset = flight.part, flight.mean, flight.reset_replicas()
+        assert mean is not None
+        for header in mean.headers:
+            self.is_change_due |= header.is_change_due
         try:
-            self._records.applied(part, flight, inner_step)
-            self.same_data.look(part, flight)
+            self._recorder.applied(flight, mean, inner_step, reset)
+            if self.same_data.is_wanted:
+                self.same_data.look(flight)
         finally:
-            self._streaks.applied(part, flight.number, flight.reset_replicas())
+            if reset or self._streaks.is_counting:
+                self._streaks.applied(part, flight.number, reset)
 
     # ------------------------------------------------------------------------------ failures
 
-    def _report(
-        self, part: SyncedPart, flight: RoundInFlight, inner_step: int, error: SyncError
-    ) -> None:
+    def _report(self, flight: RoundInFlight, inner_step: int, error: SyncError) -> None:
         """Raise for a round that no replica applies, or record that it was skipped.
 
         A round that others answer with a flush is left to that flush: an optimizer step that a
         GradScaler skips on one replica does not count there.
         """
+        flight.state = "lost"
         if isinstance(error, ReplicaMismatch) and error.ended:
             logger.warning(
                 "%s at inner step %d, and this replica after it: flush() shares the rest",
@@ -377,11 +439,11 @@ class RoundRunner(ABC):
             )
             return
         if isinstance(error, NonFiniteError):
-            self.voted_down[part.index] = flight.sent_step
+            self.voted_down[flight.part.index] = flight.sent_step
         if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":
             raise error
-        self._records.skipped(part, flight, inner_step, error)
-        self._streaks.skipped(part, error, flight.reset_replicas())
+        self._recorder.skipped(flight, inner_step, error)
+        self._streaks.skipped(flight.part, error, flight.reset_replicas())
 
     def last_rounds(self, inner_step: int, unreported: list[NonFiniteError]) -> dict[int, int]:
         """Return the last applied round of each part, now that no exchange is under way.
@@ -414,13 +476,14 @@ class RoundRunner(ABC):
 
     def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
         flights = list(part.in_flight)
-        part.in_flight.clear()
-        for number in sorted(missed):
-            flight = next((f for f in flights if f.number == number), None)
-            self._repair(part, missed[number], flight, inner_step)
-        for flight in flights:
-            if flight.number not in missed:
-                self._lose(part, flight)
+        with self._writing(part):
+            part.in_flight.clear()
+            for number in sorted(missed):
+                flight = next((f for f in flights if f.number == number), None)
+                self._repair(part, missed[number], flight, inner_step)
+            for flight in flights:
+                if flight.number not in missed:
+                    self._lose(flight)
 
     def _repair(
         self, part: SyncedPart, repair: Repair, flight: RoundInFlight | None, inner_step: int
@@ -449,21 +512,17 @@ class RoundRunner(ABC):
             verdict=verdict,
         )
 
-    @abstractmethod
-    def _lose(self, part: SyncedPart, flight: RoundInFlight) -> None:
+    def _lose(self, flight: RoundInFlight) -> None:
         """Give up a round: its mean counts as zero, on all replicas."""
+        flight.state = "lost"
 
     def drop(self) -> None:
         """Wait for what is in flight and forget it, and what is owed."""
         with contextlib.suppress(SyncError):
             self.settle_verdicts(-1)
-        self._weighing.forget()
+        # The inner steps come from a saved state: ask for the weight anew.
+        self._last_weight = {}
         for part in self.parts:
             for flight in part.in_flight:
-                self._wait(part, flight)
-            part.in_flight.clear()
-            part.corrections = []
-            part.owes = part.is_ahead = False
-            part.equal_at = -1
-            if part.buffers is not None:
-                part.buffers.forget()
+                self._wait(flight)
+            part.forget()

@@ -13,75 +13,64 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
+from ..base.memory import Reading
 from ..exchange.membership.regroup import Repair
 from ..exchange.round import Kind, Mean
-from ..methods.outer_state import Update
+from ..methods.outer import Update
 from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout
-from .agreement import consensus, handshake
-from .agreement.consensus import Ending
-from .flights import RoundInFlight, mean_of, weight_sum
+from . import consensus, handshake
+from .consensus import Ending
+from .part import Measure, RoundInFlight, SyncedFragment, SyncedPart, mean_of, weight_sum
 from .runner import RoundRunner
-from .synced import Measure, SyncedFragment, SyncedPart
-
-# A part, its round that is due and has arrived (None without one), and its round just sent.
-Move = tuple[SyncedPart, RoundInFlight | None, RoundInFlight]
 
 
 class SendTimed(RoundRunner):
     """Take the parts of one replica through rounds that end at a later send.
 
-    What is sent depends on whether the round that is due counts, so the host waits for its verdict.
+    The next payload depends on whether the due round counts: the host waits for its verdict.
     """
 
     def exchange_parts(
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind = "sync"
     ) -> None:
-        """Send the next round of each part, and take its outer step on the one that is due.
+        """Send the next round of each part, and take its outer step on the round that is due.
 
         Everything is encoded and on its way before the first outer step begins. A part whose due
         round failed, or that could not be sent, is left as it is.
         """
         if not parts:
             return
-        weight, first = self._weighing.offered(inner_step)
-        due = [part.in_flight[0] if self._is_due(part) else None for part in parts]
-        results = [
-            None if flight is None else self._wait(part, flight)
-            for part, flight in zip(parts, due, strict=True)
-        ]
-        moves: list[Move] = []
+        weight, first = self._offered_weight(inner_step)
+        due: list[RoundInFlight | None] = []
+        results: list[Mean | SyncError | None] = []
+        for part in parts:
+            due.append(part.in_flight[0] if self._is_due(part) else None)
+        for flight in due:
+            results.append(None if flight is None else self._wait(flight))
+        # The rounds that were sent, and for each the round of its part that has arrived.
+        sent: list[RoundInFlight] = []
+        arrived: list[RoundInFlight | None] = []
         with self.uninterruptible():
             for part, flight, result in zip(parts, due, results, strict=True):
                 try:
-                    arrived = self._arrived(part, flight, result, inner_step)
-                    fresh = self.send(part, inner_step, num_skipped, weight, kind)
-                    moves.append((part, arrived, fresh))
+                    if flight is not None and isinstance(result, SyncError):
+                        self._fail(flight, inner_step, result)
+                        flight = None
+                    sent.append(self.send(part, inner_step, num_skipped, weight, kind))
+                    arrived.append(flight)
                 except Exception as error:
                     first = first or error
-            failure = self._ship([(part, fresh) for part, _, fresh in moves])
+            failure = self._ship(sent)
             first = first or failure
-            for part, flight, fresh in moves:
+            for flight, fresh in zip(arrived, sent, strict=True):
                 try:
-                    self._advance(part, flight, fresh, inner_step)
+                    self._advance(flight, fresh, inner_step)
                 except Exception as error:
                     first = first or error
         if first is not None:
             raise self._cause(first)
-
-    def _arrived(
-        self,
-        part: SyncedPart,
-        flight: RoundInFlight | None,
-        result: Mean | SyncError | None,
-        inner_step: int,
-    ) -> RoundInFlight | None:
-        """Return the round that is due if it has a result; leave it out if it has failed."""
-        if flight is not None and isinstance(result, SyncError):
-            self._fail(part, flight, inner_step, result)
-            return None
-        return flight
 
     def send(
         self, part: SyncedPart, inner_step: int, num_skipped: int, weight: float, kind: Kind
@@ -92,57 +81,51 @@ class SendTimed(RoundRunner):
             _clean_residuals(part)
         return super().send(part, inner_step, num_skipped, weight, kind)
 
-    def _result_of(self, part: SyncedPart, flight: RoundInFlight) -> Mean:
-        return flight.wait()
-
     def settle_verdicts(self, inner_step: int) -> None:
         """Do nothing: no outer step is left to the device."""
 
     def _is_due(self, part: SyncedPart) -> bool:
         return len(part.in_flight) >= self.settings.overlap.rounds
 
-    def _advance(
-        self,
-        part: SyncedPart,
-        due: RoundInFlight | None,
-        fresh: RoundInFlight,
-        inner_step: int,
-    ) -> None:
+    def _advance(self, due: RoundInFlight | None, fresh: RoundInFlight, inner_step: int) -> None:
         """Take the outer step that follows the send of ``fresh``."""
-        policy = self.settings.overlap
+        policy, part = self.settings.overlap, fresh.part
         is_first = due is None and fresh.number < policy.rounds and fresh.kind != "flush"
         has_local = not self._resets.has_taken_outer
         if is_first and policy.first == "sync":
             fresh.is_local_kept = has_local
-            self._advance_at_once(part, fresh, inner_step)
+            self._advance_at_once(fresh, inner_step)
             return
-        part.owes, part.last_sent = part.owes and fresh.is_reset, fresh.sent_step
+        self._carry(fresh)
         if is_first and policy.first == "skip":
             if has_local:
                 part.keep_local(fresh, self.impl)
             return
-        part.is_ahead = False
+        part.owed.is_ahead = False
         if part.has_outer:
-            fresh.coefficient = self._own_coefficient(part, due, fresh)
+            fresh.coefficient = self._own_coefficient(due, fresh)
         self._finish(part, due, fresh, inner_step)
 
-    def _own_coefficient(
-        self, part: SyncedPart, due: RoundInFlight | None, fresh: RoundInFlight
-    ) -> float:
+    def _carry(self, fresh: RoundInFlight) -> None:
+        """Note that a round has been sent, with what was owed, unless it is zeros."""
+        part = fresh.part
+        part.owed.is_lost, part.last_sent = part.owed.is_lost and fresh.is_reset, fresh.sent_step
+
+    def _own_coefficient(self, due: RoundInFlight | None, fresh: RoundInFlight) -> float:
         arrived = None if due is None else due.mean
-        total = part.weight_sum if arrived is None else weight_sum(arrived)
+        total = fresh.part.weight_sum if arrived is None else weight_sum(arrived)
         # Zeros count nothing with any coefficient, but with one the outer step is taken.
         if fresh.is_reset or not total:
             return self.settings.overlap.own_coefficient(1.0, self.exchange.size)
         return self.settings.overlap.own_coefficient(fresh.weight, total)
 
-    def _advance_at_once(self, part: SyncedPart, fresh: RoundInFlight, inner_step: int) -> None:
-        result = self._wait(part, fresh)
+    def _advance_at_once(self, fresh: RoundInFlight, inner_step: int) -> None:
+        result = self._wait(fresh)
         if isinstance(result, SyncError):
-            self._fail(part, fresh, inner_step, result)
+            self._fail(fresh, inner_step, result)
             return
-        part.owes, part.last_sent = part.owes and fresh.is_reset, fresh.sent_step
-        self._finish(part, fresh, None, inner_step)
+        self._carry(fresh)
+        self._finish(fresh.part, fresh, None, inner_step)
 
     def _finish(
         self,
@@ -157,16 +140,17 @@ class SendTimed(RoundRunner):
         assert flight is not None
         update = self._update_on(part, mean, due, fresh)
         own = None if due is None or part.has_outer else due.own_after(inner_step)
-        self._step(part, flight, update, own=own, measure=self._measure(part))
-        part.corrections = []
+        self._step(flight, update, own=own, measure=self._measure(part))
+        part.owed.corrections = []
         if due is not None and mean is not None:
             part.in_flight.remove(due)
-            self._commit(part, due, mean)
-            self._record(part, due, inner_step)
+            self._commit(due, mean)
+            self._record(due, inner_step)
 
     def _measure(self, part: SyncedPart) -> Measure | None:
-        is_wanted = part.has_outer and self.settings.overlap.measures_steps
-        return partial(self._norms.of_step, part) if is_wanted else None
+        if not part.has_outer or not self.settings.overlap.measures_steps:
+            return None
+        return Reading if self._norms is None else partial(self._norms.of_step, part)
 
     def _update_on(
         self,
@@ -182,9 +166,10 @@ class SendTimed(RoundRunner):
         terms: Terms = [] if mean is None else mean.terms
         layout = flight.layout if mean is None else mean.layout
         if part.has_outer:
-            stale = [*part.corrections, *_owns(due)]
-            added = _owns(fresh)
-            inner_lr = policy.current_inner_lr()
+            stale = part.owed.corrections + ([] if due is None else due.own_share())
+            added = [] if fresh is None else fresh.own_share()
+            if policy.inner_lr is not None:
+                inner_lr = policy.current_inner_lr()
             if mean is not None:
                 penalty = mean.headers[0].gap * inner_lr
                 terms = [(payload, coefficient / penalty) for payload, coefficient in terms]
@@ -215,28 +200,28 @@ class SendTimed(RoundRunner):
         """Lose the rounds that others have answered with a flush: they have not got that round."""
         for part in self.parts:
             for flight in list(part.in_flight):
-                result = self._wait(part, flight)
+                result = self._wait(flight)
                 if isinstance(result, ReplicaMismatch) and result.ended:
-                    self._fail(part, flight, inner_step, result)
+                    self._fail(flight, inner_step, result)
 
     def _follow(self, part: SyncedPart, inner_step: int) -> None:
         if not self._is_due(part):
             return
         due = part.in_flight[0]
-        result = self._wait(part, due)
+        result = self._wait(due)
         with self.uninterruptible():
             if isinstance(result, SyncError):
-                self._fail(part, due, inner_step, result)
+                self._fail(due, inner_step, result)
                 return
             # The step overwrites the local parameters, and their progress was not sent.
             part.owe_progress()
-            part.owes = part.has_outer
+            part.owed.is_lost = part.has_outer
             self._finish(part, due, None, inner_step)
 
     def _equalize(self) -> None:
         """Make the outer parameters of all replicas equal, unless they are; a collective call."""
         parts = [part for part in self.parts if isinstance(part, SyncedFragment)]
-        own = [[part.state.num_steps, part.equal_at, part.state.last_lr] for part in parts]
+        own = [[part.state.num_steps, part.state.equal_at, part.state.last_lr] for part in parts]
         each = list(zip(*handshake.gather_json(self.exchange, own), strict=True))
         differing = [
             part
@@ -249,12 +234,12 @@ class SendTimed(RoundRunner):
             for part, views in zip(parts, each, strict=True):
                 part.state.num_steps = max(num_steps for num_steps, _, _ in views)
                 part.state.last_lr = next((lr for _, _, lr in views if lr is not None), None)
-                part.equal_at = part.state.num_steps
+                part.state.equal_at = part.state.num_steps
 
     def drain(self, inner_step: int) -> None:
         """Wait for all rounds and take an outer step on each; nothing is sent.
 
-        What was trained since the last send must have been sent.
+        All training before this call must have been sent.
 
         Raises:
             SyncError: The first failure; later rounds of that part stay in flight.
@@ -263,27 +248,27 @@ class SendTimed(RoundRunner):
         for part in self.parts:
             try:
                 while part.in_flight:
-                    self._drain_one(part, part.in_flight[0], inner_step)
+                    self._drain_one(part.in_flight[0], inner_step)
             except Exception as error:
                 first = first or error
         if first is not None:
             raise first
 
-    def _drain_one(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
-        result = self._wait(part, flight)
+    def _drain_one(self, flight: RoundInFlight, inner_step: int) -> None:
+        part, result = flight.part, self._wait(flight)
         with self.uninterruptible():
             if isinstance(result, SyncError):
-                self._fail(part, flight, inner_step, result)
+                self._fail(flight, inner_step, result)
                 return
-            if part.is_ahead:
+            if part.owed.is_ahead:
                 part.owe_progress()
             self._finish(part, flight, None, inner_step)
 
     def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:
         # A part that is ahead owes the negative of what its local parameters hold of sent rounds.
-        if not part.is_ahead:
+        if not part.owed.is_ahead:
             return
-        part.is_ahead = False
+        part.owed.is_ahead = False
         if fresh is not None and not fresh.is_reset:
             return  # The fresh round has taken the debt with it.
         for flight in part.in_flight:
@@ -292,23 +277,23 @@ class SendTimed(RoundRunner):
 
     # ------------------------------------------------------------------------------ failures
 
-    def _fail(
-        self, part: SyncedPart, flight: RoundInFlight, inner_step: int, error: SyncError
-    ) -> None:
+    def _fail(self, flight: RoundInFlight, inner_step: int, error: SyncError) -> None:
         """Leave out a round that failed.
 
         When the group is dead the round stays in flight: ``settle`` learns what became of it.
         """
         if self.exchange.is_dead:
             raise error
-        part.in_flight.remove(flight)
-        self._lose(part, flight)
+        flight.part.in_flight.remove(flight)
+        self._lose(flight)
         if isinstance(error, NonFiniteError) and self.exchange.replica in error.replicas:
-            _clean_residuals(part)
-        self._report(part, flight, inner_step, error)
+            _clean_residuals(flight.part)
+        self._report(flight, inner_step, error)
 
-    def _lose(self, part: SyncedPart, flight: RoundInFlight) -> None:
+    def _lose(self, flight: RoundInFlight) -> None:
         """Owe what a round had sent; its mean counts as zero, on all replicas alike."""
+        super()._lose(flight)
+        part = flight.part
         if not part.has_outer:
             return
         assert part.buffers is not None
@@ -316,17 +301,18 @@ class SendTimed(RoundRunner):
             part.buffers.residuals.rewind()
         elif flight.own is not None and not flight.is_reset:
             part.owe_round(flight, self.impl)
-            part.owes = True
-            if flight.coefficient:
-                own = Own(flight.own.clone(), flight.coefficient, flight.layout)
-                part.corrections.append(_laid_out(own, part.buffers.layout))
+            part.owed.is_lost = True
+            for own in flight.own_share():
+                kept = Own(own.payload.clone(), own.coefficient, own.layout)
+                part.owed.corrections.append(_laid_out(kept, part.buffers.layout))
         if flight.own is not None:
             part.buffers.release(flight.own)
 
     def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
         super()._settle_part(part, missed, inner_step)
         if part.buffers is not None:
-            part.corrections = [_laid_out(own, part.buffers.layout) for own in part.corrections]
+            layout, corrections = part.buffers.layout, part.owed.corrections
+            part.owed.corrections = [_laid_out(own, layout) for own in corrections]
 
     def _repair(
         self, part: SyncedPart, repair: Repair, flight: RoundInFlight | None, inner_step: int
@@ -335,21 +321,14 @@ class SendTimed(RoundRunner):
             super()._repair(part, repair, flight, inner_step)
             return
         if flight.is_local_kept:
-            # What was sent is in the local parameters, too, and is not owed on top.
+            # The local parameters hold the payload too: it is not owed on top.
             part.keep_local(flight, self.impl)
         part.owe_progress()
-        part.owes = True
+        part.owed.is_lost = True
         mean = mean_of(repair, flight)
         part.apply(self._update_on(part, mean, flight, None), measure=self._measure(part))
-        part.corrections = []
+        part.owed.corrections = []
         self._count(part, repair.round, flight, mean)
-
-
-def _owns(flight: RoundInFlight | None) -> list[Own]:
-    """Return the own payload of a round, if it has gone into the outer parameters, or will now."""
-    if flight is None or flight.own is None or not flight.coefficient:
-        return []
-    return [Own(flight.own, flight.coefficient, flight.layout)]
 
 
 def _nothing(mean: Mean | None, fresh: RoundInFlight | None) -> tuple[Terms, Layout] | None:

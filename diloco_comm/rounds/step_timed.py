@@ -8,17 +8,13 @@ policies that move the local parameters at each send.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..base.errors import SyncError
-from ..exchange.membership.regroup import Repair
 from ..exchange.round import Kind, Mean
-from .agreement.consensus import Ending
-from .flights import RoundInFlight
-from .round_log import RoundLog
-from .runner import RoundRunner
-from .synced import SyncedPart
+from .consensus import Ending
+from .part import RoundInFlight, SyncedPart
+from .runner import NO_BLOCK, RoundRunner
 
 
 class StepTimed(RoundRunner):
@@ -26,20 +22,19 @@ class StepTimed(RoundRunner):
 
     On a device, an outer step may be enqueued before the replicas' vote is known. It does nothing
     if they vote the round down. The host learns the verdict at the next send of that part.
-
-    Attributes:
-        log: Keeps the rounds that are applied; None where no replica may join beside training.
     """
+
+    leaves_verdict = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.log: RoundLog | None = None
-        self._undecided: list[tuple[SyncedPart, RoundInFlight]] = []
+        # Rounds that are pending.
+        self._undecided: list[RoundInFlight] = []
 
     def exchange_parts(
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind = "sync"
     ) -> None:
-        late = self._look_at_verdicts(inner_step, parts)
+        late = self._look_at_verdicts(inner_step, parts) if self._undecided else None
         refusal = self._send_all(parts, inner_step, num_skipped, kind)
         try:
             self.receive(inner_step)
@@ -58,12 +53,12 @@ class StepTimed(RoundRunner):
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind
     ) -> Exception | None:
         """Send the parts, as many as can be; return the first failure."""
-        weight, first = self._weighing.offered(inner_step) if parts else (0.0, None)
-        sent: list[tuple[SyncedPart, RoundInFlight]] = []
+        weight, first = self._offered_weight(inner_step) if parts else (0.0, None)
+        sent: list[RoundInFlight] = []
         with self.uninterruptible():
             try:
                 for part in parts:
-                    sent.append((part, self.send(part, inner_step, num_skipped, weight, kind)))
+                    sent.append(self.send(part, inner_step, num_skipped, weight, kind))
             except Exception as error:
                 first = first or error
             failure = self._ship(sent)
@@ -78,64 +73,44 @@ class StepTimed(RoundRunner):
         Raises:
             SyncError: The first failure; nothing of that round was applied.
         """
-        due = [
-            (part, flight)
-            for part in self.parts
-            for flight in part.in_flight
-            if everything or flight.apply_step <= inner_step
-        ]
-        results = [self._wait(part, flight) for part, flight in due]
+        due: list[RoundInFlight] = []
+        results: list[Mean | SyncError] = []
+        for part in self.parts:
+            for flight in part.in_flight:
+                if everything or flight.apply_step <= inner_step:
+                    due.append(flight)
+        for flight in due:
+            results.append(self._wait(flight))
         first: Exception | None = None
         with self.uninterruptible():
-            for (part, flight), result in zip(due, results, strict=True):
+            for flight, result in zip(due, results, strict=True):
                 try:
-                    self._arrive(part, flight, result, inner_step)
+                    self._arrive(flight, result, inner_step)
                 except Exception as error:
                     # An error that a warning filter raises costs no other part its round.
                     first = first or error
         if first is not None:
             raise first
 
-    def _result_of(self, part: SyncedPart, flight: RoundInFlight) -> Mean:
-        return flight.offer() if part.takes_verdict else flight.wait()
-
-    def _arrive(
-        self, part: SyncedPart, flight: RoundInFlight, result: Mean | SyncError, inner_step: int
-    ) -> None:
+    def _arrive(self, flight: RoundInFlight, result: Mean | SyncError, inner_step: int) -> None:
+        part = flight.part
         assert part.in_flight[0] is flight
         part.in_flight.popleft()
         if isinstance(result, SyncError):
-            self._report(part, flight, inner_step, result)
+            self._report(flight, inner_step, result)
             return
         alpha = 0.0 if flight.kind == "flush" else self.settings.overlap.alpha
         update = self._update(part, result, alpha=alpha, verdict=result.verdict)
-        with self._writing(part):
-            self._step(part, flight, update, own=flight.own_after(inner_step))
+        with NO_BLOCK if self.log is None else self.log.writing(part):
+            self._step(flight, update, own=flight.own_after(inner_step))
             if result.verdict is None:
-                self._commit(part, flight, result)
+                self._commit(flight, result)
         if result.verdict is None:
-            self._applied(part, flight, inner_step)
+            part.last_sent = flight.sent_step
+            self._record(flight, inner_step)
         else:
-            self._undecided.append((part, flight))
-
-    def _applied(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
-        part.last_sent = flight.sent_step
-        self._record(part, flight, inner_step)
-
-    def _writing(self, part: SyncedPart) -> AbstractContextManager[None]:
-        return nullcontext() if self.log is None else self.log.writing(part)
-
-    def _count(
-        self, part: SyncedPart, number: int, flight: RoundInFlight | None, mean: Mean
-    ) -> None:
-        before = part.history
-        super()._count(part, number, flight, mean)
-        if self.log is not None:
-            self.log.add(part, number, before, mean)
-
-    def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
-        with self._writing(part):
-            super()._settle_part(part, missed, inner_step)
+            flight.state = "pending"
+            self._undecided.append(flight)
 
     def _flush(self, inner_step: int, num_skipped: int, ending: Ending) -> None:
         self.settle_verdicts(inner_step)
@@ -148,9 +123,6 @@ class StepTimed(RoundRunner):
         for part in self.parts:
             if part not in stale:
                 part.write_local(self.impl)
-
-    def _lose(self, part: SyncedPart, flight: RoundInFlight) -> None:
-        """Do nothing: the local parameters still hold the round, and the next send carries it."""
 
     def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:
         """Do nothing: between two sends nothing is owed."""
@@ -173,9 +145,9 @@ class StepTimed(RoundRunner):
             parts: Wait for the verdicts of these; None: of all. The others are only looked at.
         """
         first: Exception | None = None
-        for part, flight in list(self._undecided):
+        for flight in list(self._undecided):
             assert flight.work is not None
-            if not (parts is None or part in parts or flight.work.done()):
+            if not (parts is None or flight.part in parts or flight.work.done()):
                 continue
             result: Mean | SyncError
             try:
@@ -184,18 +156,18 @@ class StepTimed(RoundRunner):
                 result = error
             with self.uninterruptible():
                 try:
-                    self._decide(part, flight, result, inner_step)
+                    self._decide(flight, result, inner_step)
                 except Exception as error:
                     first = first or error
         return first
 
-    def _decide(
-        self, part: SyncedPart, flight: RoundInFlight, result: Mean | SyncError, inner_step: int
-    ) -> None:
-        self._undecided.remove((part, flight))
+    def _decide(self, flight: RoundInFlight, result: Mean | SyncError, inner_step: int) -> None:
+        assert flight.state == "pending"
+        self._undecided.remove(flight)
         if isinstance(result, SyncError):
-            part.uncount_step()
-            self._report(part, flight, inner_step, result)
+            flight.part.uncount_step()
+            self._report(flight, inner_step, result)
         else:
-            self._commit(part, flight, result)
-            self._applied(part, flight, inner_step)
+            self._commit(flight, result)
+            flight.part.last_sent = flight.sent_step
+            self._record(flight, inner_step)

@@ -14,7 +14,7 @@ from ..base.checks import choice, flag, not_negative, timeout_seconds
 from ..methods.settings import Config, Settings, merge
 from ..options import ALONE, Link, NonFinite, StorePeers, Wire
 from ..replica.model_watch import CHECKS
-from ..rounds.weighing import Weight
+from ..rounds.runner import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,17 +29,15 @@ from ..options import Link, NonFinite, Wire, check_names, choices_of
 from ..replica.fragments import FragmentSpec, all_parameters, refuse_new_parameters
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
 from ..replica.model_watch import ModelWatch
-from ..rounds.agreement import handshake
-from ..rounds.agreement.consensus import mean_outer, mean_state
-from ..rounds.agreement.handshake import gather_json
-from ..rounds.agreement.resets import check_on_reset
-from ..rounds.checkpoint import save
-from ..rounds.checkpoint.changes import run_of
-from ..rounds.checkpoint.flights import saved_writes
-from ..rounds.checkpoint.load import Restore
+from ..rounds import handshake
+from ..rounds.consensus import mean_outer, mean_state
+from ..rounds.handshake import gather_json
+from ..rounds.load import Restore
 from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
-from ..rounds.synced import SyncedFragment, SyncedPart
-from ..rounds.weighing import Weight
+from ..rounds.nonfinite import check_on_reset
+from ..rounds.part import SyncedFragment, SyncedPart
+from ..rounds.runner import Weight
+from ..rounds.state_dict import Scope, collect, run_of, saved_writes
 from .arguments import Peers, check_arguments, seconds_of, settings_of, weight_of
 from .group import Place, Replica, join, meet_workers, shard_group_of, workers_of
 from .planning import make_plan
@@ -746,9 +744,9 @@ class DiLoCo:
             self._refuse_if_alone()
         self._rounds.uninterruptible.refuse_if_broken()
         self._look_at_parts()
-        return save.collect(self.parts, self._scope(), inner_step=self.inner_step, shared=shared)
+        return collect(self.parts, self._scope(), inner_step=self.inner_step, shared=shared)
 
-    def _scope(self) -> save.Scope:
+    def _scope(self) -> Scope:
         scope = self._agreement.scope()
         run = run_of(
             self.parts,

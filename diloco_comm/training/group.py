@@ -20,15 +20,13 @@ from ..replica.descriptions import describe_parameters, same_memory, shared_memo
 from ..replica.fragments import buffer_names, uncopied_tensors, unexchanged_tensors
 from ..replica.shard_group import ShardGroup
 from ..replica.workers import ReplicaWorkers
-from ..rounds import joining
-from ..rounds.agreement import handshake, history
-from ..rounds.agreement.resets import OnReset
-from ..rounds.checkpoint.save import Scope
+from ..rounds import handshake, history, joining
 from ..rounds.metrics import Recorder
-from ..rounds.runner import RoundRunner
+from ..rounds.nonfinite import OnReset
+from ..rounds.runner import RoundRunner, Weight
 from ..rounds.send_timed import SendTimed
+from ..rounds.state_dict import Scope
 from ..rounds.step_timed import StepTimed
-from ..rounds.weighing import Weight
 from .inner_state import InnerStates
 from .planning import Plan
 

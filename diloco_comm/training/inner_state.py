@@ -27,7 +27,7 @@ from ..ops.digests import digest_of
 from ..replica import sharding
 from ..replica.fragment_rules import Named
 from ..replica.fragments import is_dense
-from ..rounds.agreement.handshake import gather_json
+from ..rounds.handshake import gather_json
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from ..base.errors import ReplicaMismatch
 from ..elastic.leases import FIRST_PLAN, NO_PLAN, Account, Book, Held, Plan, known_of
 from ..exchange.exchange import Exchange
 from ..replica.workers import ReplicaWorkers
-from ..rounds.agreement.handshake import gather_json
-from ..rounds.synced import SyncedPart
+from ..rounds.handshake import gather_json
+from ..rounds.part import SyncedPart
 
 
 class Leasing:

@@ -24,8 +24,7 @@ from ..replica.fragments import (
 )
 from ..replica.schedule import Schedule
 from ..replica.shard_group import ShardGroup
-from ..rounds.synced import SyncedFragment, SyncedPart
-from ..rounds.synced_buffers import SyncedBuffers
+from ..rounds.part import SyncedBuffers, SyncedFragment, SyncedPart
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 from ..methods.outer import SGD, HeavyBall, Nesterov
 from ..methods.overlap import CO2, Eager, Streaming
 from ..options import with_defaults
-from ..rounds.weighing import Weight
+from ..rounds.runner import Weight
 from .diloco import DiLoCo
 
 if TYPE_CHECKING:

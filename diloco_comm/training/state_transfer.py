@@ -19,10 +19,10 @@ from ..elastic.transfer.donor import Donor
 from ..elastic.transfer.keys import KeyPair, Place
 from ..elastic.transfer.newcomer import Newcomer
 from ..ops.wire import Layout
-from ..rounds.checkpoint.load import restore_outer
-from ..rounds.checkpoint.save import set_numbers
+from ..rounds.load import restore_outer
+from ..rounds.part import SyncedFragment
 from ..rounds.round_log import RoundLog, state_tensors
-from ..rounds.synced import SyncedFragment
+from ..rounds.state_dict import set_numbers
 
 logger = logging.getLogger(__name__)
 

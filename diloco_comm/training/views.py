@@ -23,11 +23,11 @@ from ..elastic.views import View
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
-from ..rounds.agreement.handshake import gather_json
+from ..rounds.handshake import gather_json
+from ..rounds.part import SyncedPart
 from ..rounds.round_log import can_replay
 from ..rounds.runner import RoundRunner
 from ..rounds.step_timed import StepTimed
-from ..rounds.synced import SyncedPart
 from .elastic_group import ElasticGroup, is_about_group
 from .group import Agreement, Joined, Place, Replica, join
 from .inner_state import InnerStates, warn_of_schedules

@@ -21,7 +21,7 @@ from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, ElasticSampler, ReplicaMismatch, SyncError
 from diloco_comm.elastic.totals import ElasticTotals
-from diloco_comm.rounds.agreement.handshake import gather_json
+from diloco_comm.rounds.handshake import gather_json
 from diloco_comm.training import leasing
 
 NUM_SAMPLES, BATCH, LAST_STEP, SYNC_EVERY = 1 << 20, 3, 400, 4

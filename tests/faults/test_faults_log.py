@@ -18,7 +18,7 @@ from diloco_comm.exchange import waiting
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.rounds.agreement import handshake
+from diloco_comm.rounds import handshake
 
 H = 4
 PREFIX = "run/diloco_comm/default"

@@ -28,7 +28,7 @@ from zygote import Job, Zygote
 from diloco_comm import Elastic, SyncError
 from diloco_comm.base.store_host import open_store
 from diloco_comm.elastic.exits import RESTART, status_of
-from diloco_comm.rounds.agreement.handshake import connected_store
+from diloco_comm.rounds.handshake import connected_store
 
 H = 4
 

@@ -102,9 +102,9 @@ def change_lr(replica: Replica) -> Callable[[], None]:
 
 
 def weigh_nothing(replica: Replica) -> Callable[[], None]:
-    weighing = replica.diloco._rounds._weighing
-    before, weighing._weight = weighing._weight, lambda: 0.0
-    return lambda: setattr(weighing, "_weight", before)
+    rounds = replica.diloco._rounds
+    before, rounds._weight = rounds._weight, lambda: 0.0
+    return lambda: setattr(rounds, "_weight", before)
 
 
 def skip_a_round(replica: Replica) -> Callable[[], None]:

@@ -25,7 +25,7 @@ from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.rounds.synced import SyncedFragment
+from diloco_comm.rounds.part import SyncedFragment
 
 PACKAGE = str(Path(diloco_comm.__file__).parent)
 SYNC_EVERY, LAST = 2, 6

@@ -147,7 +147,7 @@ def live_through(
 def finish(worker: Worker, result: dict[str, Any]) -> dict[str, Any]:
     worker.train_to(11 * H + 1)
     worker.diloco.flush()
-    norms = [(part.step_norm, part.largest_norm) for part in worker.diloco.parts]
+    norms = [part.step_norms.read() for part in worker.diloco.parts]
     result |= {"end": worker.shared(), "step": worker.diloco.inner_step, "norms": norms}
     worker.diloco.close()
     return result

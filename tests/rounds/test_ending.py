@@ -25,7 +25,7 @@ from diloco_comm import (
     Streaming,
     SyncError,
 )
-from diloco_comm.rounds.agreement.consensus import Ending
+from diloco_comm.rounds.consensus import Ending
 
 LR, MOMENTUM = 0.5, 0.8
 State = tuple[list[Tensor], list[Tensor], list[Tensor]]

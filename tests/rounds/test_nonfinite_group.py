@@ -192,10 +192,10 @@ def owe_and_reset(rank: int, world: int, address: tuple[str, int], setup: Setup)
     if rank == VICTIM:
         spoil(replica.model)
     replica.step()
-    after_reset = part.owes, part.buffers.residuals.added
+    after_reset = part.owed.is_lost, part.buffers.residuals.added
     replica.diloco.flush()
     rest = part.buffers.residuals.added
-    is_paid = not part.owes and (rest is None or not bool(rest.any()))
+    is_paid = not part.owed.is_lost and (rest is None or not bool(rest.any()))
     result = replica.result()
     assert [m.reset_replicas for m in replica.diloco.metrics()].count((VICTIM,)) == 1
     replica.diloco.close()

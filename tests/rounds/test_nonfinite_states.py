@@ -202,7 +202,9 @@ def snapshot(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
         if part.buffers.residual is not None:
             tensors.append(part.buffers.residual.clone())
         tensors += [residual.clone() for residual in part.buffers.residuals.reductions()]
-        tensors.append(torch.tensor([part.round, part.last_sent, part.owes, part.is_ahead]))
+        tensors.append(
+            torch.tensor([part.round, part.last_sent, part.owed.is_lost, part.owed.is_ahead])
+        )
     return tensors
 
 

@@ -25,8 +25,7 @@ from problems import (
 )
 
 from diloco_comm import SGD, Adam, DiLoCo, FromTorch, HeavyBall, Nesterov, ReplicaMismatch, ops
-from diloco_comm.methods.outer import OuterOptimizer, make_outer
-from diloco_comm.methods.outer_state import OuterState, Update
+from diloco_comm.methods.outer import OuterOptimizer, OuterState, Update, make_outer
 from diloco_comm.ops.wire import Layout, WireFormat
 
 NUM_ROUNDS = 3

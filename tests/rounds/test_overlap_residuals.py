@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall
-from diloco_comm.rounds.flights import RoundInFlight
-from diloco_comm.rounds.synced import SyncedPart
+from diloco_comm.rounds.part import RoundInFlight, SyncedPart
 
 H, WIDTH, BLOCK = 2, 24, 32
 POLICIES: dict[str, dict[str, Any]] = {
@@ -34,11 +33,12 @@ POLICIES: dict[str, dict[str, Any]] = {
 class Means(Ledger):
     """Counts the means that were applied, in place of the own payloads."""
 
-    def _commit(self, part: SyncedPart, flight: RoundInFlight, arrival: Any) -> None:
+    def _commit(self, flight: RoundInFlight, arrival: Any) -> None:
+        part = flight.part
         for payload, coefficient in arrival.terms:
             decoded = part.decode(payload, arrival.layout, "").double()
             self.applied[part.index] += coefficient * decoded
-        self.commit(part, flight, arrival)
+        self.commit(flight, arrival)
 
     def error(self) -> float:
         """Largest of mean(learned - residual) - applied - what reductions lost; block 0 apart."""

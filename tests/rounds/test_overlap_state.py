@@ -66,7 +66,7 @@ def snapshot(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
         if hasattr(part, "state"):
             tensors += [part.outer.clone(), *(t.clone() for t in part.state.tensors().values())]
             tensors.append(torch.tensor([part.state.num_steps]))
-            numbers = [part.weight_sum, part.step_norm, part.largest_norm]
+            numbers = [part.weight_sum, *part.step_norms.read()]
             tensors.append(torch.tensor(numbers, dtype=torch.float64))
         for flight in part.in_flight:
             tensors += [payload.clone() for payload, _ in flight.wait().terms]

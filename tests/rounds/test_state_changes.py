@@ -29,11 +29,11 @@ from diloco_comm import (
     ReplicaMismatch,
     Streaming,
 )
-from diloco_comm.rounds.checkpoint.load import restore_outer
-from diloco_comm.rounds.synced import SyncedFragment
+from diloco_comm.rounds.load import restore_outer
+from diloco_comm.rounds.part import SyncedFragment
 
 WIDTH = 6
-LOADER = "diloco_comm.rounds.checkpoint.load"
+LOADER = "diloco_comm.rounds.load"
 
 
 def attach(*, frozen: tuple[str, ...] = (), **arguments: Any) -> tuple[nn.Module, Any, DiLoCo]:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import SGD, Blocking, Delayed, DiLoCo, Eager, Streaming, SyncError
-from diloco_comm.methods.settings import Settings
-from diloco_comm.methods.wires import Wires
+from diloco_comm.methods.settings import Settings, Wires
 
 MIXED = {"norm|bias": "int4", "head": "fp32", "rest": "int1r"}
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, ReplicaMismatch
-from diloco_comm.rounds.agreement import handshake
+from diloco_comm.rounds import handshake
 
 
 class Features(nn.Module):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ... import ops
 from ...base.memory import empty_pages
-from ...methods.outer import FromTorch, OuterOptimizer
-from ...methods.outer_state import OuterState, Update
+from ...methods.outer import FromTorch, OuterOptimizer, OuterState, Update
 from ...ops.wire import Layout, WireFormat
 from ..protocol.payloads import Payload, PayloadFile, pieces
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...base.service.sockets import NOBLOCK, beat, receive
 from ...ops.digests import digest_of
+from ...rounds.part import SyncedFragment
 from ...rounds.round_log import RoundLog, state_tensors
-from ...rounds.synced import SyncedFragment
 from .keys import KeyPair, Place
 from .messages import MAX_REQUEST, PIECE_BYTES, REQUESTS, Kind, Message, ProtocolError, pack, parse
 

@@ -15,8 +15,8 @@ import torch
 import zmq
 
 from ...base.service.sockets import POLLIN
+from ...rounds.part import SyncedFragment
 from ...rounds.round_log import LoggedRound, Standing
-from ...rounds.synced import SyncedFragment
 from .answers import Status
 from .downloads import Download, has_body, standing_of, values_of
 from .keys import KeyPair, Place

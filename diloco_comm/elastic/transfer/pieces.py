@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...ops.digests import digest_of
+from ...rounds.part import SyncedFragment
 from ...rounds.round_log import LoggedRound, Standing, replay, state_tensors
-from ...rounds.synced import SyncedFragment
 from .answers import Status
 from .donor import piece_elements
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import DiLoCo
-from diloco_comm.rounds.flights import RoundInFlight
-from diloco_comm.rounds.synced import SyncedPart
+from diloco_comm.rounds.part import RoundInFlight, SyncedPart
 
 
 @dataclass
@@ -37,9 +36,10 @@ class Ledger:
         self.learned[part.index] += progress
         return flight
 
-    def _commit(self, part: SyncedPart, flight: RoundInFlight, arrival: Any) -> None:
+    def _commit(self, flight: RoundInFlight, arrival: Any) -> None:
+        part = flight.part
         self.applied[part.index] += part.decode(flight.own, flight.layout, "").double()
-        self.commit(part, flight, arrival)
+        self.commit(flight, arrival)
 
     def _repair(
         self, part: SyncedPart, repair: Any, flight: RoundInFlight, inner_step: int

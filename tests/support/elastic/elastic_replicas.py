@@ -305,11 +305,11 @@ def interrupt_waits(diloco: DiLoCo) -> None:
     """Break each first wait for a round off, as a Ctrl-C does; the round is under way meanwhile."""
     wait, flights = diloco._rounds._wait, []
 
-    def wait_once_more(part: Any, flight: Any) -> Any:
+    def wait_once_more(flight: Any) -> Any:
         if not any(flight is other for other in flights):
             flights.append(flight)
             raise KeyboardInterrupt
-        return wait(part, flight)
+        return wait(flight)
 
     diloco._rounds._wait = wait_once_more  # type: ignore[method-assign]
 

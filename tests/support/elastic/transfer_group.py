@@ -15,14 +15,13 @@ from diloco_comm.elastic.transfer.donor import Donor
 from diloco_comm.elastic.transfer.keys import KeyPair, Place
 from diloco_comm.elastic.transfer.newcomer import Newcomer
 from diloco_comm.exchange.round import Header, Mean
-from diloco_comm.methods.outer import OuterOptimizer
-from diloco_comm.methods.outer_state import Update
+from diloco_comm.methods.outer import OuterOptimizer, Update
 from diloco_comm.ops.digests import digest_of
 from diloco_comm.ops.wire import Layout
 from diloco_comm.replica.fragments import make_fragments, trainable_parameters
-from diloco_comm.rounds.agreement import history
+from diloco_comm.rounds import history
+from diloco_comm.rounds.part import SyncedFragment
 from diloco_comm.rounds.round_log import RoundLog, state_tensors
-from diloco_comm.rounds.synced import SyncedFragment
 
 # Two fragments of three pieces each, with the momentum of Nesterov.
 WIDTH = 1100

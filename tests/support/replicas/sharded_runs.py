@@ -38,5 +38,5 @@ def with_functions(optimizer: torch.optim.Optimizer) -> CO2:
 def norms_of(diloco: DiLoCo) -> Tensor:
     """Return the norms in the metrics, and those that make the staleness gap."""
     norms = [metrics.pseudo_gradient_norm for metrics in diloco.metrics()]
-    steps = [(part.step_norm, part.largest_norm) for part in diloco.parts]
+    steps = [part.step_norms.read() for part in diloco.parts]
     return torch.tensor([*norms, *(norm for pair in steps for norm in pair)], dtype=torch.float64)

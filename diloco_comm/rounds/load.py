@@ -1,4 +1,11 @@
-"""Take in a saved state: check all of it first, then write; ``save`` shows its layout."""
+"""Take in a saved state: check all of it first, then write; ``state_dict`` shows its layout.
+
+The run that loads may differ from the run that saved. A state goes by the names of parameters. Each
+fragment of the present run takes its numbers from the saved fragments that had its parameters. If
+these are at different rounds, the fragment goes on from the highest number of rounds and of outer
+steps, and from the lowest inner step up to which everything was sent. A parameter that the saved
+run did not exchange begins without momentum.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.checks import first_of, warn
-from ...base.memory import memory_order
-from ...replica import sharding
-from ..agreement import history
-from ..synced import SyncedFragment, SyncedPart
-from . import flights as saved_flights
-from .changes import (
-    Match,
-    Run,
-    differences,
-    other_differences,
-    refuse_what_cannot_follow,
-    saved_run,
-)
-from .flights import Saved
-from .save import VERSION, Scope, chain_key, set_numbers
+from ..base.checks import first_of, warn
+from ..base.memory import memory_order
+from ..replica import sharding
+from . import history
+from .part import SyncedFragment, SyncedPart, mixed
+from .state_dict import VERSION, Run, Saved, Scope, chain_key, set_numbers, unpack
 
 logger = logging.getLogger(__name__)
 _ADVICE = (
@@ -155,7 +152,7 @@ class Restore:
     def _begin_history(self, part: SyncedPart) -> None:
         sources = [self._numbers[index] for index in self._match.sources(part)]
         saved = [_saved_history(numbers, self._scope) for numbers in sources]
-        past = saved[0] if len(saved) == 1 else history.mixed(*saved) if any(saved) else 0
+        past = saved[0] if len(saved) == 1 else mixed(*saved) if any(saved) else 0
         history.begin(part, is_shared=self._scope.is_shared, saved=past)
 
     # ---------------------------------------------------------------------------- residuals
@@ -274,7 +271,7 @@ class Restore:
         if mine is not None and own is not None:
             mine |= {"payloads": own.get("payloads", {}).get(key, {})}
             mine |= {"corrected": own.get("corrected", {}).get(key, {})}
-        saved = saved_flights.unpack(
+        saved = unpack(
             part,
             shared if shared is not None else _NO_FLIGHTS,
             home.get("flights", {}).get(key, {}),
@@ -526,8 +523,8 @@ _NO_FLIGHTS = json.dumps({"members": [], "wire": "fp32", "block_size": 256, "rou
 
 def _install(part: SyncedPart, saved: Saved, mine: Mapping[str, Any] | None) -> None:
     saved.install(part)
-    part.owes = bool(mine and mine["owes"])
-    part.is_ahead = bool(mine and mine["is_ahead"])
+    part.owed.is_lost = bool(mine and mine["owes"])
+    part.owed.is_ahead = bool(mine and mine["is_ahead"])
 
 
 def _owe(part: SyncedPart, values: Tensor) -> None:
@@ -546,3 +543,204 @@ def _refuse_other_shards(numbers: Mapping[str, Any], scope: Scope) -> None:
                 "the saved state has rounds under way between replicas of another number of "
                 "shards: flush() before the save to change it"
             )
+
+
+def saved_run(state: Mapping[str, Any], here: Run) -> Run:
+    """Return the run that saved a state.
+
+    Raises:
+        ValueError: If a version has saved it that did not describe the run, unless the layouts are
+            equal.
+    """
+    saved = state.get("layout")
+    if isinstance(saved, str):
+        return Run.from_text(saved)
+    if saved != here.layout:
+        raise ValueError(
+            "an older version has saved this state, with other names, shapes, dtypes, fragments, "
+            f"sync_every, offsets or align_tensors than here (layout {saved} in the state, "
+            f"{here.layout} here), and such a state does not follow changes: load it with the "
+            "arguments of the save, and save it again"
+        )
+    has_buffers = str(len(here.fragments)) in (state.get("parts") or {})
+    return Run(here.layout, here.sync_every, here.fragments, {}, has_buffers, None, None)
+
+
+def differences(saved: Run, here: Run) -> list[str]:
+    """List what differs in model, fragments and schedule, each with both values."""
+    pairs: list[tuple[str, Any, Any]] = [
+        ("sync_every", saved.sync_every, here.sync_every),
+        ("the number of fragments", len(saved.fragments), len(here.fragments)),
+    ]
+    if len(saved.fragments) == len(here.fragments):
+        pairs.append(("offsets", saved.offsets, here.offsets))
+    pairs.append(("average_buffers", saved.has_buffers, here.has_buffers))
+    found = [f"{what} is {was} in the state, {now} here" for what, was, now in pairs if was != now]
+    was, now = _places(saved), _places(here)
+    changed = [n for n in dict.fromkeys([*was, *now]) if was.get(n) != now.get(n)]
+    # A parameter that one of the two does not exchange says more than its neighbours' new places.
+    changed.sort(key=lambda name: name in was and name in now)
+    if changed:
+        first = changed[0]
+        more = f", and so on for {len(changed) - 1} more" if changed[1:] else ""
+        not_there = "not exchanged"
+        found.append(
+            f"parameter {first!r} is {was.get(first, not_there)} in the state, "
+            f"{now.get(first, not_there)} here{more}"
+        )
+    return found
+
+
+def other_differences(saved: Run, here: Run) -> list[str]:
+    """List what differs beside model, fragments and schedule: all of this follows.
+
+    An older version has saved a state that says nothing of the outer optimizer or the group.
+    """
+    pairs: list[tuple[str, Any, Any]] = [("wires", _wires(saved), _wires(here))]
+    for name in ("error_feedback", "members"):
+        if getattr(saved, name) is not None:
+            pairs.append((name, getattr(saved, name), getattr(here, name)))
+    if saved.outer:
+        # Through JSON, as the saved one: a tuple has become a list.
+        now = json.loads(json.dumps(here.outer))
+        names = sorted({*saved.outer, *now})
+        pairs += [(f"{name} of outer", saved.outer.get(name), now.get(name)) for name in names]
+    return [f"{what}: {was} in the state, {now} here" for what, was, now in pairs if was != now]
+
+
+def _wires(run: Run) -> list[str]:
+    """Return the names and block sizes of a run's wires, each once."""
+    return sorted({f"{name} of blocks of {size}" for name, size in (f.wire for f in run.fragments)})
+
+
+def _places(run: Run) -> dict[str, str]:
+    """Say by name in which fragment a parameter is, and how it lies in memory."""
+    return {
+        name: f"{form} in fragment {index}"
+        + (f", aligned to {one.alignment}" if one.alignment > 1 else "")
+        for index, one in enumerate(run.fragments)
+        for name, form in zip(one.names, one.forms, strict=True)
+    }
+
+
+def refuse_what_cannot_follow(
+    saved: Run,
+    here: Run,
+    outer: Mapping[str, Tensor],
+    exchanged: Mapping[str, Tensor],
+    model: Collection[str],
+) -> None:
+    """Raise one ValueError that names all that keeps a state from being loaded into this run.
+
+    Args:
+        outer: Saved outer parameters.
+        exchanged: The parameters that are exchanged here.
+        model: Names of all parameters of the model, frozen ones too.
+    """
+    found = []
+    if saved.outer_name and saved.outer_name != here.outer_name:
+        found.append(
+            f"the outer optimizer is {saved.outer_name} in the state, {here.outer_name} here"
+        )
+    shapes = {
+        name: (list(outer[name].shape), list(param.shape))
+        for name, param in exchanged.items()
+        if name in outer
+    }
+    wrong = [name for name, (was, now) in shapes.items() if was != now]
+    if wrong:
+        was, now = shapes[wrong[0]]
+        more = f", and {len(wrong) - 1} more differ" if wrong[1:] else ""
+        found.append(f"parameter {wrong[0]!r} has shape {was} in the state, {now} here{more}")
+    lacking = [name for name in saved.names if name not in model]
+    if lacking:
+        more = f", nor {len(lacking) - 1} more" if lacking[1:] else ""
+        found.append(f"the model here has no parameter {lacking[0]!r} of the state{more}")
+    if found:
+        raise ValueError(
+            f"the saved state does not fit: {'; '.join(found)}: load it into the model and with "
+            "the outer optimizer of the save, on all replicas"
+        )
+
+
+class Match:
+    """Where the parts of the present run find their numbers in a saved state.
+
+    Attributes:
+        is_same: The save had the same parts, tensors and schedule.
+        new: Parameters that the saved run did not exchange.
+        ended: Parameters that the saved run exchanged, and the present one does not.
+    """
+
+    def __init__(self, saved: Run, here: Run) -> None:
+        self.saved, self.here = saved, here
+        self.is_same = (saved.layout, saved.has_buffers) == (here.layout, here.has_buffers)
+        self._owners = {n: index for index, one in enumerate(saved.fragments) for n in one.names}
+        present = set(here.names)
+        self.new = [name for name in here.names if name not in self._owners]
+        self.ended = [name for name in self._owners if name not in present]
+
+    @property
+    def saved_parts(self) -> list[int]:
+        return list(range(len(self.saved.fragments) + self.saved.has_buffers))
+
+    def twin(self, part: SyncedPart) -> int | None:
+        """Return the saved part with just these tensors, in this order; None without one."""
+        if not isinstance(part, SyncedFragment):
+            return len(self.saved.fragments) if self.saved.has_buffers else None
+        own = self.here.fragments[part.index]
+        for index, one in enumerate(self.saved.fragments):
+            if (one.names, one.alignment) == (own.names, own.alignment):
+                return index
+        return None
+
+    def place(self, part: SyncedPart) -> int | None:
+        """Return the twin, if its elements lie at the same places too; None without one."""
+        twin = self.twin(part)
+        if twin is None or not isinstance(part, SyncedFragment):
+            return twin
+        is_alike = self.saved.fragments[twin].forms == self.here.fragments[part.index].forms
+        return twin if is_alike else None
+
+    def sources(self, part: SyncedPart) -> list[int]:
+        """Return the saved parts that had a part's parameters."""
+        twin = self.twin(part)
+        if twin is not None or not isinstance(part, SyncedFragment):
+            return [] if twin is None else [twin]
+        names = part.fragment.names
+        return sorted({self._owners[name] for name in names if name in self._owners})
+
+    def numbers(self, part: SyncedPart, saved: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the numbers with which a part goes on; see ``numbers_of``.
+
+        Args:
+            saved: Numbers of all saved parts.
+        """
+        twin = self.twin(part)
+        if twin is not None:
+            return dict(saved[twin])
+        sources = [saved[index] for index in self.sources(part)]
+        merged = _merged(sources or list(saved.values()))
+        if not sources:
+            # The schedule of the learning rate goes on, and no outer step was taken.
+            merged |= {"num_steps": 0, "extra": {}, "last_lr": None, "ended_at": -1}
+        return merged
+
+
+def _merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return numbers for parameters that come from several parts.
+
+    The norms of outer steps belong to whole parts, and begin anew.
+    """
+    steps = [int(one.get("num_steps", one["round"])) for one in sources]
+    furthest = sources[steps.index(max(steps))]
+    has_ended = all(one.get("ended_at", -1) == num for one, num in zip(sources, steps, strict=True))
+    return {
+        "round": max(int(one["round"]) for one in sources),
+        "last_sent": min(int(one["last_sent"]) for one in sources),
+        "weight_sum": furthest.get("weight_sum", 0.0),
+        "num_steps": max(steps),
+        "extra": furthest.get("extra", {}),
+        "last_lr": furthest.get("last_lr"),
+        "ended_at": max(steps) if has_ended else -1,
+    }

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...base import launch
-from ...base.checks import MOST_INT32, first_of, integer, timeout_seconds, warn
-from ...base.errors import ReplicaMismatch
-from ...base.store_host import connect_store
-from ...exchange.exchange import Exchange
-from ...exchange.waiting import call_patiently
-from ...ops.digests import each_digest
-from ...replica import wrappers
+from ..base import launch
+from ..base.checks import MOST_INT32, first_of, integer, timeout_seconds, warn
+from ..base.errors import ReplicaMismatch
+from ..base.store_host import connect_store
+from ..exchange.exchange import Exchange
+from ..exchange.waiting import call_patiently
+from ..ops.digests import each_digest
+from ..replica import wrappers
 
 logger = logging.getLogger(__name__)
 _MOST_UNEXCHANGED_BYTES = 64 << 20

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.errors import ReplicaMismatch, difference
-from ...base.memory import device_of
-from ...exchange.exchange import Exchange
-from ...exchange.round import Header
-from ...ops.wire import WireFormat
-from ..synced import SyncedFragment, SyncedPart
+from ..base.errors import ReplicaMismatch, difference
+from ..base.memory import device_of
+from ..exchange.exchange import Exchange
+from ..exchange.round import Header
+from ..ops.wire import WireFormat
 from .handshake import gather_json
-from .history import mixed
+from .part import SyncedFragment, SyncedPart, mixed
 
 
 def mean_state(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def equalize(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> None
     """Set outer parameters, momenta and local parameters to the means; a collective call.
 
     Raises:
-        SyncError: If the group fails; parts before the one that failed are equal then.
+        SyncError: If the group fails; parts before the failure are equal then.
     """
     for part in parts:
         if isinstance(part, SyncedFragment) and part.num_elements:
@@ -155,7 +154,7 @@ def has_ended(part: SyncedPart) -> bool:
     """Whether a part's look-ahead was taken back, or there is none."""
     if not isinstance(part, SyncedFragment) or part.state.look_ahead() is None:
         return True
-    return part.ended_at == part.state.num_steps
+    return part.state.ended_at == part.state.num_steps
 
 
 def _numbers(part: SyncedPart) -> list[Any]:
@@ -163,7 +162,7 @@ def _numbers(part: SyncedPart) -> list[Any]:
     if not isinstance(part, SyncedFragment):
         return [0, False, None]
     steps = part.state.num_steps
-    return [steps, part.ended_at == steps, part.state.last_lr]
+    return [steps, part.state.ended_at == steps, part.state.last_lr]
 
 
 def _end(part: SyncedPart, views: Sequence[Sequence[Any]], impl: str, writing: Writing) -> None:
@@ -179,7 +178,7 @@ def _end(part: SyncedPart, views: Sequence[Sequence[Any]], impl: str, writing: W
     heard = [view for view in views if view[0] == steps]
     known = [each for each in [*(view[2] for view in heard), lr] if each is not None]
     if has_ended or any(view[1] for view in heard):
-        part.ended_at = steps
+        part.state.ended_at = steps
     elif known:
         with writing(part):
             part.take_back_look_ahead(known[0], impl)

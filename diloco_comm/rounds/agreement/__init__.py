@@ -1,1 +1,0 @@
-"""What all replicas must agree on: settings, history, finite values, parameters."""

@@ -1,1 +1,0 @@
-"""Saving and loading outer state, with the rounds that are under way."""
