@@ -12,8 +12,7 @@ from typing import Any
 from ..base import env
 from ..base.checks import MOST_INT32, UNSET, choice, flag, integer, not_negative
 from ..ops.wire import ELEMENT_WIRES, WireFormat
-from ..replica.fragments import FragmentSpec, fragment_spec
-from ..replica.schedule import inner_steps
+from ..replica.fragments import FragmentSpec, fragment_spec, inner_steps
 from .outer import make_outer
 from .overlap import make_overlap
 from .wires import Wires

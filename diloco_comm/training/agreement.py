@@ -13,8 +13,14 @@ from ..base.errors import ReplicaMismatch
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..ops.digests import digest_of
-from ..replica.descriptions import describe_parameters, same_memory, shared_memory
-from ..replica.fragments import buffer_names, uncopied_tensors, unexchanged_tensors
+from ..replica.fragments import (
+    buffer_names,
+    describe_parameters,
+    same_memory,
+    shared_memory,
+    uncopied_tensors,
+    unexchanged_tensors,
+)
 from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
 from ..rounds.agreement import handshake, history

@@ -16,7 +16,6 @@ from ..exchange.exchange import Exchange
 from ..methods.outer import OuterOptimizer
 from ..methods.settings import Settings
 from ..ops.digests import digest_of
-from ..replica.fragments import refuse_new_parameters
 from ..replica.hooks import StepHooks
 from ..replica.model_watch import ModelWatch
 from ..replica.workers import ReplicaWorkers
@@ -66,6 +65,8 @@ class Attached:
     _elastic: ElasticTraining | None = None
     # Batches that a trainer takes from a loader to give each worker one; None if it divides none.
     _batches_at_once: int | None = None
+    # The inner steps before this one send nothing, apply nothing, and are only counted.
+    _next_due = 0
     # None until the constructor has ended.
     _watch: ModelWatch | None = None
 
@@ -90,7 +91,7 @@ class Attached:
 
     def _close(self, *, is_finished: bool) -> None:
         """As ``close``; ``is_finished`` if this replica has taken all its steps."""
-        self._is_closed = True
+        self._is_closed, self._next_due = True, 0
         if self._hooks is not None:
             self._hooks.remove()
         if self._watch is not None:
@@ -280,7 +281,11 @@ class Attached:
         self._recorder.refuse_in_callback()
 
     def _refuse_if_unfit(self) -> None:
-        """Raise if the model does not hold its local parameters."""
+        """Raise if the model does not hold its local parameters.
+
+        After any call that asks this, the next inner step looks at everything.
+        """
+        self._next_due = 0
         self._rounds.uninterruptible.refuse_if_broken()
         if self._is_swapped:
             raise RuntimeError("the model holds the outer parameters: leave outer_parameters()")
@@ -292,11 +297,10 @@ class Attached:
             is_sending: Raise too if the optimizers train parameters that were not there, or
                 frozen, or if the model has other parameters under their names.
         """
-        if is_sending:
-            if self._watch is not None:
+        if self._watch is not None:
+            self._watch.read_late(is_last=is_sending)
+            if is_sending:
                 self._watch.before_send()
-            known = {id(param) for param in self._plan.parameters()}
-            refuse_new_parameters(self._model, self._optimizers, known)
         for part in parts:
             part.refuse_changes()
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
-from ..replica.shard_group import ShardGroup
-from ..replica.workers import ReplicaWorkers
+from ..replica.workers import ReplicaWorkers, ShardGroup
 from ..rounds.agreement import handshake
 from ..rounds.metrics import Recorder
 from ..rounds.runner import RoundRunner

@@ -170,6 +170,7 @@ class DiLoCo(Saved):
             checks,
             sync_every=settings.sync_every,
             is_hooked=attach,
+            refuses_new=True,
         )
         if checks != "off":
             self._rounds.same_data.begin(self.parts, self.inner_step)
@@ -246,12 +247,11 @@ class DiLoCo(Saved):
 
     def _step(self, *, is_skipped: bool = False) -> None:
         """Take an inner step; ``is_skipped`` if the optimizer was not called for it."""
-        take_step = partial(self._take_step, is_skipped=is_skipped)
         if self._elastic is None:
-            take_step()
+            self._take_step(is_skipped=is_skipped)
         elif not self.is_done:
             self._refuse_if_closed()
-            self._elastic.take_step(self, take_step)
+            self._elastic.take_step(self, partial(self._take_step, is_skipped=is_skipped))
 
     def _take_step(self, *, is_skipped: bool = False, again: Collection[int] | None = None) -> None:
         """Count an inner step, and exchange what is due.
@@ -262,16 +262,17 @@ class DiLoCo(Saved):
         Args:
             again: The step is counted already, and the exchange of these parts broke off.
         """
+        if again is None and self.inner_step + 1 < self._next_due:
+            self._count_step(is_skipped)
+            self.inner_step += 1
+            return
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self._rounds.uninterruptible.has_begun = is_done = False
-        self.exchange.tell_of_lost_store()
         self.inner_step += again is None
         try:
             if again is None:
-                self._skipped.observe(is_skipped=is_skipped)
-                if self._watch is not None:
-                    self._watch.stepped()
+                self._count_step(is_skipped)
             due = self._plan.sent_at(self.inner_step)
             if again is not None:
                 due = [part for part in due if part.index in again]
@@ -287,6 +288,13 @@ class DiLoCo(Saved):
             if again is None:
                 self._take_step_back(error, is_done)
             raise
+        self._next_due = self._plan.next_due(self.inner_step, self._saved_writes)
+
+    def _count_step(self, is_skipped: bool) -> None:
+        self.exchange.tell_of_lost_store()
+        self._skipped.observe(is_skipped=is_skipped)
+        if self._watch is not None:
+            self._watch.stepped()
 
     def _take_loaded(self) -> str:
         """Take weights that the program has loaded since the last step for the outer parameters.

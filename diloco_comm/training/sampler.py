@@ -22,8 +22,8 @@ from torch.utils.data import (
 
 from ..base.checks import choice, flag, integer
 from ..elastic.leases import REPEAT, SKIP, Account, Plan
-from ..replica import sharding, wrappers
-from ..replica.shard_group import ShardGroup
+from ..replica import sharding
+from ..replica.workers import ShardGroup
 from .attached import Attached
 
 # Number of a part, from 0, and how many parts there are.
@@ -208,7 +208,7 @@ def _data_parallel_worker(diloco: Attached) -> Place:
                 "on workers of one tensor-parallel group"
             )
         return workers.rank, workers.size
-    groups = [group for one in wrappers.around(diloco._model) for group in one.groups]
+    groups = [group for one in sharding.around(diloco._model) for group in one.groups]
     groups += [workers.group] if isinstance(workers, ShardGroup) else []
     found = {tuple(sorted(dist.get_process_group_ranks(group))) for group in groups}
     found = {ranks for ranks in found if len(ranks) > 1}

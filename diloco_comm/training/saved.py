@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..base.memory import memory_order
 from ..methods.overlap import Blocking
-from ..replica.fragments import all_parameters, refuse_new_parameters
+from ..replica.fragments import all_parameters
 from ..rounds.agreement.consensus import mean_outer
 from ..rounds.checkpoint import save
 from ..rounds.checkpoint.changes import run_of
 from ..rounds.checkpoint.flights import saved_writes
 from ..rounds.checkpoint.load import Restore
-from ..rounds.synced import SyncedFragment, SyncedPart
+from ..rounds.synced import SyncedFragment
 from .agreement import Agreement
 from .attached import Attached
 from .evaluation import swapped_in
-
-# Parameters that are not exchanged, and that a step looks at.
-_LOOKS_A_STEP = 64
 
 
 class Saved(Attached):
@@ -32,18 +28,6 @@ class Saved(Attached):
 
     _agreement: Agreement
     _saved_writes: dict[int, set[int]]
-    # A state whose new parameters take the weights that the model has at the next step.
-    _awaiting: Restore | None = None
-    _handles: tuple[Any, ...] = ()
-    # A summary of the optimizers' groups, their parameters that are not exchanged, and the first
-    # of these that the next step looks at.
-    _held: list[tuple[int, ...]] | None = None
-    _others_held: list[Tensor]
-    _next_other = 0
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._watch_steps()
 
     # ------------------------------------------------------------------- outer parameters
 
@@ -151,8 +135,8 @@ class Saved(Attached):
         if self._watch is not None:
             is_shared = not restore.has_new and self._has_just_exchanged()
             lost = self._differs_from_outer if is_shared else None
-            self._watch.expect_load(self._agreement.overwritten, lost)
-        self._awaiting = restore if restore.has_new and self._handles else None
+            late = restore.read_new if restore.has_new else None
+            self._watch.expect_load(self._agreement.overwritten, lost, late)
 
     def _has_just_exchanged(self) -> bool:
         """Whether the local parameters are the outer ones, by the numbers of a state."""
@@ -172,58 +156,3 @@ class Saved(Attached):
                     return True
                 offset += flat.numel()
         return False
-
-    # --------------------------------------------------------------- before an inner step
-
-    def _watch_steps(self) -> None:
-        """Look at the optimizers' parameters before each of their steps."""
-
-        @torch.compiler.disable
-        def before_step(*_: Any) -> None:
-            if self._watch is None:
-                return  # The constructor has failed.
-            # The program may have loaded the model after the state.
-            self._begin_new_parameters()
-            self._awaiting = None
-            self._refuse_new_parameters()
-
-        self._stop_watching()
-        able = [one for one in self._optimizers if hasattr(one, "register_step_pre_hook")]
-        self._handles = tuple(one.register_step_pre_hook(before_step) for one in able)
-
-    def _stop_watching(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = ()
-
-    def _close(self, *, is_finished: bool) -> None:
-        self._stop_watching()
-        super()._close(is_finished=is_finished)
-
-    def _refuse_changes(self, parts: Iterable[SyncedPart], *, is_sending: bool = False) -> None:
-        self._begin_new_parameters()
-        if is_sending:
-            self._awaiting = None
-        super()._refuse_changes(parts, is_sending=is_sending)
-
-    def _begin_new_parameters(self) -> None:
-        if self._awaiting is not None:
-            self._awaiting.read_new()
-
-    def _refuse_new_parameters(self) -> None:
-        """Raise before a step on parameters that were added to an optimizer or unfrozen.
-
-        The next send looks at all of them; a step looks at a few, so that it costs the same for
-        any number of frozen parameters.
-        """
-        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
-        held = [(len(params), *map(id, params[:1]), *map(id, params[-1:])) for params in groups]
-        if held != self._held:
-            known = {id(param) for param in self._plan.parameters()}
-            self._others_held = [p for params in groups for p in params if id(p) not in known]
-            self._held, self._next_other = held, 0
-        begin, end = self._next_other, self._next_other + _LOOKS_A_STEP
-        self._next_other = end if end < len(self._others_held) else 0
-        if any(param.requires_grad for param in self._others_held[begin:end]):
-            known = {id(param) for param in self._plan.parameters()}
-            refuse_new_parameters(self._model, self._optimizers, known)

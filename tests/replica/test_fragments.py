@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from diloco_comm.base.memory import memory_order
-from diloco_comm.replica.descriptions import describe_parameters, layout_hash
 from diloco_comm.replica.fragments import (
+    Schedule,
+    describe_parameters,
+    layout_hash,
     make_fragments,
     trainable_parameters,
 )
-from diloco_comm.replica.schedule import Schedule
 
 
 class Block(nn.Module):

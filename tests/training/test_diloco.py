@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diloco_comm import SGD, Adam, DiLoCo, Nesterov
 from diloco_comm.ops.wire import ELEMENT_WIRES
-from diloco_comm.replica.schedule import Schedule
+from diloco_comm.replica.fragments import Schedule
 
 # ------------------------------------------------------------------------ limits of the method
 

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...methods.settings import Settings
-from ...replica.descriptions import describe
-from ...replica.schedule import Schedule
+from ...replica.fragments import Schedule, describe
 from ..synced import SyncedFragment, SyncedPart
 
 
