@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
@@ -220,18 +220,19 @@ class UncountedSteps:
 
     Args:
         optimizers: Those whose steps are counted, by hooks.
+        params: The ids of the exchanged parameters, which the caller keeps.
         report: Called with the sentence about the first step that was not counted.
     """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        params: Iterable[nn.Parameter],
+        params: Collection[int],
         report: Callable[[str], None],
     ) -> None:
         # No other optimizer gets the ids of these, because they are kept here.
         self._optimizers, self._counted = optimizers, frozenset(map(id, optimizers))
-        self._params = set(map(id, params))
+        self._params = params
         self._report: Callable[[str], None] | None = report
         self._is_inside = False
         self._num_counted = 0

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,6 +111,7 @@ class ModelWatch:
         self._named = [
             pair for part in fragments for pair in zip(part.names, part.params, strict=True)
         ]
+        self._known = {id(param) for _, param in self._named}
         # The digest of the values before the first load since the last step; None without a load.
         self._before: int | None = None
         self._is_expected = self._is_paused = False
@@ -118,12 +119,11 @@ class ModelWatch:
         self._is_lost: Callable[[], bool] | None = None
         # Reads the weights that the program loads after a state, until the next step.
         self._read_late: Callable[[], object] | None = None
-        # The parameters in the optimizers' groups, as far as a step compares them; those that are
-        # not exchanged, and the first of these that the next step looks at.
-        self._refuses_new = refuses_new
-        self._groups: list[list[tuple[int, Any, Any]]] = []
+        # A summary of the optimizers' groups, their parameters that are not exchanged, and the
+        # first of these that the next step looks at.
+        self._held: list[tuple[int, ...]] | None = None
         self._others: list[nn.Parameter] = []
-        self._next_other = 0
+        self._refuses_new, self._next_other = refuses_new, 0
         before_step = uncompiled(self._before_step, "diloco_before_step")
         able = [one for one in optimizers if hasattr(one, "register_step_pre_hook")]
         self._handles = [one.register_step_pre_hook(before_step) for one in able]
@@ -138,27 +138,26 @@ class ModelWatch:
         self._uncounted: UncountedSteps | None = None
         if checks == "off":
             return
-        params = [param for _, param in self._named]
         self._copies = CopyWatch(optimizers, fragments, sync_every, self._report)
         if is_hooked:
-            self._uncounted = UncountedSteps(optimizers, params, self._report)
+            self._uncounted = UncountedSteps(optimizers, self._known, self._report)
         hook = LoadHook(self)
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
         self._fsdp_modules = sharding.fsdp_modules(model)
         sharding.reshard(self._fsdp_modules)
-        self._add_places(unwrap_model(model), {id(param) for _, param in self._named}, set())
+        self._add_places(unwrap_model(model), set())
 
-    def _add_places(self, module: nn.Module, known: set[int], seen: set[int]) -> bool:
-        """Return whether the module, or a module in it, has a known parameter."""
+    def _add_places(self, module: nn.Module, seen: set[int]) -> bool:
+        """Return whether the module, or a module in it, has an exchanged parameter."""
         places: list[tuple[dict[str, Any], str, Any]] = []
         for name, param in module._parameters.items():
-            if id(param) in known:
+            if id(param) in self._known:
                 places.append((module._parameters, name, param))
         for name, child in module._modules.items():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                if self._add_places(child, known, seen):
+                if self._add_places(child, seen):
                     places.append((module._modules, name, child))
         self._places += places
         return bool(places)
@@ -190,17 +189,12 @@ class ModelWatch:
             self._refuse_frozen()
             if self._is_first_send:
                 self._is_first_send = False
-                sentence = unheld_parameters(self._model, [param for _, param in self._named])
-                if sentence:
+                if sentence := unheld_parameters(self._model, self._known):
                     warn(sentence, RuntimeWarning)
             if self._copies is not None:
                 self._copies.before_send()
         if self._refuses_new:
-            self._refuse_new()
-
-    def _refuse_new(self) -> None:
-        known = {id(param) for _, param in self._named}
-        refuse_new_parameters(self._model, self._optimizers, known)
+            refuse_new_parameters(self._model, self._optimizers, self._known)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -291,38 +285,15 @@ class ModelWatch:
         The next send looks at all of them; a step looks at a few, so that it costs the same for
         any number of frozen parameters.
         """
-        if not self._has_same_groups():
-            known = {id(param) for _, param in self._named}
-            groups = [[g["params"] for g in one.param_groups] for one in self._optimizers]
-            self._groups = [
-                [(len(params), params[0], params[-1]) if params else (0, None, None)
-                 for params in each] for each in groups
-            ]  # fmt: skip
-            held = [param for each in groups for params in each for param in params]
-            self._others = [param for param in held if id(param) not in known]
-            self._next_other = 0
-        if not self._others:
-            return
+        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
+        held = [(len(params), *map(id, params[:1]), *map(id, params[-1:])) for params in groups]
+        if held != self._held:
+            self._others = [p for params in groups for p in params if id(p) not in self._known]
+            self._held, self._next_other = held, 0
         begin, end = self._next_other, self._next_other + _LOOKS_A_STEP
         self._next_other = end if end < len(self._others) else 0
-        if any(param.requires_grad for param in self._others[begin:end]):
-            self._refuse_new()
-
-    def _has_same_groups(self) -> bool:
-        """Whether each group has as many parameters as before, and the same first and last one."""
-        if not self._groups:
-            return False
-        for optimizer, seen in zip(self._optimizers, self._groups, strict=True):
-            groups = optimizer.param_groups
-            if len(groups) != len(seen):
-                return False
-            for group, (count, first, last) in zip(groups, seen, strict=True):
-                params = group["params"]
-                if len(params) != count:
-                    return False
-                if count and (params[0] is not first or params[-1] is not last):
-                    return False
-        return True
+        if self._others and any(param.requires_grad for param in self._others[begin:end]):
+            refuse_new_parameters(self._model, self._optimizers, self._known)
 
     def _look_at_load(self) -> None:
         if self._before is None:
@@ -597,13 +568,12 @@ def _is_wider_copy(value: Any, param: nn.Parameter) -> bool:
     return is_copy and own.unique().numel() >= _LEAST_VALUES
 
 
-def unheld_parameters(model: nn.Module, exchanged: Iterable[nn.Parameter]) -> str:
+def unheld_parameters(model: nn.Module, known: Collection[int]) -> str:
     """Return the sentence about parameters that get gradients and that no optimizer holds, or "".
 
     Such a parameter is not exchanged: each replica trains its own, by an optimizer that was not
     given, or none trains it. A teacher, or a backbone that is only evaluated, gets no gradient.
     """
-    known = set(map(id, exchanged))
     named = unwrap_model(model).named_parameters()
     names = [name for name, param in named if param.grad is not None and id(param) not in known]
     if not names:

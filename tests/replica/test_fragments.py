@@ -232,6 +232,14 @@ def test_offsets_are_the_first_send_and_repeat_every_h() -> None:
     assert Schedule.plan(100, 4).offsets == (25, 50, 75, 100)
 
 
+@pytest.mark.parametrize("offsets", [[1], [4, 2], [8, 3, 5]])
+def test_the_next_send_is_the_first_that_is_due(offsets: list[int]) -> None:
+    schedule = Schedule.plan(4, len(offsets), offsets)
+    for step in range(-3, 20):
+        first = next(later for later in range(step + 1, 40) if schedule.due(later))
+        assert schedule.next(step) == first
+
+
 @pytest.mark.parametrize("bad", [0, -3, 2.5, True, "10"])
 def test_sync_every_below_one_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="sync_every must be an integer of at least 1, got"):
