@@ -19,8 +19,7 @@ from diloco_comm import ops
 from diloco_comm.methods.outer import SGD, Update
 from diloco_comm.methods.overlap import Eager, Overlap, Own, Streaming, Terms
 from diloco_comm.ops.wire import Layout, WireFormat
-from diloco_comm.replica.fragments import Fragment, make_fragments, trainable_parameters
-from diloco_comm.replica.schedule import Schedule
+from diloco_comm.replica.fragments import Fragment, Schedule, make_fragments, trainable_parameters
 
 Replica = tuple[nn.Module, torch.optim.Optimizer]
 

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from ..replica import wrappers
+from ..replica import sharding
 from ..training.diloco import DiLoCo
 from .attaching import Make, check, choices_for
 from .wrapping import refuse_if_alone_in_a_job, refuse_if_spans_replicas
@@ -97,7 +97,7 @@ def _refuse_if_unwrapped(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise for the model inside accelerate's DDP: the later checks need the DDP around it."""
     is_ddp = accelerator.distributed_type.value.startswith("MULTI_")
     is_known = any(model is known for known in getattr(accelerator, "_models", ()))
-    if is_ddp and is_known and not any(wrappers.around(model)):
+    if is_ddp and is_known and not any(sharding.around(model)):
         raise ValueError(
             "attach() needs the model that accelerator.prepare() has returned, and was given the "
             "model inside that wrapper"

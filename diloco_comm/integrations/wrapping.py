@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ..base import env
 from ..base.checks import timeout_seconds, warn
-from ..replica import wrappers
-from ..replica.messages import WorkerMessages
-from ..replica.wrappers import Wrapper
+from ..replica import sharding
+from ..replica.sharding import Wrapper
+from ..replica.workers import WorkerMessages
 from ..rounds import handshake
 from ..training.diloco import DiLoCo
 from ..training.sampler import ElasticSampler, ReplicaSampler, shard_part
@@ -39,7 +39,7 @@ def refuse_if_spans_replicas(model: nn.Module, choices: Mapping[str, Any], remed
     Raises:
         ValueError: The message names the ranks and the remedy.
     """
-    for wrapper in wrappers.around(model):
+    for wrapper in sharding.around(model):
         ranks = _several_replicas(wrapper, choices)
         if ranks:
             raise ValueError(

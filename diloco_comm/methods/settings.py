@@ -14,8 +14,7 @@ from ..base import env
 from ..base.checks import MOST_INT32, UNSET, choice, flag, integer, not_negative
 from ..ops.wire import ELEMENT_WIRES, WireFormat, parse
 from ..ops.wire_options import check_training
-from ..replica.fragments import FragmentSpec, fragment_spec
-from ..replica.schedule import inner_steps
+from ..replica.fragments import FragmentSpec, fragment_spec, inner_steps
 from .outer import make_outer
 from .overlap import make_overlap
 

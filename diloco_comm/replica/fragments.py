@@ -1,4 +1,4 @@
-"""Fragments: which parameters travel together.
+"""Fragments: which parameters travel together, when, and how replicas compare them.
 
 Parameters have the order of the model, and their identity is ``id(param)``. The parameters of the
 optimizers take part: frozen weights stay out. A tied weight counts once, under its first name.
@@ -6,32 +6,40 @@ optimizers take part: frozen weights stay out. A tied weight counts once, under 
 
 from __future__ import annotations
 
+import bisect
+import hashlib
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base.checks import first_of, integer
+from ..base.checks import MOST_INT32, first_of, integer
 from ..ops.implementations import is_served
 from . import sharding
-from .fragment_rules import Named, balanced, by_layers, by_patterns
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The prefixes that wrappers put into names: a weight has the same name with and without a wrapper.
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 FragmentSpec = int | str | Sequence[str | Sequence[str]]
+Named = list[tuple[str, nn.Parameter]]
+# The pattern of the names that no other pattern matches.
+REST = "rest"
 
 
 @dataclass(frozen=True)
 class Fragment:
     """A set of parameters that is exchanged together.
 
-    Of a DTensor the local shard takes part. A worker that holds no element of a fragment of
+    The local shard of a DTensor takes part. A worker that holds no element of a fragment of
     DTensors exchanges a single zero instead, the *filler*. So that worker has the same rounds and
     failures as the workers with elements.
 
@@ -39,10 +47,11 @@ class Fragment:
         names: Names in the model, in the order of the model.
         params: The parameters themselves; virtually concatenated in memory order.
         modules: FSDP modules that may hold gathered copies of the parameters.
-        alignment: Each tensor starts at a multiple of this many elements. What is between two
-            tensors is the *padding*: elements that are zero on all replicas.
+        alignment: Each tensor starts at a multiple of this many elements. The elements between two
+            tensors are the *padding*, zero on all replicas.
         filler: The single zero; None where there is an element.
         memory: How the parameters lay in memory when the fragment was made.
+        is_plain: The parameters are exchanged whole, and nothing beside them.
     """
 
     index: int
@@ -53,19 +62,23 @@ class Fragment:
     filler: Tensor | None = field(init=False, default=None)
     memory: tuple[Memory, ...] = field(init=False)
     gaps: dict[str, Tensor] = field(init=False)
+    is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gaps", self._make_gaps())
         object.__setattr__(self, "memory", tuple(map(memory_of, self.params)))
         if self._needs_filler():
-            device = sharding.local(self.params[0]).device
+            device = held(self.params[0]).device
             object.__setattr__(self, "filler", torch.zeros(1, device=device))
+        has_more = self.gaps or self.modules or self.placement or self.filler is not None
+        is_whole = all(type(param) is nn.Parameter for param in self.params)
+        object.__setattr__(self, "is_plain", is_whole and not has_more)
 
     def _make_gaps(self) -> dict[str, Tensor]:
         """Return the padding after each tensor but the last, by the tensor's name."""
-        shards = [sharding.local(param) for param in self.params[:-1]]
+        shards = [held(param) for param in self.params[:-1]]
         counts = [-shard.numel() % self.alignment for shard in shards]
-        device = sharding.local(self.params[0]).device
+        device = held(self.params[0]).device
         return {
             name: torch.zeros(count, device=device)
             for name, count in zip(self.names[:-1], counts, strict=True)
@@ -73,13 +86,14 @@ class Fragment:
         }
 
     def _needs_filler(self) -> bool:
-        is_empty = not any(sharding.local(param).numel() for param in self.params)
+        is_empty = not any(held(param).numel() for param in self.params)
         return is_empty and any(sharding.is_sharded(param) for param in self.params)
 
     def refuse_changes(self) -> None:
         """Raise ValueError if a parameter does not lie in memory as it did."""
-        for name, param, before in zip(self.names, self.params, self.memory, strict=True):
-            refuse_change(f"parameter {name!r}", param, before)
+        if tuple(map(memory_of, self.params)) != self.memory:
+            for name, param, before in zip(self.names, self.params, self.memory, strict=True):
+                refuse_change(f"parameter {name!r}", param, before)
 
     @property
     def num_elements(self) -> int:
@@ -88,6 +102,8 @@ class Fragment:
 
     def tensors(self) -> list[Tensor]:
         """Return what is exchanged, detached; writing to the tensors writes to the parameters."""
+        if self.is_plain:
+            return [param.detach() for param in self.params]
         filler = [] if self.filler is None else [self.filler]
         return [*(piece for _, piece in self.pieces()), *filler]
 
@@ -116,7 +132,7 @@ class Fragment:
         """Return this worker's part of each parameter, detached; see ``tensors`` for writing."""
         sharding.reshard(self.modules)
         pairs = zip(self.names, self.params, strict=True)
-        return {name: sharding.local(param) for name, param in pairs}
+        return {name: held(param) for name, param in pairs}
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Cut ``flat`` ([num_elements], any dtype) into views shaped like the parameters.
@@ -125,7 +141,7 @@ class Fragment:
         """
         views, offset = {}, flat.storage_offset()
         for name, param in zip(self.names, self.params, strict=True):
-            shard = sharding.local(param)
+            shard = held(param)
             view = flat.as_strided(shard.shape, shard.stride(), offset)
             views[name] = sharding.like(view, param)
             offset += shard.numel()
@@ -169,10 +185,15 @@ class Fragment:
     def load(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
         """Copy saved tensors, named like the parameters, into ``flat`` ([num_elements])."""
         for (name, view), param in zip(self.views(flat).items(), self.params, strict=True):
-            target, source = sharding.local(view), sharding.part_of(saved[name], param)
+            target, source = held(view), sharding.part_of(saved[name], param)
             # The saved tensor is the live one when a checkpoint was loaded in place.
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Return what this worker holds of a tensor, detached; see ``sharding.local``."""
+    return tensor.detach() if type(tensor) is nn.Parameter else sharding.local(tensor)
 
 
 Memory = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -180,7 +201,7 @@ Memory = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 def memory_of(tensor: Tensor) -> Memory:
     """Return shape, strides, dtype and device of what this worker holds of a tensor."""
-    tensor = sharding.local(tensor) if sharding.is_sharded(tensor) else tensor
+    tensor = tensor if type(tensor) is nn.Parameter else sharding.local(tensor)
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -246,11 +267,11 @@ def trainable_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Opti
         raise ValueError("the optimizer holds no parameter that requires a gradient")
     for name, param in named:
         _check_parameter(name, param)
-    first = sharding.local(named[0][1]).device
+    first = held(named[0][1]).device
     for name, param in named:
-        if sharding.local(param).device != first:
+        if held(param).device != first:
             raise TypeError(
-                f"parameter {name!r} is on {sharding.local(param).device}, {named[0][0]!r} on "
+                f"parameter {name!r} is on {held(param).device}, {named[0][0]!r} on "
                 f"{first}: all that one worker trains must be on one device"
             )
     return named
@@ -277,7 +298,7 @@ def unexchanged_tensors(model: nn.Module, exchanged: Collection[str]) -> dict[st
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{path}.{name}" if path else name] = buffer
-    shards = {_WRAPPERS.sub("", name): sharding.local(t).detach() for name, t in found.items()}
+    shards = {_WRAPPERS.sub("", name): held(t).detach() for name, t in found.items()}
     return {
         name: shard
         for name, shard in shards.items()
@@ -294,7 +315,7 @@ def uncopied_tensors(model: nn.Module, exchanged: Collection[str]) -> dict[str, 
     found: dict[str, Tensor] = {}
     model = unwrap_model(model)
     for name, param in model.named_parameters():
-        shard = sharding.local(param).detach()
+        shard = held(param).detach()
         if not param.requires_grad and not _has_plain_memory(shard):
             found |= _plain_tensors(name, shard)
     for path, module in model.named_modules():
@@ -356,7 +377,7 @@ def _check_parameter(name: str, param: Tensor) -> None:
             f"parameter {name!r} is {param.dtype}: only float32, bfloat16 and float16 parameters "
             "can be exchanged"
         )
-    param = sharding.local(param)
+    param = held(param)
     if type(param.data) is not Tensor or param.layout != torch.strided:
         raise TypeError(
             f"parameter {name!r} is a {type(param.data).__name__} with layout {param.layout}: "
@@ -445,3 +466,243 @@ def _is_pattern(entry: Any) -> bool:
     if isinstance(entry, str):
         return True
     return isinstance(entry, Sequence) and all(isinstance(one, str) for one in entry)
+
+
+def balanced(named: Named, num_fragments: int) -> list[Named]:
+    """Cut where the running number of elements is nearest to equal shares."""
+    if not 1 <= num_fragments <= len(named):
+        raise ValueError(
+            f"fragments must be between 1 and the number of parameters {len(named)}, "
+            f"got {num_fragments}"
+        )
+    ends = list(accumulate(param.numel() for _, param in named))
+    cuts = [0]
+    for p in range(1, num_fragments):
+        target = ends[-1] * p / num_fragments
+        # Every fragment keeps at least one tensor.
+        choices = range(cuts[-1] + 1, len(named) - (num_fragments - p) + 1)
+        cuts.append(min(choices, key=lambda cut: abs(ends[cut - 1] - target)))
+    cuts.append(len(named))
+    return [named[begin:end] for begin, end in pairwise(cuts)]
+
+
+def by_layers(model: nn.Module, named: Named, spec: str) -> list[Named]:
+    """Put layers together, strided or in sequence; parameters outside the layers come last."""
+    scheme, _, size_text = spec.partition(":")
+    if scheme not in ("layers", "sequential") or not size_text.isdecimal() or int(size_text) < 1:
+        raise ValueError(
+            f"unknown fragments {spec!r}: it must be a number, 'layers:N', 'sequential:N' "
+            "or lists of name patterns"
+        )
+    layer_of = _layers_of_parameters(model)
+    used = sorted({layer_of[id(param)] for _, param in named if id(param) in layer_of})
+    if not used:
+        raise ValueError(
+            f"fragments={spec!r} found no list of layers of one class in "
+            f"{type(model).__name__}: give a number or lists of name patterns"
+        )
+    size = int(size_text)
+    num_fragments = -(-len(used) // size)
+    parts: list[Named] = [[] for _ in range(num_fragments + 1)]
+    for name, param in named:
+        if id(param) not in layer_of:
+            parts[-1].append((name, param))
+            continue
+        position = used.index(layer_of[id(param)])
+        strided = scheme == "layers"
+        parts[position % num_fragments if strided else position // size].append((name, param))
+    return [part for part in parts if part]
+
+
+def _layers_of_parameters(model: nn.Module) -> dict[int, int]:
+    """Map id(param) to the number of its layer; a tied weight belongs to its first owner.
+
+    Layers are the children of the outermost containers that hold at least two modules, all of
+    one class and all with parameters.
+    """
+    prefixes: list[str] = []
+    for name, module in model.named_modules():
+        if any(f"{name}.".startswith(prefix) for prefix in prefixes):
+            continue
+        if _is_list_of_layers(module):
+            root = f"{name}." if name else ""
+            prefixes += [f"{root}{child}." for child, _ in module.named_children()]
+    layer_of: dict[int, int] = {}
+    for name, param in model.named_parameters():
+        for layer_idx, prefix in enumerate(prefixes):
+            if name.startswith(prefix):
+                layer_of[id(param)] = layer_idx
+                break
+    return layer_of
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    children = list(module.children())
+    return (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        and len(children) >= 2
+        and len({type(child) for child in children}) == 1
+        and all(any(True for _ in child.parameters()) for child in children)
+    )
+
+
+def by_patterns(named: Named, spec: Sequence[str | Sequence[str]]) -> list[Named]:
+    """Match names; every parameter must belong to exactly one fragment."""
+    patterns = [[entry] if isinstance(entry, str) else list(entry) for entry in spec]
+    rest = [index for index, entry in enumerate(patterns) if entry == [REST]]
+    if not patterns or len(rest) > 1:
+        raise ValueError(f"fragments needs at least one pattern and at most one {REST!r}: {spec}")
+    parts: list[Named] = [[] for _ in patterns]
+    for name, param in named:
+        hits = [
+            index
+            for index, entry in enumerate(patterns)
+            if index not in rest and any(fnmatchcase(name, pattern) for pattern in entry)
+        ]
+        hits = hits or rest
+        if not hits:
+            raise ValueError(f"parameter {name!r} is matched by no fragment; add {REST!r}?")
+        if len(hits) > 1:
+            raise ValueError(f"parameter {name!r} is matched by fragments {hits}, one expected")
+        parts[hits[0]].append((name, param))
+    for index, part in enumerate(parts):
+        if not part:
+            raise ValueError(f"fragment {index} with patterns {patterns[index]} matches nothing")
+    return parts
+
+
+# --------------------------------------------------------------------------------------- schedule
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The inner steps at which each fragment is sent.
+
+    Attributes:
+        sync_every: Inner steps between two sends of the same fragment (H).
+        offsets: 1-based inner step of each fragment's first send, in its first or second round.
+    """
+
+    sync_every: int
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def plan(
+        cls, sync_every: int, num_fragments: int, offsets: Sequence[int] | None = None
+    ) -> Schedule:
+        """Check the numbers; offsets default to floor(H*(p+1)/P), at least 1.
+
+        Raises:
+            ValueError: If ``sync_every`` is below 1 or an offset is outside 1..2*sync_every.
+            TypeError: If ``offsets`` is no list.
+        """
+        sync_every = integer("sync_every", sync_every, 1, most=MOST_INT32)
+        if offsets is not None:
+            offsets = inner_steps(offsets)
+        else:
+            offsets = [max(1, sync_every * (p + 1) // num_fragments) for p in range(num_fragments)]
+        if len(offsets) != num_fragments or any(not 1 <= t <= 2 * sync_every for t in offsets):
+            raise ValueError(
+                f"offsets must be {num_fragments} inner steps between 1 and 2*sync_every="
+                f"{2 * sync_every}, got {list(offsets)}"
+            )
+        return cls(sync_every, tuple(offsets))
+
+    def due(self, inner_step: int) -> list[int]:
+        """Return the fragments that are sent after ``inner_step`` (1-based), lowest first."""
+        return [
+            index
+            for index, offset in enumerate(self.offsets)
+            if inner_step >= offset and (inner_step - offset) % self.sync_every == 0
+        ]
+
+    def next(self, inner_step: int) -> int:
+        """Return the first inner step after this one at which a fragment is sent."""
+        every = self.sync_every
+        return min(max(t, t + every * ((inner_step - t) // every + 1)) for t in self.offsets)
+
+
+def inner_steps(offsets: Any) -> list[int]:
+    """Return offsets as a list of int.
+
+    Raises:
+        TypeError: If they are no list.
+        ValueError: If one of them is no integer.
+    """
+    if isinstance(offsets, (str, bytes)) or not isinstance(offsets, Iterable):
+        raise TypeError(f"offsets must be a list of inner steps, got {offsets!r}")
+    return [integer("each of offsets", offset) for offset in offsets]
+
+
+# ----------------------------------------------------------------------------------- descriptions
+
+
+def describe_parameters(fragments: Sequence[Fragment], *, whole: bool = False) -> list[str]:
+    """Describe every parameter in one line: fragment, name, shape, strides, dtype.
+
+    Args:
+        whole: Describe DTensors as wholes, however they are sharded, not this worker's shards.
+    """
+    lines = []
+    for fragment in fragments:
+        if fragment.alignment > 1:
+            lines.append(f"fragment {fragment.index} aligned to {fragment.alignment}")
+        if fragment.placement and not whole:
+            lines.append(f"fragment {fragment.index} {fragment.placement}")
+        for name, param in zip(fragment.names, fragment.params, strict=True):
+            lines.append(describe(f"{fragment.index} {name}", param, whole=whole))
+    return lines
+
+
+def describe(what: str, tensor: Tensor, *, whole: bool = False) -> str:
+    """Describe a tensor in one line: name, shape, strides, dtype, and which shard."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if whole or not sharding.is_sharded(tensor):
+        return f"{what} {list(tensor.shape)} {list(tensor.stride())} {dtype}"
+    shard = held(tensor)
+    shape = f"{list(shard.shape)} {list(shard.stride())}"
+    return f"{what} {shape} {dtype}, {sharding.position(tensor)}"
+
+
+def layout_hash(fragments: Sequence[Fragment], schedule: Schedule, *, whole: bool = False) -> int:
+    """Hash names, shapes, dtypes, fragments, H and offsets to 63 bits, alike on all replicas.
+
+    ``whole`` as in ``describe_parameters``: then alike on all shards, too.
+    """
+    lines = describe_parameters(fragments, whole=whole)
+    text = json.dumps([lines, schedule.sync_every, schedule.offsets])
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def same_memory(these: str) -> str:
+    """Return the sentence about two replicas, or workers, with the same tensors in memory."""
+    return (
+        f"{these} train the same tensors in shared memory, as torch.multiprocessing passes a model "
+        "to its processes: make the model in each process, or begin there with "
+        "model = copy.deepcopy(model)"
+    )
+
+
+def shared_memory(tensors: Iterable[Tensor]) -> list[str]:
+    """Name the places in shared memory where tensors lie, alike in all processes of a machine.
+
+    Returns:
+        A digest of boot, device, inode and offset for each tensor in a shared mapping. A tensor on
+        the CPU says by ``is_shared()`` that it lies in one, as ``torch.multiprocessing`` leaves the
+        tensors that it passes; on another device that says nothing.
+    """
+    addresses = [t.data_ptr() for t in tensors if t.device.type == "cpu" and t.numel()
+                 and t.is_shared()]  # fmt: skip
+    if not addresses:
+        return []
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    begins = [int(words[0].partition("-")[0], 16) for words in maps]
+    places = []
+    for address in addresses:
+        index = bisect.bisect(begins, address) - 1
+        _, _, offset, device, inode, *_ = maps[index]
+        place = f"{boot} {device} {inode} {int(offset, 16) + address - begins[index]}"
+        places.append(hashlib.blake2b(place.encode(), digest_size=8).hexdigest())
+    return places

@@ -1,19 +1,26 @@
-"""Count logical optimizer steps by post-step hooks, also through wrappers."""
+"""Hooks of optimizers: count the steps, and notice steps that are not counted.
+
+A step that is not counted is one of another optimizer on the same parameters: one that was made
+anew after the model was attached, or that steps within ``backward()``.
+"""
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
 
-from .optimizer_watch import refuse_second_weights
+from ..base.memory import memory_order
+from . import sharding
 
-logger = logging.getLogger(__name__)
+# Elements of a parameter that are compared, to see whether a step has moved it.
+_ELEMENTS = 4096
 # Optimizers with hooks of this module; a copy of an optimizer has no hooks, and is not among them.
 _attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -62,6 +69,23 @@ def _unwrap(optimizer: Any, attach: bool) -> Optimizer:
     return inner
 
 
+def uncompiled(function: Callable[..., None], name: str) -> Callable[..., None]:
+    """Return a hook that a compiled step calls as it is, outside of its graph.
+
+    ``torch.compiler.disable`` alone does that too, and costs several microseconds in each call.
+    """
+    outside = torch.compiler.disable(function)
+
+    def hook(*arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            outside(*arguments)
+        else:
+            function(*arguments)
+
+    hook.__name__ = name
+    return hook
+
+
 class StepHooks:
     """Call ``on_step`` once for each logical step of all optimizers together.
 
@@ -75,30 +99,27 @@ class StepHooks:
     def __init__(self, optimizers: Sequence[Optimizer], on_step: Callable[[], None]) -> None:
         self._on_step = on_step
         self.num_steps = 0
-        self._all = set(range(len(optimizers)))
+        self._num_optimizers = len(optimizers)
         self._stepped: set[int] = set()
         self._optimizers = optimizers
         self._handles = [
-            optimizer.register_step_post_hook(self._make_hook(index))
+            optimizer.register_step_post_hook(self._make_hook(index, _may_nest(optimizer)))
             for index, optimizer in enumerate(optimizers)
         ]
         _attached.update(optimizers)
 
-    def _make_hook(self, index: int) -> Callable[..., None]:
-        @torch.compiler.disable
-        def diloco_step_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not _is_within_step(optimizer):
-                self._stepped_once(index)
+    def _make_hook(self, index: int, may_nest: bool) -> Callable[..., None]:
+        def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if may_nest and _is_within_step(optimizer):
+                return
+            if index in self._stepped:
+                self._complete({index})
+                return
+            self._stepped.add(index)
+            if len(self._stepped) == self._num_optimizers:
+                self._complete(set())
 
-        return diloco_step_hook
-
-    def _stepped_once(self, index: int) -> None:
-        if index in self._stepped:
-            self._complete({index})
-            return
-        self._stepped.add(index)
-        if self._stepped == self._all:
-            self._complete(set())
+        return uncompiled(count, "diloco_step_hook")
 
     def _complete(self, stepped: set[int]) -> None:
         """End a logical step; the optimizers in ``stepped`` have begun the next one."""
@@ -117,6 +138,12 @@ class StepHooks:
 
 # torch puts this function around the ``step`` of each class; the hooks run in its frame.
 _AROUND_STEP = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def _may_nest(optimizer: Optimizer) -> bool:
+    """Whether a class of the optimizer overrides a ``step``, and so may call another one."""
+    above = [base for base in type(optimizer).__mro__ if base is not Optimizer]
+    return sum("step" in vars(base) for base in above) > 1
 
 
 def _is_within_step(optimizer: Optimizer) -> bool:
@@ -148,6 +175,8 @@ class SkippedSteps:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._last: dict[Any, int] = {}
+        # By the number of an optimizer: its state when no parameter had a counter, and the length.
+        self._uncounted: dict[int, tuple[Any, int]] = {}
         self.count = 0
 
     def observe(self, *, is_skipped: bool = False) -> None:
@@ -159,14 +188,22 @@ class SkippedSteps:
         if is_skipped:
             self.count += 1
             return
-        for optimizer in self._optimizers:
-            for param, state in getattr(optimizer, "state", {}).items():
+        for index, optimizer in enumerate(self._optimizers):
+            states = getattr(optimizer, "state", {})
+            seen, length = self._uncounted.get(index, (None, 0))
+            if seen is states and length == len(states):
+                continue
+            has_counter = False
+            for param, state in states.items():
                 now = _counter(state)
+                has_counter = has_counter or now is not None
                 if now is None or getattr(param, "grad", None) is None:
                     continue
                 self.count += now == self._last.get(param, 0)
                 self._last[param] = now
                 return
+            if not has_counter:
+                self._uncounted[index] = states, len(states)
 
 
 def _counter(state: Any) -> int | None:
@@ -174,3 +211,128 @@ def _counter(state: Any) -> int | None:
     if isinstance(step, torch.Tensor) and step.device.type == "cpu":
         return int(step.item())
     return step if isinstance(step, int) else None
+
+
+class UncountedSteps:
+    """Report steps of other optimizers on the exchanged parameters.
+
+    A step within a counted step, or around one, is part of the latter: optimizers may be nested.
+
+    Args:
+        optimizers: Those whose steps are counted, by hooks.
+        params: The ids of the exchanged parameters, which the caller keeps.
+        report: Called with the sentence about the first step that was not counted.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        params: Collection[int],
+        report: Callable[[str], None],
+    ) -> None:
+        # No other optimizer gets the ids of these, because they are kept here.
+        self._optimizers, self._counted = optimizers, frozenset(map(id, optimizers))
+        self._params = params
+        self._report: Callable[[str], None] | None = report
+        self._is_inside = False
+        self._num_counted = 0
+        # Whether an optimizer holds exchanged parameters, and the count when its step began.
+        self._holds: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._began: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        handles = [
+            hooks.register_optimizer_step_pre_hook(_weak(self, UncountedSteps._before)),
+            hooks.register_optimizer_step_post_hook(_weak(self, UncountedSteps._after)),
+        ]
+        # Hooks of all optimizers would outlive a watch that nobody closes.
+        self._end = weakref.finalize(self, _remove, handles)
+
+    def close(self) -> None:
+        """Take the hooks off; idempotent."""
+        self._end()
+
+    def _before(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._counted:
+            self._is_inside = True
+        elif not self._is_inside and self._has_ours(optimizer):
+            self._began[optimizer] = self._num_counted, [t.clone() for t in self._some(optimizer)]
+
+    def _after(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._counted:
+            self._is_inside = False
+            self._num_counted += 1
+            return
+        count, values = self._began.pop(optimizer, (-1, []))
+        if count != self._num_counted or self._report is None:
+            return
+        # A wrapper may collect gradients, and call the counted optimizer in a later step.
+        if all(map(torch.equal, values, self._some(optimizer))):
+            return
+        report, self._report = self._report, None
+        report(
+            f"a {type(optimizer).__name__} that was not given has stepped parameters that are "
+            "exchanged, and its steps are not counted: give that optimizer as optimizer=, on all "
+            "replicas; one that is made anew, also by a trainer, is another optimizer"
+        )
+
+    def _some(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return some elements of exchanged parameters of an optimizer."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        ours = [param for param in params if id(param) in self._params]
+        return [memory_order(sharding.local(param))[:_ELEMENTS] for param in ours[:16]]
+
+    def _has_ours(self, optimizer: Optimizer) -> bool:
+        if optimizer not in self._holds:
+            groups = optimizer.param_groups
+            params = (param for group in groups for param in group["params"])
+            self._holds[optimizer] = any(id(param) in self._params for param in params)
+        return self._holds[optimizer]
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _weak(
+    watch: UncountedSteps, method: Callable[[UncountedSteps, Optimizer], None]
+) -> Callable[..., None]:
+    """Return a hook of all optimizers that does not keep the watch alive."""
+    reference = weakref.ref(watch)
+
+    def diloco_look_at_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # No break in the graph of an optimizer that is compiled, whoever compiles it.
+        if torch.compiler.is_compiling():
+            return
+        present = reference()
+        if present is not None:
+            method(present, optimizer)
+
+    return diloco_look_at_step
+
+
+def refuse_second_weights(optimizer: Any) -> None:
+    """Raise if an optimizer, or a wrapper of one, trains two sets of weights that belong together.
+
+    Raises:
+        TypeError: For Lookahead and for schedule-free optimizers: an exchange of one set would be
+            undone by the other.
+    """
+    name = type(optimizer).__name__
+    names = " ".join(base.__name__.lower() for base in type(optimizer).__mro__)
+    if "lookahead" in names:
+        raise TypeError(second_weights(name, "its slow weights"))
+    groups = getattr(optimizer, "param_groups", [])
+    # The public schedule-free optimizers keep this flag in each group.
+    if "schedulefree" in names or any("train_mode" in group for group in groups):
+        raise TypeError(second_weights(name, "one for train() and one for eval()"))
+
+
+def second_weights(optimizer: str, where: str) -> str:
+    """Return the sentence about an optimizer with two sets of weights."""
+    return (
+        f"{optimizer} keeps a second set of weights ({where}), which is not exchanged and would "
+        "pull the exchanged parameters back: give an optimizer that has one set of weights; the "
+        "outer optimizer averages over steps already"
+    )

@@ -10,28 +10,53 @@ values that they had. Two things that a program may do later would go wrong with
 
 Hooks of every module tell of a load, also of one into a part of the model or through a wrapper.
 A load is looked at before the next optimizer step, by a digest of the values: a program may load
-averaged weights, evaluate them and load its own back. A step without a load before it costs one
-comparison. Writes that run no hook (``param.data = ...``, numpy) are not seen. See
-``optimizer_watch`` too: a watch looks at the optimizers as that module says.
+averaged weights, evaluate them and load its own back. A step without a load before it costs a few
+comparisons. Writes that run no hook (``param.data = ...``, numpy) are not seen.
+
+An optimizer may keep the weights a second time: an fp32 copy of bf16 parameters (*masters*), or a
+copy in host memory. Such an optimizer steps on its copy and then writes the copy over the
+parameters, so that no outer step lasts. Two looks find that:
+
+* A tensor of the optimizer's state that equals its parameter up to the cast to a smaller dtype.
+* The values of some elements after an exchange has written them. Let b and a be their values
+  before and after the write, and p their values one inner step later. The *undone share* is
+  <p - a, b - a> / |b - a|^2: near 0 for an ordinary optimizer, 1 if the write was undone. A share
+  between 0.8 and 1.25 of a movement that is mostly this one, after three writes in a row, is a
+  warning, in rounds of at least four inner steps. The share is no proof: an inner optimizer that
+  reaches its own optimum in one step goes back as well.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..base.checks import first_of, warn
+from ..base.memory import memory_order, page_locked
 from ..ops.digests import digest_of
 from . import sharding
-from .fragments import Fragment, unwrap_model
-from .optimizer_watch import CopyWatch, UncountedSteps, unheld_parameters
+from .fragments import Fragment, held, refuse_new_parameters, unwrap_model
+from .hooks import UncountedSteps, second_weights, uncompiled
 
 CHECKS = ("raise", "warn", "off")
+# Parameters that are not exchanged, and that a step looks at.
+_LOOKS_A_STEP = 64
+# Elements that are looked at, in that many parameters.
+_PARAMETERS, _MOST_PARAMETERS, _ELEMENTS = 4, 16, 4096
+# A copy with fewer values may be a constant: zeros, or ones of a normalisation.
+_LEAST_VALUES = 17
+_LEAST_STEPS = 4
+_UNDONE, _LEAST_UNDONE = (0.8, 1.25), 3
+_SLOW_WEIGHTS = ("slow", "slow_buffer", "slow_param", "slow_params", "slow_weights")
+
+Report = Callable[[str], None]
 
 
 def report(checks: str, sentence: str) -> None:
@@ -62,9 +87,11 @@ class ModelWatch:
         fragments: The parameters that are exchanged.
         on_loaded: Called before an optimizer step, a send or a flush if values were loaded since
             the last step; returns a sentence about a load that goes wrong, or "".
-        checks: One of ``CHECKS``; "off" sets no hook.
+        checks: One of ``CHECKS``; "off" sets no hook of a module.
         sync_every: Inner steps of a round.
         is_hooked: Steps are counted by hooks of the optimizers; otherwise the program counts.
+        refuses_new: Refuse a step on parameters that were added or unfrozen, whatever ``checks``
+            is.
     """
 
     def __init__(
@@ -77,18 +104,30 @@ class ModelWatch:
         *,
         sync_every: int,
         is_hooked: bool,
+        refuses_new: bool = False,
     ) -> None:
         self._model, self._fragments, self.checks = model, fragments, checks
         self._on_loaded, self._optimizers, self._is_left_out = on_loaded, optimizers, False
         self._named = [
             pair for part in fragments for pair in zip(part.names, part.params, strict=True)
         ]
+        self._known = {id(param) for _, param in self._named}
         # The digest of the values before the first load since the last step; None without a load.
         self._before: int | None = None
         self._is_expected = self._is_paused = False
         self._overwritten: int | None = None
         self._is_lost: Callable[[], bool] | None = None
-        self._handles: list[Any] = []
+        # Reads the weights that the program loads after a state, until the next step.
+        self._read_late: Callable[[], object] | None = None
+        # A summary of the optimizers' groups, their parameters that are not exchanged, and the
+        # first of these that the next step looks at.
+        self._held: list[tuple[int, ...]] | None = None
+        self._others: list[nn.Parameter] = []
+        self._refuses_new, self._next_other = refuses_new, 0
+        before_step = uncompiled(self._before_step, "diloco_before_step")
+        able = [one for one in optimizers if hasattr(one, "register_step_pre_hook")]
+        self._handles = [one.register_step_pre_hook(before_step) for one in able]
+        self._sees_steps = bool(able)
         # The tables of modules with what each has under a name: parameters, and modules with them.
         self._places: list[tuple[dict[str, Any], str, Any]] = []
         # By name: the step when a frozen parameter was seen, and the digest after the last write.
@@ -99,30 +138,26 @@ class ModelWatch:
         self._uncounted: UncountedSteps | None = None
         if checks == "off":
             return
-        params = [param for fragment in fragments for param in fragment.params]
         self._copies = CopyWatch(optimizers, fragments, sync_every, self._report)
         if is_hooked:
-            self._uncounted = UncountedSteps(optimizers, params, self._report)
+            self._uncounted = UncountedSteps(optimizers, self._known, self._report)
         hook = LoadHook(self)
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
-        for optimizer in optimizers:
-            if hasattr(optimizer, "register_step_pre_hook"):
-                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._fsdp_modules = sharding.fsdp_modules(model)
         sharding.reshard(self._fsdp_modules)
-        self._add_places(unwrap_model(model), {id(param) for _, param in self._named}, set())
+        self._add_places(unwrap_model(model), set())
 
-    def _add_places(self, module: nn.Module, known: set[int], seen: set[int]) -> bool:
-        """Return whether the module, or a module in it, has a known parameter."""
+    def _add_places(self, module: nn.Module, seen: set[int]) -> bool:
+        """Return whether the module, or a module in it, has an exchanged parameter."""
         places: list[tuple[dict[str, Any], str, Any]] = []
         for name, param in module._parameters.items():
-            if id(param) in known:
+            if id(param) in self._known:
                 places.append((module._parameters, name, param))
         for name, child in module._modules.items():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                if self._add_places(child, known, seen):
+                if self._add_places(child, seen):
                     places.append((module._modules, name, child))
         self._places += places
         return bool(places)
@@ -145,20 +180,21 @@ class ModelWatch:
 
         Raises:
             RuntimeError: With ``checks="raise"``.
+            ValueError: If the optimizers train parameters that were not there, or frozen.
         """
-        if self.checks == "off":
-            return
-        self._look_at_load()
-        self.refuse_replaced()
-        self._refuse_left_out()
-        self._refuse_frozen()
-        if self._is_first_send:
-            self._is_first_send = False
-            sentence = unheld_parameters(self._model, [param for _, param in self._named])
-            if sentence:
-                warn(sentence, RuntimeWarning)
-        if self._copies is not None:
-            self._copies.before_send()
+        if self.checks != "off":
+            self._look_at_load()
+            self.refuse_replaced()
+            self._refuse_left_out()
+            self._refuse_frozen()
+            if self._is_first_send:
+                self._is_first_send = False
+                if sentence := unheld_parameters(self._model, self._known):
+                    warn(sentence, RuntimeWarning)
+            if self._copies is not None:
+                self._copies.before_send()
+        if self._refuses_new:
+            refuse_new_parameters(self._model, self._optimizers, self._known)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -171,7 +207,7 @@ class ModelWatch:
         for name, param in self._named:
             if not param.requires_grad:
                 first, _ = self._frozen.get(name, (self._num_steps, 0))
-                self._frozen[name] = first, digest_of([sharding.local(param).detach()])
+                self._frozen[name] = first, digest_of([held(param)])
 
     def forget_writes(self) -> None:
         """Measure nothing of the last write."""
@@ -189,7 +225,10 @@ class ModelWatch:
     # ------------------------------------------------------------------------------------- loads
 
     def expect_load(
-        self, overwritten: int | None, is_lost: Callable[[], bool] | None = None
+        self,
+        overwritten: int | None,
+        is_lost: Callable[[], bool] | None = None,
+        read_late: Callable[[], object] | None = None,
     ) -> None:
         """Take what is loaded before the next step for a part of a resume.
 
@@ -198,10 +237,19 @@ class ModelWatch:
                 replica's own; None if that did not happen.
             is_lost: Asked before the next step whether the model has other weights than the saved
                 state; None if the state cannot tell.
+            read_late: Called before the next step, and by ``read_late`` until then: the program may
+                load the model after the state. None if the state needs nothing of the model.
         """
         self._before, self._is_expected, self._overwritten = None, True, overwritten
-        self._is_lost = is_lost
+        self._is_lost, self._read_late = is_lost, read_late if self._sees_steps else None
         self.forget_writes()
+
+    def read_late(self, *, is_last: bool = False) -> None:
+        """Let a loaded state read the model's weights; ``is_last`` if it does so no more."""
+        if self._read_late is not None:
+            self._read_late()
+            if is_last:
+                self._read_late = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -218,10 +266,34 @@ class ModelWatch:
             self._before = self._digest()
 
     def _before_step(self, *_: Any) -> None:
+        """Look at what the program has done since the last step of an optimizer."""
+        if self._read_late is not None:
+            self.read_late(is_last=True)
+        if self._refuses_new:
+            self._look_at_groups()
+        if self.checks == "off":
+            return
         if self._is_expected:
             self._is_expected = False
             self._look_at_resume()
-        self._look_at_load()
+        if self._before is not None:
+            self._look_at_load()
+
+    def _look_at_groups(self) -> None:
+        """Raise before a step on parameters that were added to an optimizer or unfrozen.
+
+        The next send looks at all of them; a step looks at a few, so that it costs the same for
+        any number of frozen parameters.
+        """
+        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
+        held = [(len(params), *map(id, params[:1]), *map(id, params[-1:])) for params in groups]
+        if held != self._held:
+            self._others = [p for params in groups for p in params if id(p) not in self._known]
+            self._held, self._next_other = held, 0
+        begin, end = self._next_other, self._next_other + _LOOKS_A_STEP
+        self._next_other = end if end < len(self._others) else 0
+        if self._others and any(param.requires_grad for param in self._others[begin:end]):
+            refuse_new_parameters(self._model, self._optimizers, self._known)
 
     def _look_at_load(self) -> None:
         if self._before is None:
@@ -274,7 +346,8 @@ class ModelWatch:
         """
         if not self._places:
             return
-        sharding.reshard(self._fsdp_modules)
+        if self._fsdp_modules:
+            sharding.reshard(self._fsdp_modules)
         if all(table.get(name) is known for table, name, known in self._places):
             return
         # A parametrization, or an adapter around a module, may keep the parameter elsewhere.
@@ -308,7 +381,7 @@ class ModelWatch:
         """
         params = dict(self._named) if self._frozen else {}
         for name, (_, digest) in list(self._frozen.items()):
-            shard = sharding.local(params[name]).detach()
+            shard = held(params[name])
             if params[name].requires_grad or not shard.numel() or digest_of([shard]) != digest:
                 del self._frozen[name]
         names = [
@@ -338,3 +411,174 @@ class LoadHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoadHook, ()
+
+
+class CopyWatch:
+    """Find copies of the weights that an optimizer writes over the exchanged parameters.
+
+    Args:
+        sync_every: Inner steps of a round.
+        report: Called with the sentence about a copy.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        fragments: Sequence[Fragment],
+        sync_every: int,
+        report: Report,
+    ) -> None:
+        self._optimizers, self._report = optimizers, report
+        self._names = {id(p): n for f in fragments for n, p in zip(f.names, f.params, strict=True)}
+        self._sample: list[nn.Parameter] = []
+        if sync_every >= _LEAST_STEPS:
+            count = -(-_PARAMETERS // max(1, len(fragments)))
+            for fragment in fragments:
+                filled = [param for param in fragment.params if held(param).numel()]
+                by_size = sorted(filled, key=lambda param: -param.numel())
+                self._sample += by_size[:count]
+            self._sample = self._sample[:_MOST_PARAMETERS]
+        self._is_looked_at = False
+        # The elements before the last write, after it, and one step later.
+        self._before, self._after, self._moved = (_Copies(self._sample) for _ in range(3))
+        self._is_written = self._is_measured = False
+        self._num_undone = 0
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep some elements before and after a block that may write the parameters."""
+        if not self._sample:
+            yield
+            return
+        self._before.take()
+        yield
+        self._after.take()
+        self._is_written, self._is_measured = True, False
+
+    def forget(self) -> None:
+        """Measure nothing of the last write."""
+        self._is_written = self._is_measured = False
+
+    def stepped(self) -> None:
+        """Keep the elements one inner step after the last write."""
+        if self._is_written:
+            self._is_written, self._is_measured = False, True
+            self._moved.take()
+
+    def before_send(self) -> None:
+        """Look at the optimizer's state once, and at the undone share of each write."""
+        if not self._is_looked_at:
+            self._is_looked_at = True
+            self._look_at_states()
+        if not self._is_measured or not self._moved.is_there():
+            return
+        self._is_measured = False
+        share, along = self.shares()
+        # A block that wrote nothing has no share.
+        if not math.isnan(share):
+            is_undone = _UNDONE[0] < share < _UNDONE[1] and along > 0.5
+            self._num_undone = self._num_undone + 1 if is_undone else 0
+        if self._num_undone == _LEAST_UNDONE:
+            warn(
+                "one inner step after each of the last three exchanges the parameters were back "
+                f"where they had been before ({100 * share:.0f} % of the outer step was undone). "
+                "An optimizer that keeps a copy of the weights, such as fp32 masters or an "
+                "offloaded copy, does that, and no outer step lasts: use one without such a copy, "
+                "with fp32 parameters under autocast if bf16 alone is too coarse. An optimizer "
+                "that converges within one step does that too",
+                RuntimeWarning,
+            )
+
+    def shares(self) -> tuple[float, float]:
+        """Return the undone share, and the share of the movement that lies along the write.
+
+        NaN for a write that changed nothing.
+        """
+        after = self._after.values()
+        change, moved = self._before.values() - after, self._moved.values() - after
+        along = torch.dot(moved, change)
+        undone = along / torch.dot(change, change)
+        return float(undone), float(undone * along / torch.dot(moved, moved))
+
+    def _look_at_states(self) -> None:
+        for optimizer in self._optimizers:
+            for param, state in list(getattr(optimizer, "state", {}).items()):
+                if id(param) in self._names and isinstance(state, dict):
+                    sentence = self._sentence_about(type(optimizer).__name__, param, state)
+                    if sentence:
+                        self._report(sentence)
+                        return
+
+    def _sentence_about(self, optimizer: str, param: nn.Parameter, state: dict[str, Any]) -> str:
+        name = self._names[id(param)]
+        for key, value in state.items():
+            if key in _SLOW_WEIGHTS and isinstance(value, Tensor) and value.shape == param.shape:
+                return second_weights(optimizer, f"its state {key!r}")
+            if _is_wider_copy(value, param):
+                return (
+                    f"{optimizer} keeps an fp32 copy of parameter {name!r} in its state {key!r}, "
+                    "and writes that copy over every outer step: use an optimizer without such a "
+                    f"copy, or fp32 parameters under autocast instead of {param.dtype} ones"
+                )
+        return ""
+
+
+class _Copies:
+    """Copies of some elements of parameters in host memory; ``take`` does not wait for a device."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self._host: list[Tensor] = []
+        self._event: torch.Event | None = None
+
+    def take(self) -> None:
+        """Copy the elements as they are when the device is here."""
+        flats = [memory_order(held(param)) for param in self._params]
+        begins = [max(0, flat.numel() - _ELEMENTS) // 2 for flat in flats]
+        pieces = [flat[b : b + _ELEMENTS] for flat, b in zip(flats, begins, strict=True)]
+        device = pieces[0].device
+        if not self._host:
+            make = torch.empty if device.type == "cpu" else page_locked
+            self._host = [make(piece.numel(), dtype=torch.float32) for piece in pieces]
+        for host, piece in zip(self._host, pieces, strict=True):
+            host.copy_(piece, non_blocking=True)
+        if device.type != "cpu":
+            self._event = torch.Event(device)
+            self._event.record(torch.accelerator.current_stream(device))
+
+    def is_there(self) -> bool:
+        """Whether the device has made the copies."""
+        return self._event is None or self._event.query()
+
+    def values(self) -> Tensor:
+        """Return the elements, fp32 [n], once they are there."""
+        return torch.cat(self._host)
+
+
+def _is_wider_copy(value: Any, param: nn.Parameter) -> bool:
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        return False
+    if not value.is_floating_point() or value.element_size() <= param.element_size():
+        return False
+    part, kept = held(param), held(value)
+    if part.shape != kept.shape or part.device != kept.device:
+        return False
+    own, copied = (each.reshape(-1)[:_ELEMENTS] for each in (part, kept))
+    is_copy = torch.equal(own, copied.to(own.dtype))
+    return is_copy and own.unique().numel() >= _LEAST_VALUES
+
+
+def unheld_parameters(model: nn.Module, known: Collection[int]) -> str:
+    """Return the sentence about parameters that get gradients and that no optimizer holds, or "".
+
+    Such a parameter is not exchanged: each replica trains its own, by an optimizer that was not
+    given, or none trains it. A teacher, or a backbone that is only evaluated, gets no gradient.
+    """
+    named = unwrap_model(model).named_parameters()
+    names = [name for name, param in named if param.grad is not None and id(param) not in known]
+    if not names:
+        return ""
+    return (
+        f"parameters have gradients but are in no optimizer that was given: {first_of(names)}; "
+        "they are not exchanged: give their optimizer too, in a list, or set requires_grad=False"
+    )

@@ -20,7 +20,7 @@ from ..base.store_host import connect_store
 from ..exchange.exchange import Exchange
 from ..exchange.waiting import call_patiently
 from ..ops.digests import each_digest
-from ..replica import wrappers
+from ..replica import sharding
 
 logger = logging.getLogger(__name__)
 _MOST_UNEXCHANGED_BYTES = 64 << 20
@@ -173,7 +173,7 @@ def warn_if_spans_replicas(
 ) -> None:
     """Warn when DDP, FSDP or ZeRO joins ranks of other replicas at every step."""
     replicas = set(dist.get_process_group_ranks(group))
-    for wrapper in wrappers.around(model, optimizers):
+    for wrapper in sharding.around(model, optimizers):
         shared = sorted(wrapper.ranks & replicas)
         if len(shared) > 1:
             warn(

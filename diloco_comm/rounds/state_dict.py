@@ -46,8 +46,7 @@ from ..methods.overlap import Overlap, Own
 from ..methods.settings import Settings
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout, WireFormat
-from ..replica.descriptions import describe
-from ..replica.schedule import Schedule
+from ..replica.fragments import Schedule, describe
 from .part import RoundInFlight, StepNorms, SyncedFragment, SyncedPart, weight_sum
 
 VERSION = 1

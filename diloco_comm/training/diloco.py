@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .. import ops
 from ..base import recording
@@ -26,7 +26,7 @@ from ..ops.digests import digest_of
 from ..ops.implementations import resolve_engine_impl
 from ..ops.wire import WireFormat
 from ..options import Link, NonFinite, Wire, check_names, choices_of
-from ..replica.fragments import FragmentSpec, all_parameters, refuse_new_parameters
+from ..replica.fragments import FragmentSpec, all_parameters
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
 from ..replica.model_watch import ModelWatch
 from ..rounds import handshake
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from ..elastic.totals import ElasticTotals
     from .leasing import Leasing
     from .views import ElasticTraining
-
-# Parameters that are not exchanged, and that a step looks at.
-_LOOKS_A_STEP = 64
 
 
 class DiLoCo:
@@ -126,13 +123,8 @@ class DiLoCo:
     _batches_at_once: int | None = None
     # The parts with a round from a saved state, by the inner step that applies the round.
     _saved_writes: Mapping[int, set[int]] = {}
-    # A state whose new parameters take the weights that the model has at the next step.
-    _awaiting: Restore | None = None
-    # A summary of the optimizers' groups, their parameters that are not exchanged, and the first
-    # of these that the next step looks at.
-    _held: list[tuple[int, ...]] | None = None
-    _others_held: Sequence[Tensor] = ()
-    _next_other = 0
+    # The inner steps before this one send nothing, apply nothing, and are only counted.
+    _next_due = 0
     _is_swapped = _is_closed = False
 
     def __init__(
@@ -237,8 +229,8 @@ class DiLoCo:
             checks,
             sync_every=settings.sync_every,
             is_hooked=attach,
+            refuses_new=True,
         )
-        self._handles = self._watch_steps()
         try:
             if self._elastic is not None:
                 self._elastic.begin(self)
@@ -281,12 +273,9 @@ class DiLoCo:
 
     def _close(self, *, is_finished: bool) -> None:
         """As ``close``; ``is_finished`` if this replica has taken all its steps."""
-        self._is_closed = True
+        self._is_closed, self._next_due = True, 0
         if self._hooks is not None:
             self._hooks.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
         self._watch.close()
         self.exchange.inner_step = self.inner_step
         if self._elastic is not None:
@@ -360,15 +349,17 @@ class DiLoCo:
         Args:
             again: The step is counted already, and the exchange of these parts broke off.
         """
+        if again is None and self.inner_step + 1 < self._next_due:
+            self._count_step(is_skipped)
+            self.inner_step += 1
+            return
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self._rounds.uninterruptible.has_begun = is_done = False
-        self.exchange.tell_of_lost_store()
         self.inner_step += again is None
         try:
             if again is None:
-                self._skipped.observe(is_skipped=is_skipped)
-                self._watch.stepped()
+                self._count_step(is_skipped)
             due = self._plan.sent_at(self.inner_step)
             if again is not None:
                 due = [part for part in due if part.index in again]
@@ -387,6 +378,12 @@ class DiLoCo:
             if again is None:
                 self._take_step_back(error, is_done)
             raise
+        self._next_due = self._plan.next_due(self.inner_step, self._saved_writes)
+
+    def _count_step(self, is_skipped: bool) -> None:
+        self.exchange.tell_of_lost_store()
+        self._skipped.observe(is_skipped=is_skipped)
+        self._watch.stepped()
 
     def _take_loaded(self) -> str:
         """Take weights that the program has loaded since the last step for the outer parameters.
@@ -799,8 +796,8 @@ class DiLoCo:
         is_shared = type(self.settings.overlap) is Blocking and self.inner_step > 0
         is_shared &= not restore.has_new and not self._rounds.has_unsent(self.inner_step)
         lost = self._differs_from_outer if is_shared else None
-        self._watch.expect_load(self._agreement.overwritten, lost)
-        self._awaiting = restore if restore.has_new and self._handles else None
+        late = restore.read_new if restore.has_new else None
+        self._watch.expect_load(self._agreement.overwritten, lost, late)
 
     def _differs_from_outer(self) -> bool:
         """Whether any local parameter is not the outer one."""
@@ -828,7 +825,11 @@ class DiLoCo:
         self._recorder.refuse_in_callback()
 
     def _refuse_if_unfit(self) -> None:
-        """Raise if the model does not hold its local parameters."""
+        """Raise if the model does not hold its local parameters.
+
+        After any call that asks this, the next inner step looks at everything.
+        """
+        self._next_due = 0
         self._rounds.uninterruptible.refuse_if_broken()
         if self._is_swapped:
             raise RuntimeError("the model holds the outer parameters: leave outer_parameters()")
@@ -840,49 +841,11 @@ class DiLoCo:
             is_sending: Raise too if the optimizers train parameters that were not there, or
                 frozen, or if the model has other parameters under their names.
         """
-        self._begin_new_parameters()
+        self._watch.read_late(is_last=is_sending)
         if is_sending:
-            self._awaiting = None
             self._watch.before_send()
-            known = {id(param) for param in self._plan.parameters()}
-            refuse_new_parameters(self._model, self._optimizers, known)
         for part in parts:
             part.refuse_changes()
-
-    def _watch_steps(self) -> list[Any]:
-        """Look at the optimizers' parameters before each of their steps."""
-
-        @torch.compiler.disable
-        def before_step(*_: Any) -> None:
-            # The program may have loaded the model after the state.
-            self._begin_new_parameters()
-            self._awaiting = None
-            self._refuse_new_parameters()
-
-        able = [one for one in self._optimizers if hasattr(one, "register_step_pre_hook")]
-        return [one.register_step_pre_hook(before_step) for one in able]
-
-    def _begin_new_parameters(self) -> None:
-        if self._awaiting is not None:
-            self._awaiting.read_new()
-
-    def _refuse_new_parameters(self) -> None:
-        """Raise before a step on parameters that were added to an optimizer or unfrozen.
-
-        The next send looks at all of them; a step looks at a few, so that it costs the same for
-        any number of frozen parameters.
-        """
-        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
-        held = [(len(params), *map(id, params[:1]), *map(id, params[-1:])) for params in groups]
-        if held != self._held:
-            known = {id(param) for param in self._plan.parameters()}
-            self._others_held = [p for params in groups for p in params if id(p) not in known]
-            self._held, self._next_other = held, 0
-        begin, end = self._next_other, self._next_other + _LOOKS_A_STEP
-        self._next_other = end if end < len(self._others_held) else 0
-        if any(param.requires_grad for param in self._others_held[begin:end]):
-            known = {id(param) for param in self._plan.parameters()}
-            refuse_new_parameters(self._model, self._optimizers, known)
 
     def _look_at_parts(self) -> list[SyncedFragment]:
         """Return the parts with parameters as they are after all rounds that were applied."""

@@ -16,10 +16,15 @@ from ..exchange.exchange import Exchange
 from ..exchange.membership.member import Admission
 from ..methods.settings import Settings
 from ..ops.digests import digest_of
-from ..replica.descriptions import describe_parameters, same_memory, shared_memory
-from ..replica.fragments import buffer_names, uncopied_tensors, unexchanged_tensors
-from ..replica.shard_group import ShardGroup
-from ..replica.workers import ReplicaWorkers
+from ..replica.fragments import (
+    buffer_names,
+    describe_parameters,
+    same_memory,
+    shared_memory,
+    uncopied_tensors,
+    unexchanged_tensors,
+)
+from ..replica.workers import ReplicaWorkers, ShardGroup
 from ..rounds import handshake, history, joining
 from ..rounds.metrics import Recorder
 from ..rounds.nonfinite import OnReset

@@ -25,8 +25,7 @@ from ..base.memory import memory_order
 from ..exchange.exchange import Exchange
 from ..ops.digests import digest_of
 from ..replica import sharding
-from ..replica.fragment_rules import Named
-from ..replica.fragments import is_dense
+from ..replica.fragments import Named, is_dense
 from ..rounds.handshake import gather_json
 
 logger = logging.getLogger(__name__)

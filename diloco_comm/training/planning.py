@@ -14,16 +14,18 @@ from ..methods.overlap import Overlap
 from ..methods.settings import Settings
 from ..ops.wire import WireFormat
 from ..replica import sharding
-from ..replica.descriptions import describe, describe_parameters, layout_hash
-from ..replica.fragment_rules import Named
 from ..replica.fragments import (
     Fragment,
+    Named,
+    Schedule,
     cut_parameters,
+    describe,
+    describe_parameters,
     fragments_of,
+    layout_hash,
     trainable_parameters,
 )
-from ..replica.schedule import Schedule
-from ..replica.shard_group import ShardGroup
+from ..replica.workers import ShardGroup
 from ..rounds.part import SyncedBuffers, SyncedFragment, SyncedPart
 
 
@@ -79,9 +81,30 @@ class Plan:
         Args:
             saved: The parts with a round from a saved state, by the inner step that applies it.
         """
-        sent = inner_step - (0 if self.policy.rounds else self.policy.steps())
-        indices = {*self.schedule.due(sent), *saved.get(inner_step, ())}
+        indices = {*self.schedule.due(inner_step - self._delay), *saved.get(inner_step, ())}
         return [self.parts[index] for index in sorted(indices)]
+
+    @property
+    def _delay(self) -> int:
+        return 0 if self.policy.rounds else self.policy.steps()
+
+    def next_due(self, inner_step: int, saved: Mapping[int, set[int]]) -> int:
+        """Return the first inner step after this one that sends, or that may write or wait.
+
+        Args:
+            saved: As in ``written_at``.
+        """
+        is_left_to_device = self.device.type != "cpu" and not self.policy.rounds
+        if is_left_to_device and any(part.takes_verdict for part in self.parts):
+            # A step looks whether the device has decided.
+            return inner_step + 1
+        flights = [flight.apply_step for part in self.parts for flight in part.in_flight]
+        return min(
+            self.schedule.next(inner_step),
+            self.schedule.next(inner_step - self._delay) + self._delay,
+            *(step for step in flights if step >= 0),
+            *(step for step in saved if step > inner_step),
+        )
 
 
 def make_plan(

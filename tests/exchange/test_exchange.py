@@ -24,7 +24,7 @@ from workers import Pool
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
-from diloco_comm.replica.messages import WorkerMessages
+from diloco_comm.replica.workers import WorkerMessages
 
 Workers = Callable[[int], Pool]
 SIZES = [1, 7, 255, 257, 4096, 100_003]

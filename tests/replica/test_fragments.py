@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from diloco_comm.base.memory import memory_order
-from diloco_comm.replica.descriptions import describe_parameters, layout_hash
 from diloco_comm.replica.fragments import (
+    Schedule,
+    describe_parameters,
+    layout_hash,
     make_fragments,
     trainable_parameters,
 )
-from diloco_comm.replica.schedule import Schedule
 
 
 class Block(nn.Module):
@@ -229,6 +230,14 @@ def test_offsets_are_the_first_send_and_repeat_every_h() -> None:
     due = {step: schedule.due(step) for step in range(1, 13) if schedule.due(step)}
     assert due == {2: [1], 4: [0], 6: [1], 8: [0], 10: [1], 12: [0]}
     assert Schedule.plan(100, 4).offsets == (25, 50, 75, 100)
+
+
+@pytest.mark.parametrize("offsets", [[1], [4, 2], [8, 3, 5]])
+def test_the_next_send_is_the_first_that_is_due(offsets: list[int]) -> None:
+    schedule = Schedule.plan(4, len(offsets), offsets)
+    for step in range(-3, 20):
+        first = next(later for later in range(step + 1, 40) if schedule.due(later))
+        assert schedule.next(step) == first
 
 
 @pytest.mark.parametrize("bad", [0, -3, 2.5, True, "10"])

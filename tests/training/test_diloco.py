@@ -11,9 +11,9 @@ import torch.distributed as dist
 from problems import Regression, batch, equal, parameters_of, train_step, ulps
 from torch import Tensor, nn
 
-from diloco_comm import SGD, Adam, DiLoCo, Nesterov
+from diloco_comm import SGD, Adam, DiLoCo, Nesterov, Streaming
 from diloco_comm.ops.wire import ELEMENT_WIRES
-from diloco_comm.replica.schedule import Schedule
+from diloco_comm.replica.fragments import Schedule
 
 # ------------------------------------------------------------------------ limits of the method
 
@@ -71,6 +71,31 @@ def test_one_replica_keeps_its_own_trajectory() -> None:
             flat = before[0].split([p.numel() for p in local])
             for new, old, outer in zip(model.parameters(), local, flat, strict=True):
                 assert ulps(new.detach(), old, outer.view(old.shape)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("overlap", "looked_at"), [(None, [1, 6, 12]), (Streaming(2), [1, 6, 8, 12])]
+)
+def test_a_step_that_sends_and_applies_nothing_is_only_counted(
+    overlap: Any, looked_at: list[int]
+) -> None:
+    """The first step of all looks when something is due."""
+    model = Regression(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with DiLoCo(model, optimizer, sync_every=6, peers="alone", overlap=overlap) as diloco:
+        exchange, steps = diloco._rounds.exchange_parts, list[int]()
+
+        def look(parts: Any, inner_step: int, *others: Any) -> None:
+            steps.append(inner_step)
+            exchange(parts, inner_step, *others)
+
+        diloco._rounds.exchange_parts = look  # type: ignore[method-assign]
+        for step in range(12):
+            train_step(model, optimizer, 0, step, 4)
+        assert diloco.inner_step == 12 and steps == looked_at
+        with diloco.outer_parameters(), pytest.raises(RuntimeError, match="leave outer_param"):
+            train_step(model, optimizer, 0, 12, 4)
+        diloco.flush()
 
 
 def simulate(

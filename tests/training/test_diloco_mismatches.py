@@ -307,3 +307,19 @@ def test_a_parameter_without_a_gradient_is_no_skipped_step() -> None:
     assert skipped.count == 0
     skipped.observe()
     assert skipped.count == 1
+
+
+def test_a_counter_that_comes_later_is_seen() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
+    skipped = SkippedSteps([optimizer])
+    first.grad = second.grad = torch.ones(1)
+    for has_counter in (False, False, True, True):
+        if has_counter:
+            optimizer.state[second]["step"] = torch.tensor(1.0)
+        else:
+            first.grad, second.grad = torch.ones(1), None
+        optimizer.step()
+        skipped.observe()
+        second.grad = torch.ones(1)
+    assert skipped.count == 1

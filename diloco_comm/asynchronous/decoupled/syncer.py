@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...replica.schedule import Schedule
+from ...replica.fragments import Schedule
 from .fragment_round import FragmentRound, Merge, Phase, QuorumRule, Report
 from .gathering import Gathered
 from .shared import SharedFragment

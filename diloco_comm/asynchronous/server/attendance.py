@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ...replica.descriptions import same_memory
+from ...replica.fragments import same_memory
 from ..protocol.connections import Connections
 from ..protocol.messages import NAME_TAKEN, Kind, Message, ProtocolError
 from .sessions import Session, Sessions

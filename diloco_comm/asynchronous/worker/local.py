@@ -15,12 +15,13 @@ from ...base.memory import empty_pages, memory_order
 from ...ops.digests import each_digest
 from ...ops.residuals import Residuals
 from ...ops.wire import STAGE_ENCODE, Layout, WireFormat, rng_key
-from ...replica.descriptions import describe_parameters, shared_memory
 from ...replica.fragments import (
     Fragment,
     FragmentSpec,
     buffer_names,
+    describe_parameters,
     make_fragments,
+    shared_memory,
     trainable_parameters,
     unexchanged_tensors,
 )

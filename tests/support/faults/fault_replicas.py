@@ -23,7 +23,7 @@ from workers import GRACE_S, Pool, deadline_after
 
 from diloco_comm import DiLoCo, Nesterov, SyncError
 from diloco_comm.ops.digests import digest_of
-from diloco_comm.replica.schedule import Schedule
+from diloco_comm.replica.fragments import Schedule
 
 LR, MOMENTUM = 0.7, 0.9
 BLOCK = 32

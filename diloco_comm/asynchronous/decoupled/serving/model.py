@@ -14,7 +14,7 @@ from .... import ops
 from ....base.memory import empty_pages
 from ....methods.outer import OuterOptimizer
 from ....ops.wire import STAGE_ENCODE, Layout, rng_key
-from ....replica.schedule import Schedule
+from ....replica.fragments import Schedule
 from ...model.shared import decode, layout_of
 from ..pieces import Piece
 from ..settings import FP32, DecoupledSettings
