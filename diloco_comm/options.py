@@ -7,7 +7,8 @@ string is the short form: ``wire="int4"``. Below, ``HOMES`` names the group of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .base.checks import UNSET, Unset
+from .base.checks import UNSET, Unset, warn
 from .ops.wire import WireFormat
 
 if TYPE_CHECKING:
@@ -158,12 +159,124 @@ _KINDS: dict[str, type] = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "
 ALONE = "alone"
 
 
-def check_names(owner: str, choices: Mapping[str, Any]) -> None:
-    """Raise TypeError for a name that ``HOMES`` does not have."""
-    for name in choices.keys() - HOMES.keys():
-        close = get_close_matches(name, [*HOMES, *_KINDS], 1)
-        hint = f": did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"{owner} has no argument {name!r}{hint}")
+def check_names(
+    owner: Callable[..., Any], names: Iterable[str], wanted: Collection[str] = HOMES
+) -> None:
+    """Raise TypeError for the first name that is not among those that are wanted.
+
+    Args:
+        owner: The class or function that the user calls.
+        names: Of arguments that its signature does not have.
+    """
+    for name in names:
+        if name in wanted:
+            continue
+        if name in ("model", "optimizer"):
+            raise TypeError(f"{owner.__name__} takes the trainer's own {name}: leave out {name}=")
+        parameters = inspect.signature(owner).parameters.values()
+        own = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+        close = get_close_matches(name, [*own, *_KINDS, *wanted], 1)
+        advice = f"did you mean {_spelled(close[0])}?" if close else "give arguments of DiLoCo"
+        raise TypeError(f"{owner.__name__} has no argument {name!r}: {advice}")
+
+
+def _spelled(name: str) -> str:
+    """Return how a choice is written."""
+    argument, field = HOMES.get(name, ("", ""))
+    if not argument:
+        return repr(name)
+    return f"{argument}={_KINDS[argument].__name__}({field}=...)" if field else f"{argument}=..."
+
+
+def grouped(arguments: Mapping[str, Any], homes: Collection[str] = HOMES) -> dict[str, Any]:
+    """Return arguments with the choices that have names of 0.1 in their groups.
+
+    Args:
+        arguments: Arguments of ``DiLoCo``, by name; any may be left out.
+        homes: The names of 0.1 that the function takes; others stay as they are.
+
+    Raises:
+        TypeError: If a choice is given twice.
+    """
+    found = {name: value for name, value in arguments.items() if name not in homes}
+    nothing: Any = None
+    for name in [name for name in HOMES if name in homes and name in arguments]:
+        (argument, field), value = HOMES[name], arguments[name]
+        kind, group = _KINDS[argument], found.get(argument)
+        if _is_default(name, value):
+            continue
+        if argument == "peers" and (not field or not isinstance(group, StorePeers | None)):
+            # What cannot be one argument stays two, which DiLoCo refuses.
+            found["peers" if group is None else name] = value
+            continue
+        group = group if isinstance(group, kind) else kind(nothing if group is None else group)
+        if not _is_default(name, getattr(group, field)):
+            raise TypeError(f"{name} is given twice: in {argument}= and as {name}=")
+        found[argument] = replace(group, **{field: value})
+    peers = found.get("peers")
+    if isinstance(peers, StorePeers) and peers.store is None and peers.of == 1:
+        found["peers"] = ALONE if peers.replica is None and peers.members is None else peers
+    return found
+
+
+def in_groups(
+    owner: str, arguments: Mapping[str, Any], homes: Collection[str] = HOMES
+) -> dict[str, Any]:
+    """Return ``grouped`` arguments, and warn of the names of 0.1 among them.
+
+    Args:
+        owner: The class or function that the user calls.
+    """
+    new = grouped(arguments, homes)
+    old = [name for name in arguments if name in homes]
+    if old:
+        groups = dict.fromkeys(HOMES[name][0] for name in old)
+        before = {name: arguments[name] for name in arguments if name in groups or name in old}
+        after = {name: new[name] for name in [*groups, *old] if name in new}
+        warn(
+            f"{owner}({_line(before)}) is written {owner}({_line(after)}) since 0.2; the old names "
+            "end with 0.3",
+            DeprecationWarning,
+        )
+    return new
+
+
+def _line(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as a program has them; a value that has no short text is a name."""
+    given = {name: value for name, value in arguments.items() if name in HOMES or value is not None}
+    return ", ".join(f"{name}={_text(name, value)}" for name, value in given.items())
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, bool | int | float | None) or value is UNSET:
+        return repr(value)
+    if name in _KINDS and isinstance(value, _KINDS[name]):
+        return _text_of_group(name, value)
+    if name == "peers":
+        (name,) = _peers(value)
+    if name == "membership":
+        return "Elastic(...)"
+    return repr(value) if isinstance(value, list | tuple) and len(value) < 9 else name
+
+
+def _text_of_group(argument: str, group: Any) -> str:
+    names = {field: name for name, (home, field) in HOMES.items() if home == argument}
+    choices = {field.name: getattr(group, field.name) for field in fields(group)}
+    made = {
+        field: _text(field, choice)
+        for field, choice in choices.items()
+        if not _is_default(names.get(field, "wire"), choice)
+    }
+    first = next(iter(choices))
+    if list(made) == [first] and argument != "peers":
+        return made[first]
+    is_bare = argument != "link"
+    words = [
+        text if is_bare and field == first else f"{field}={text}" for field, text in made.items()
+    ]
+    return f"{type(group).__name__}({', '.join(words)})"
 
 
 def choices_of(
@@ -235,15 +348,16 @@ def choices_among(
         TypeError: As ``choices_of``; or if a group makes another choice.
     """
     choices = choices_of(arguments, owner)
-    for name, (argument, field) in HOMES.items():
+    for name in HOMES:
         if name not in defaults and not _is_default(name, choices[name]):
-            raise TypeError(f"{owner} has no {argument}={_KINDS[argument].__name__}({field}=...)")
+            raise TypeError(f"{owner} has no {_spelled(name)}")
+    in_groups(owner, {name: value for name, value in arguments.items() if value is not None})
     given = {name: choices[name] for name in defaults}
     return {name: defaults[name] if value is None else value for name, value in given.items()}
 
 
 def _is_default(name: str, value: Any) -> bool:
-    default = DEFAULTS[name]
+    default = DEFAULTS.get(name)
     return value is default or (isinstance(value, str) and value == default)
 
 

@@ -20,7 +20,7 @@ from ..methods.overlap import Overlap
 from ..methods.settings import Config, Settings
 from ..ops.dispatch import resolve_engine_impl
 from ..ops.wire import WireFormat
-from ..options import Link, NonFinite, Wire, check_names, choices_of
+from ..options import Link, NonFinite, Wire, check_names, choices_of, in_groups
 from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
 from ..replica.model_watch import ModelWatch
@@ -88,8 +88,8 @@ class DiLoCo(Saved):
             exchange survives, such as loading other weights in the middle of a run or stepping
             an optimizer that was not given; "off" looks at nothing. Weights loaded before the first
             step are taken over, on all replicas or on none. ``docs/explanation/checks.md`` has all.
-        choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers``, each as an argument
-            of its own, as in 0.1: ``options.HOMES`` names them.
+        choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers`` by their names of
+            0.1, as ``options.HOMES`` has them, until 0.3. A DeprecationWarning shows the new line.
 
     Raises:
         ValueError, TypeError: For arguments that cannot be.
@@ -126,8 +126,10 @@ class DiLoCo(Saved):
     ) -> None:
         # By name, for the functions below that take many of them.
         given = dict(locals())
-        check_names("DiLoCo", choices)
-        arguments = choices_of({**given.pop("choices"), **given})
+        check_names(DiLoCo, choices)
+        told = {**given.pop("choices"), **given}
+        arguments = choices_of(told)
+        in_groups("DiLoCo", told)
         check_arguments(arguments)
         recording.start_if_asked()
         weight, seconds = weight_of(weight), seconds_of(arguments["timeout"])
