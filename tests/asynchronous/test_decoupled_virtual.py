@@ -17,6 +17,7 @@ from diloco_comm import DiLoCo, Nesterov, Streaming
 from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
 from diloco_comm.asynchronous.decoupled.learner import Receipt
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link
+from diloco_comm.options import grouped
 
 CARRY = Receipt(mode="carry")
 STEPS, EVERY, FRAGMENTS = 13, 4, 3
@@ -32,7 +33,7 @@ def streaming(rank: int, world: int, wire: str, alpha: float) -> list[list[Tenso
     options = {"wire": wire, "outer": Nesterov(0.7, 0.9), "fragments": FRAGMENTS}
     after = []
     with DiLoCo(
-        model, optimizer, sync_every=EVERY, overlap=Streaming(0, alpha), **options
+        model, optimizer, sync_every=EVERY, overlap=Streaming(0, alpha), **grouped(options)
     ) as diloco:
         names = [part.fragment.names for part in diloco.parts]
         for step in range(STEPS):

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from diloco_comm import DiLoCo, SyncError
 from diloco_comm.ops.digests import digest_of
+from diloco_comm.options import grouped
 from diloco_comm.training import presets
 
 Bits = dict[str, Any]
@@ -112,7 +113,7 @@ class Member:
             options["store"] = dist.PrefixStore(f"{self.setting.name} {part}", self.store)
             options["replica"] = self.replica
         options |= {"timeout": TIMEOUT_S, "impl": self.impl}
-        self.diloco = make(self.model, self.optimizer, **arguments, **options)
+        self.diloco = make(self.model, self.optimizer, **grouped({**arguments, **options}))
         self.diloco.on_sync(self._synced)
         self._record_payloads()
 
