@@ -199,17 +199,17 @@ def grouped(arguments: Mapping[str, Any], homes: Collection[str] = HOMES) -> dic
         TypeError: If a choice is given twice.
     """
     found = {name: value for name, value in arguments.items() if name not in homes}
-    nothing: Any = None
     for name in [name for name in HOMES if name in homes and name in arguments]:
         (argument, field), value = HOMES[name], arguments[name]
-        kind, group = _KINDS[argument], found.get(argument)
+        kind: Any = _KINDS[argument]
+        group = found.get(argument)
         if _is_default(name, value):
             continue
         if argument == "peers" and (not field or not isinstance(group, StorePeers | None)):
             # What cannot be one argument stays two, which DiLoCo refuses.
             found["peers" if group is None else name] = value
             continue
-        group = group if isinstance(group, kind) else kind(nothing if group is None else group)
+        group = group if isinstance(group, kind) else kind(group)
         if not _is_default(name, getattr(group, field)):
             raise TypeError(f"{name} is given twice: in {argument}= and as {name}=")
         found[argument] = replace(group, **{field: value})
@@ -262,12 +262,12 @@ def _text(name: str, value: Any) -> str:
 
 
 def _text_of_group(argument: str, group: Any) -> str:
-    names = {field: name for name, (home, field) in HOMES.items() if home == argument}
+    names = _names_of(argument)
     choices = {field.name: getattr(group, field.name) for field in fields(group)}
     made = {
         field: _text(field, choice)
         for field, choice in choices.items()
-        if not _is_default(names.get(field, "wire"), choice)
+        if not _is_default(names[field], choice)
     }
     first = next(iter(choices))
     if list(made) == [first] and argument != "peers":
@@ -323,6 +323,39 @@ def choices_of(
     return choices
 
 
+def choices_in(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a configuration with each choice by its name of 0.1.
+
+    ``DiLoCo.config()`` writes those names, which 0.1 reads. A configuration that is written by hand
+    may have groups: ``{"wire": {"name": "int4", "seed": 3}, "link": {"lanes": 4}}``.
+
+    Args:
+        name: Of the configuration, for messages.
+
+    Raises:
+        ValueError: If it has a choice twice.
+    """
+    found = dict(config)
+    for argument in ("wire", "link", "nonfinite"):
+        kind: Any = _KINDS[argument]
+        group = config.get(argument)
+        if isinstance(group, str) and argument != "wire":
+            group = {fields(kind)[0].name: group}
+        elif isinstance(group, kind):
+            group = {field.name: getattr(group, field.name) for field in fields(group)}
+        names = _names_of(argument)
+        # A mapping of wires has patterns of names.
+        if not isinstance(group, Mapping) or not group or group.keys() - names.keys():
+            continue
+        del found[argument]
+        for field, choice in group.items():
+            if names[field] in found:
+                raise ValueError(f"{name} has {names[field]} twice: in {argument} and beside it")
+            if not _is_default(names[field], choice):
+                found[names[field]] = choice
+    return found
+
+
 def with_defaults(defaults: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with defaults for those that are missing.
 
@@ -351,7 +384,8 @@ def choices_among(
     for name in HOMES:
         if name not in defaults and not _is_default(name, choices[name]):
             raise TypeError(f"{owner} has no {_spelled(name)}")
-    in_groups(owner, {name: value for name, value in arguments.items() if value is not None})
+    unsaid = {"wire": defaults.get("wire")}
+    in_groups(owner, {n: v for n, v in arguments.items() if v is not None and v != unsaid.get(n)})
     given = {name: choices[name] for name in defaults}
     return {name: defaults[name] if value is None else value for name, value in given.items()}
 
@@ -361,10 +395,15 @@ def _is_default(name: str, value: Any) -> bool:
     return value is default or (isinstance(value, str) and value == default)
 
 
+def _names_of(argument: str) -> dict[str, str]:
+    """Return the name of 0.1 of each field of a group."""
+    names = {field: name for name, (home, field) in HOMES.items() if home == argument and field}
+    return names | ({"name": "wire"} if argument == "wire" else {})
+
+
 def _fields(argument: str, value: Any) -> dict[str, Any]:
     """Return what a group chooses, by the names of 0.1."""
-    names = {field: name for name, (home, field) in HOMES.items() if home == argument and field}
-    names |= {"name": "wire"} if argument == "wire" else {}
+    names = _names_of(argument)
     return {names[field.name]: getattr(value, field.name) for field in fields(value)}
 
 

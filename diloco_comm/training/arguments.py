@@ -11,8 +11,8 @@ from torch import nn
 
 from ..base import env
 from ..base.checks import choice, flag, not_negative, timeout_seconds
-from ..methods.settings import Config, Settings, merge
-from ..options import ALONE, Link, NonFinite, StorePeers, Wire
+from ..methods.settings import Config, Settings, merge, read_config
+from ..options import ALONE, Link, NonFinite, StorePeers, Wire, choices_in
 from ..replica.model_watch import CHECKS
 from ..rounds.weighing import Weight
 
@@ -98,7 +98,9 @@ def seconds_of(timeout: float | timedelta | None) -> float:
 
 def settings_among(arguments: Mapping[str, Any], config: Config | None) -> Settings:
     """Return the settings among the arguments of ``DiLoCo``: fields and arguments share names."""
-    return merge({field.name: arguments[field.name] for field in fields(Settings)}, config)
+    name, saved = read_config(config)
+    given = {field.name: arguments[field.name] for field in fields(Settings)}
+    return merge(given, choices_in(name, saved), name)
 
 
 def _check_membership(arguments: Mapping[str, Any]) -> None:
