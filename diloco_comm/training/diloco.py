@@ -13,7 +13,7 @@ from torch import nn
 
 from ..base import recording
 from ..base.checks import flag
-from ..base.errors import NonFiniteError
+from ..base.errors import NonFiniteError, PeerLeft
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Overlap
@@ -216,10 +216,29 @@ class DiLoCo(Saved):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if exception[:1] == (None,):
-            self.close()
-        else:
-            self._close(is_finished=False)
+        """End training: ``flush(final=True)``, which all replicas call, and ``close()``.
+
+        After an error nothing is shared, nor with ``Elastic``, whose other replicas may train on.
+        """
+        is_finished = False
+        try:
+            if exception[:1] == (None,):
+                self._share_rest()
+                is_finished = True
+        finally:
+            self._close(is_finished=is_finished)
+
+    def _share_rest(self) -> None:
+        """Flush at the end of a block, unless it has ended already or its group is broken."""
+        is_over = self._is_closed or self.exchange.last_error is not None
+        if is_over or self._elastic is not None:
+            return
+        try:
+            self.flush(final=True)
+        except PeerLeft:
+            # The flush before was the last one of the others.
+            if self._rounds.has_unsent(self.inner_step):
+                raise
 
     # -------------------------------------------------------------------- one inner step
 

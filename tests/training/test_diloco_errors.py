@@ -287,8 +287,9 @@ def test_a_store_that_nobody_serves_is_given_up_after_the_timeout() -> None:
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_that_cannot_be(weight: float) -> None:
     model, optimizer, diloco = attach(sync_every=1, weight=lambda: weight)
-    with diloco, pytest.raises(ValueError, match="weight must be finite and not negative"):
+    with pytest.raises(ValueError, match="weight must be finite and not negative"):
         train_step(model, optimizer, 0, 0)
+    diloco.close()
 
 
 def not_in_group(rank: int, world: int) -> str:

@@ -31,6 +31,7 @@ def leave_early(rank: int, world: int) -> tuple[str, Any, bool]:
             except PeerLeft as error:
                 is_unchanged = equal(before, everything(model, diloco))
                 return str(error), error.replicas, is_unchanged
+        diloco.close()
     return "", (), True
 
 
@@ -48,6 +49,7 @@ def leave_then_regroup(rank: int, world: int) -> tuple[tuple[int, ...], str, int
     with diloco:
         for step in range(8):
             if rank == 1 and step == 3:
+                diloco.close()
                 return (), "", 0
             try:
                 train_step(model, optimizer, rank, step)
