@@ -292,7 +292,7 @@ def test_a_server_of_another_version_is_named_at_once(of_kind: type) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     sentence = f"protocol version {PROTOCOL - 1} was given, {PROTOCOL} is spoken here, by diloco"
     with pytest.raises(ServerRefused, match=sentence):
-        of_kind(model, optimizer, server=address, timeout=100.0)
+        of_kind(model, optimizer, server=address, link=Link(timeout=100.0))
     serving.join()
     server.close(0)
     context.term()

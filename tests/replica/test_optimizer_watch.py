@@ -378,6 +378,8 @@ def end(rank: int, world: int, way: str) -> list[str]:
                     train_step(model, optimizer, rank, step, WIDTH)
                 if way == "flush":
                     diloco.flush()
+                if way == "close":
+                    diloco.close()
                 if way == "error":
                     raise KeyError(way)
         except KeyError:
@@ -400,7 +402,9 @@ def test_a_warning_that_is_an_error_closes_all_the_same(workers) -> None:
     assert workers(2).run(close_strictly) == [True, True]
 
 
-@pytest.mark.parametrize(("way", "is_told"), [("flush", False), ("", True), ("error", False)])
+@pytest.mark.parametrize(
+    ("way", "is_told"), [("flush", False), ("", False), ("close", True), ("error", False)]
+)
 def test_an_end_without_flush_is_told(way: str, is_told: bool, workers) -> None:
     for rank, told in enumerate(workers(2).run(end, way)):
         lost = f"what replica {rank} learned since its last exchange is lost, up to inner step 6"
