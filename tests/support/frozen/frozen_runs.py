@@ -249,7 +249,7 @@ def run_plain(member: Member) -> Bits:
     if event == "resume":
         member.train_to(CHANGE_STEP)
         member.resume()
-    with member.diloco:
+    with closing(member.diloco):
         member.train_to(FINAL_STEPS if event == "final" else NUM_STEPS)
         if event == "final":
             member.diloco.flush()
@@ -268,7 +268,7 @@ def run_join(member: Member) -> Bits:
     else:
         member.attach(members=everyone, init="join")
         member.step = member.diloco.inner_step
-    with member.diloco:
+    with closing(member.diloco):
         member.train_to(NUM_STEPS)
         return member.bits()
 
@@ -303,7 +303,7 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
     everyone = range(member.setting.world)
     survivors, is_last = everyone[:-1], member.replica == everyone[-1]
     member.attach(**member.group)
-    with member.diloco:
+    with closing(member.diloco):
         member.train_to(FAULT_STEP - 1)
         member.settle(everyone, "before")
         if is_last:
@@ -327,7 +327,7 @@ def run_workers(member: Member) -> Bits:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "worker"))
     member.store, member.replica = None, mesh["replica"].get_local_rank()
     member.attach(mesh=mesh["replica"], shard_group=mesh["worker"])
-    with member.diloco:
+    with closing(member.diloco):
         member.train_to(NUM_STEPS)
         return member.bits()
 
