@@ -15,6 +15,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from typing import Any
