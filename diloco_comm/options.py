@@ -7,7 +7,8 @@ string is the short form: ``wire="int4"``. Below, ``HOMES`` names the group of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .base.checks import UNSET, Unset
+from .base.checks import UNSET, Unset, warn
 from .ops.wire import WireFormat
 
 if TYPE_CHECKING:
@@ -158,12 +159,124 @@ _KINDS: dict[str, type] = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "
 ALONE = "alone"
 
 
-def check_names(owner: str, choices: Mapping[str, Any]) -> None:
-    """Raise TypeError for a name that ``HOMES`` does not have."""
-    for name in choices.keys() - HOMES.keys():
-        close = get_close_matches(name, [*HOMES, *_KINDS], 1)
-        hint = f": did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"{owner} has no argument {name!r}{hint}")
+def check_names(
+    owner: Callable[..., Any], names: Iterable[str], wanted: Collection[str] = HOMES
+) -> None:
+    """Raise TypeError for the first name that is not among those that are wanted.
+
+    Args:
+        owner: The class or function that the user calls.
+        names: Arguments that are not in the signature of ``owner``.
+    """
+    for name in names:
+        if name in wanted:
+            continue
+        if name in ("model", "optimizer"):
+            raise TypeError(f"{owner.__name__} takes the trainer's own {name}: leave out {name}=")
+        parameters = inspect.signature(owner).parameters.values()
+        own = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+        close = get_close_matches(name, [*own, *_KINDS, *wanted], 1)
+        advice = f"did you mean {_spelled(close[0])}?" if close else "give arguments of DiLoCo"
+        raise TypeError(f"{owner.__name__} has no argument {name!r}: {advice}")
+
+
+def _spelled(name: str) -> str:
+    """Return how a choice is written."""
+    argument, field = HOMES.get(name, ("", ""))
+    if not argument:
+        return repr(name)
+    return f"{argument}={_KINDS[argument].__name__}({field}=...)" if field else f"{argument}=..."
+
+
+def grouped(arguments: Mapping[str, Any], homes: Collection[str] = HOMES) -> dict[str, Any]:
+    """Return arguments with the choices that have names of 0.1 in their groups.
+
+    Args:
+        arguments: Arguments of ``DiLoCo``, by name; any may be left out.
+        homes: The names of 0.1 that the function takes; others stay as they are.
+
+    Raises:
+        TypeError: If a choice is given twice.
+    """
+    found = {name: value for name, value in arguments.items() if name not in homes}
+    for name in [name for name in HOMES if name in homes and name in arguments]:
+        (argument, field), value = HOMES[name], arguments[name]
+        kind: Any = _KINDS[argument]
+        group = found.get(argument)
+        if _is_default(name, value):
+            continue
+        if argument == "peers" and (not field or not isinstance(group, StorePeers | None)):
+            # Values that fit no single argument stay two arguments, which DiLoCo refuses.
+            found["peers" if group is None else name] = value
+            continue
+        group = group if isinstance(group, kind) else kind(group)
+        if not _is_default(name, getattr(group, field)):
+            raise TypeError(f"{name} is given twice: in {argument}= and as {name}=")
+        found[argument] = replace(group, **{field: value})
+    peers = found.get("peers")
+    if isinstance(peers, StorePeers) and peers.store is None and peers.of == 1:
+        found["peers"] = ALONE if peers.replica is None and peers.members is None else peers
+    return found
+
+
+def in_groups(
+    owner: str, arguments: Mapping[str, Any], homes: Collection[str] = HOMES
+) -> dict[str, Any]:
+    """Return ``grouped`` arguments, and warn of the names of 0.1 among them.
+
+    Args:
+        owner: The class or function that the user calls.
+    """
+    new = grouped(arguments, homes)
+    old = [name for name in arguments if name in homes]
+    if old:
+        groups = dict.fromkeys(HOMES[name][0] for name in old)
+        before = {name: arguments[name] for name in arguments if name in groups or name in old}
+        after = {name: new[name] for name in [*groups, *old] if name in new}
+        warn(
+            f"{owner}({_line(before)}) is written {owner}({_line(after)}) since 0.2; the old names "
+            "end with 0.3",
+            DeprecationWarning,
+        )
+    return new
+
+
+def _line(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as a program has them; a value that has no short text is a name."""
+    given = {name: value for name, value in arguments.items() if name in HOMES or value is not None}
+    return ", ".join(f"{name}={_text(name, value)}" for name, value in given.items())
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, bool | int | float | None) or value is UNSET:
+        return repr(value)
+    if name in _KINDS and isinstance(value, _KINDS[name]):
+        return _text_of_group(name, value)
+    if name == "peers":
+        (name,) = _peers(value)
+    if name == "membership":
+        return "Elastic(...)"
+    return repr(value) if isinstance(value, list | tuple) and len(value) < 9 else name
+
+
+def _text_of_group(argument: str, group: Any) -> str:
+    names = _names_of(argument)
+    choices = {field.name: getattr(group, field.name) for field in fields(group)}
+    made = {
+        field: _text(field, choice)
+        for field, choice in choices.items()
+        if not _is_default(names[field], choice)
+    }
+    first = next(iter(choices))
+    if list(made) == [first] and argument != "peers":
+        return made[first]
+    is_bare = argument != "link"
+    words = [
+        text if is_bare and field == first else f"{field}={text}" for field, text in made.items()
+    ]
+    return f"{type(group).__name__}({', '.join(words)})"
 
 
 def choices_of(
@@ -210,6 +323,39 @@ def choices_of(
     return choices
 
 
+def choices_in(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a configuration with each choice by its name of 0.1.
+
+    ``DiLoCo.config()`` writes those names, which 0.1 reads. A configuration that is written by hand
+    may have groups: ``{"wire": {"name": "int4", "seed": 3}, "link": {"lanes": 4}}``.
+
+    Args:
+        name: The configuration's name, for messages.
+
+    Raises:
+        ValueError: If it has a choice twice.
+    """
+    found = dict(config)
+    for argument in ("wire", "link", "nonfinite"):
+        kind: Any = _KINDS[argument]
+        group = config.get(argument)
+        if isinstance(group, str) and argument != "wire":
+            group = {fields(kind)[0].name: group}
+        elif isinstance(group, kind):
+            group = {field.name: getattr(group, field.name) for field in fields(group)}
+        names = _names_of(argument)
+        # A mapping of wires has patterns of names.
+        if not isinstance(group, Mapping) or not group or group.keys() - names.keys():
+            continue
+        del found[argument]
+        for field, choice in group.items():
+            if names[field] in found:
+                raise ValueError(f"{name} has {names[field]} twice: in {argument} and beside it")
+            if not _is_default(names[field], choice):
+                found[names[field]] = choice
+    return found
+
+
 def with_defaults(defaults: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with defaults for those that are missing.
 
@@ -235,22 +381,29 @@ def choices_among(
         TypeError: As ``choices_of``; or if a group makes another choice.
     """
     choices = choices_of(arguments, owner)
-    for name, (argument, field) in HOMES.items():
+    for name in HOMES:
         if name not in defaults and not _is_default(name, choices[name]):
-            raise TypeError(f"{owner} has no {argument}={_KINDS[argument].__name__}({field}=...)")
+            raise TypeError(f"{owner} has no {_spelled(name)}")
+    unsaid = {"wire": defaults.get("wire")}
+    in_groups(owner, {n: v for n, v in arguments.items() if v is not None and v != unsaid.get(n)})
     given = {name: choices[name] for name in defaults}
     return {name: defaults[name] if value is None else value for name, value in given.items()}
 
 
 def _is_default(name: str, value: Any) -> bool:
-    default = DEFAULTS[name]
+    default = DEFAULTS.get(name)
     return value is default or (isinstance(value, str) and value == default)
+
+
+def _names_of(argument: str) -> dict[str, str]:
+    """Return the name of 0.1 of each field of a group."""
+    names = {field: name for name, (home, field) in HOMES.items() if home == argument and field}
+    return names | ({"name": "wire"} if argument == "wire" else {})
 
 
 def _fields(argument: str, value: Any) -> dict[str, Any]:
     """Return what a group chooses, by the names of 0.1."""
-    names = {field: name for name, (home, field) in HOMES.items() if home == argument and field}
-    names |= {"name": "wire"} if argument == "wire" else {}
+    names = _names_of(argument)
     return {names[field.name]: getattr(value, field.name) for field in fields(value)}
 
 

@@ -39,9 +39,7 @@ class Method:
     start: float = 0.7
 
     def rule(self, num_learners: int) -> QuorumRule:
-        return QuorumRule(
-            quorum=self.quorum or num_learners, grace=self.grace, overlap_steps=OVERLAP_STEPS
-        )
+        return QuorumRule(quorum=self.quorum or num_learners, gamma=self.grace, delay=OVERLAP_STEPS)
 
 
 STREAMING, DELAYED = "Streaming", "DN + DyLU"

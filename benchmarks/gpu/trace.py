@@ -48,7 +48,7 @@ def profiled(args: argparse.Namespace, rank: int, world: int, path: str) -> dict
         # NCCL takes ranks on one GPU only if they seem to be on different hosts.
         os.environ["NCCL_HOSTID"] = f"diloco-{rank}"
     options: dict[str, Any] = {"sync_every": args.sync_every, "fragments": 2}
-    options |= {"backend": args.backend}
+    options |= {"link": args.backend}
     options |= {"wire": "int4", "overlap": Eager(), "outer": Nesterov(lr=0.7, momentum=0.9)}
     with DiLoCo(trainer.model, trainer.optimizer, **options) as diloco:
         for _ in range(2 * args.sync_every):

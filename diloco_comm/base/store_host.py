@@ -107,6 +107,6 @@ os.register_at_fork(after_in_child=_stop_listening)
 
 
 def address(store: dist.TCPStore) -> str:
-    """Return a store's address as ``tcp://host:port``, for ``DiLoCo(store=...)``."""
+    """Return a store's address as ``tcp://host:port``, for ``StorePeers``."""
     host = f"[{store.host}]" if ":" in store.host else store.host
     return f"tcp://{host}:{store.port}"

@@ -23,7 +23,7 @@ from torch import nn
 
 from ..replica import sharding
 from ..training.diloco import DiLoCo
-from .attaching import Make, check, choices_for
+from .attaching import Make, check, choices_for, without_arguments
 from .wrapping import refuse_if_alone_in_a_job, refuse_if_spans_replicas
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def attach(
     choices = choices_for(make, given)
     refuse_if_spans_replicas(model, choices, _REMEDY)
     refuse_if_alone_in_a_job(accelerator.num_processes, choices, _REMEDY)
-    diloco = make(accelerator.unwrap_model(model), optimizer, **given)
+    diloco = without_arguments(make)(accelerator.unwrap_model(model), optimizer, **given)
     # A prepared loader divides the batches of a replica among its workers.
     diloco._batches_at_once = 1 if accelerator.split_batches else accelerator.num_processes
     accelerator.register_for_checkpointing(diloco)

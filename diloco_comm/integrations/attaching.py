@@ -11,14 +11,13 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..options import DEFAULTS, choices_of, with_defaults
+from ..options import DEFAULTS, check_names, choices_of, in_groups, with_defaults
 from ..replica.sharding import is_sharded, local
 from ..rounds.handshake import check_place
 from ..rounds.nonfinite import check_on_reset
@@ -55,7 +54,7 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
     while isinstance(base, partial):
         base, bound = base.func, with_defaults(base.keywords, bound)
     is_ours = _is_ours(base)
-    everything = _all_named()
+    everything = all_named()
     wanted = _named(make)
     if wanted.pop("**", None) is not None:
         if not is_ours:
@@ -75,7 +74,7 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
         seconds_of(given["timeout"])
     if base is DiLoCo:
         check_on_reset(given["on_reset"], settings_of(given, given["config"]))
-    return bound
+    return in_groups(owner.__name__, bound) if is_ours else bound
 
 
 def with_norms(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,6 +89,15 @@ def choices_for(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return choices_of(arguments, is_ours=_is_ours(make))
 
 
+def without_arguments(make: Make) -> Make:
+    """Return DiLoCo or a preset without what ``functools.partial`` gives it: ``check`` has that."""
+    if not _is_ours(make):
+        return make
+    while isinstance(make, partial):
+        make = make.func
+    return make
+
+
 def _is_ours(make: Any) -> bool:
     """Whether ``make`` is DiLoCo or a preset, also through ``functools.partial``."""
     while isinstance(make, partial):
@@ -97,7 +105,7 @@ def _is_ours(make: Any) -> bool:
     return make is DiLoCo or getattr(make, "__module__", "") == _PRESETS
 
 
-def _all_named() -> dict[str, Any]:
+def all_named() -> dict[str, Any]:
     """Return the arguments of ``DiLoCo`` and the single choices that they may hold, as defaults."""
     named = _named(DiLoCo)
     del named["**"]
@@ -124,31 +132,6 @@ def _named(make: Make) -> dict[str, Any]:
     }
 
 
-def check_names(
-    owner: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    wanted: Mapping[str, Any] | None = None,
-) -> None:
-    """Raise TypeError for an argument that is not among those that are wanted.
-
-    Args:
-        owner: The class or function that the user calls.
-        wanted: By name; None for the arguments of ``DiLoCo``.
-    """
-    wanted = _all_named() if wanted is None else wanted
-    for name in arguments:
-        if name in wanted:
-            continue
-        if name in ("model", "optimizer"):
-            raise TypeError(f"{owner.__name__} takes the trainer's own {name}: leave out {name}=")
-        own = [own for own in inspect.signature(owner).parameters if own != "arguments"]
-        close = get_close_matches(name, [*own, *wanted], 1)
-        raise TypeError(
-            f"{owner.__name__} has no argument {name!r}: "
-            + (f"did you mean {close[0]!r}?" if close else "give arguments of DiLoCo")
-        )
-
-
 def attach(
     make: Make,
     model: nn.Module,
@@ -167,6 +150,7 @@ def attach(
     Raises:
         ValueError: If the saved local parameters are not those of the model.
     """
+    make = without_arguments(make)
     if saved is None:
         return make(model, optimizer, **arguments)
     # Attaching copies the first replica's weights to all replicas; the code below undoes that.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..base import recording
 from ..base.launch import Launch, find
+from ..options import StorePeers
 
 # The variables by which trainers find other processes. Similar names such as LOCAL_DATA_DIR belong
 # to the site, and a failed worker writes its error for torchrun into TORCHELASTIC_ERROR_FILE.
@@ -36,8 +37,8 @@ def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
         timeout_s: Seconds to wait for the store of rank 0.
 
     Returns:
-        The arguments ``store``, ``replica`` and ``num_replicas`` of ``DiLoCo`` and of the callbacks
-        in this package. Empty if no launcher started this process, the only replica then.
+        The argument ``peers`` of ``DiLoCo`` and of the callbacks in this package, by its name.
+        Empty if no launcher started this process, the only replica then.
 
     Raises:
         RuntimeError: If ``torch.distributed`` is initialised already.
@@ -56,7 +57,7 @@ def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
     for name in (*_TORCHRUN, *_SRUN):
         os.environ.pop(name, None)
     _show_one_device(launch.local_rank)
-    return {"store": store, "replica": launch.rank, "num_replicas": launch.world_size}
+    return {"peers": StorePeers(store, launch.rank, of=launch.world_size)}
 
 
 def _connect(launch: Launch, timeout_s: float) -> dist.Store:

@@ -1,6 +1,6 @@
 """DiLoCo around the training loop of torchtitan, by the names of its ``fault_tolerance`` section::
 
-    with semi_sync_training(config.fault_tolerance, model, optimizers, group=replicas) as diloco:
+    with semi_sync_training(config.fault_tolerance, model, optimizers, peers=replicas) as diloco:
         for step in ...:                       # torchtitan's loop, unchanged
             ...
             optimizers.step()
@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from ..methods.outer import SGD, Nesterov
 from ..methods.overlap import Blocking, Overlap, Streaming
-from ..options import choices_of, with_defaults
+from ..options import check_names, choices_of, grouped, in_groups, with_defaults
 from ..training.diloco import DiLoCo
-from .attaching import check_names, finish
+from .attaching import all_named, finish
 from .wrapping import refuse_if_spans_replicas
 
 if TYPE_CHECKING:
@@ -102,12 +102,13 @@ def semi_sync_training(
     section = _read(fault_tolerance)
     if (optimizers is None) == (optimizer is None):
         raise TypeError("semi_sync_training takes one of optimizers and optimizer")
-    check_names(semi_sync_training, arguments)
+    check_names(semi_sync_training, arguments, all_named())
     if not section["enable"] or section["semi_sync_method"] is None:
         yield None
         return
-    chosen = with_defaults(diloco_arguments(section), arguments)
-    chosen |= _place(section, choices_of(arguments, "semi_sync_training"))
+    given = in_groups("semi_sync_training", arguments)
+    chosen = with_defaults(diloco_arguments(section), given)
+    chosen = grouped({**chosen, **_place(section, choices_of(given, "semi_sync_training"))})
     whole = _whole(model)
     refuse_if_spans_replicas(whole, choices_of(chosen), _REMEDY)
     inner = _optimizers(optimizer if optimizers is None else optimizers)

@@ -235,15 +235,14 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 _OPTIONAL = ("max_skipped",)
 
 
-def merge(given: dict[str, Any], config: Config | None) -> Settings:
-    """Fill arguments that were not given, and so are None or ``UNSET``, from a saved configuration.
+def read_config(config: Config | None) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of a configuration for messages, and its arguments.
 
     Args:
         config: The arguments, or a JSON file with them; None is the file of ``DILOCO_COMM_CONFIG``.
 
     Raises:
-        ValueError: If the configuration has an unknown key or cannot be read, or ``sync_every`` is
-            nowhere.
+        ValueError: If the file cannot be read.
         TypeError: If it is neither a mapping nor the name of a file.
     """
     name = "config"
@@ -253,7 +252,20 @@ def merge(given: dict[str, Any], config: Config | None) -> Settings:
         name, config = f"{name} {os.fspath(config)}", _read(name, Path(config))
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"config must be a dictionary or a JSON file, got {config!r}")
-    config = dict(config or {})
+    return name, config or {}
+
+
+def merge(given: dict[str, Any], config: Mapping[str, Any], name: str = "config") -> Settings:
+    """Fill arguments that were not given, and so are None or ``UNSET``, from a saved configuration.
+
+    Args:
+        config: Arguments by the names of ``Settings``.
+        name: The configuration's name, for messages.
+
+    Raises:
+        ValueError: If the configuration has an unknown key, or ``sync_every`` is nowhere.
+    """
+    config = dict(config)
     unknown = config.keys() - {field.name for field in fields(Settings)}
     if unknown:
         raise ValueError(f"{name} has unknown arguments {sorted(unknown)}")

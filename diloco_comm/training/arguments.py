@@ -11,8 +11,8 @@ from torch import nn
 
 from ..base import env
 from ..base.checks import choice, flag, not_negative, timeout_seconds
-from ..methods.settings import Config, Settings, merge
-from ..options import ALONE, Link, NonFinite, StorePeers, Wire
+from ..methods.settings import Config, Settings, merge, read_config
+from ..options import ALONE, Link, NonFinite, StorePeers, Wire, choices_in
 from ..replica.model_watch import CHECKS
 from ..rounds.runner import Weight
 
@@ -111,7 +111,8 @@ def settings_of(chosen: Mapping[str, Any], config: Config | None, **arguments: A
     """Return the settings of ``DiLoCo``: its arguments, and choices that are settings."""
     names = {field.name for field in fields(Settings)}
     choices = {name: value for name, value in chosen.items() if name in names}
-    return merge({**choices, **arguments}, config)
+    name, saved = read_config(config)
+    return merge({**choices, **arguments}, choices_in(name, saved), name)
 
 
 def _check_membership(chosen: Mapping[str, Any], init: str) -> None:

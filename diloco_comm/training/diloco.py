@@ -16,7 +16,7 @@ from torch import nn
 from .. import ops
 from ..base import recording
 from ..base.checks import flag, integer, refuse_copy
-from ..base.errors import NonFiniteError
+from ..base.errors import NonFiniteError, PeerLeft
 from ..base.memory import memory_order
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
@@ -25,7 +25,7 @@ from ..methods.settings import Config
 from ..ops.digests import digest_of
 from ..ops.implementations import resolve_engine_impl
 from ..ops.wire import WireFormat
-from ..options import Link, NonFinite, Wire, check_names, choices_of
+from ..options import Link, NonFinite, Wire, check_names, choices_of, in_groups
 from ..replica.fragments import FragmentSpec, all_parameters
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
 from ..replica.model_watch import ModelWatch
@@ -99,8 +99,8 @@ class DiLoCo:
             exchange survives, such as loading other weights in the middle of a run or stepping
             an optimizer that was not given; "off" looks at nothing. Weights loaded before the first
             step are taken over, on all replicas or on none. ``docs/explanation/checks.md`` has all.
-        choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers``, each as an argument
-            of its own, as in 0.1: ``options.HOMES`` names them.
+        choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers`` by their names of
+            0.1, as ``options.HOMES`` has them, until 0.3. A DeprecationWarning shows the new line.
 
     Attributes:
         exchange: The connection to the other replicas.
@@ -154,10 +154,10 @@ class DiLoCo:
         **choices: Any,
     ) -> None:
         # Options: each choice by its own name.
-        check_names("DiLoCo", choices)
-        chosen = choices_of(
-            {**choices, "wire": wire, "peers": peers, "link": link, "nonfinite": nonfinite}
-        )
+        check_names(DiLoCo, choices)
+        told = {**choices, "wire": wire, "peers": peers, "link": link, "nonfinite": nonfinite}
+        chosen = choices_of(told)
+        in_groups("DiLoCo", told)
         check_arguments(
             model, chosen, norms=norms, attach=attach, checks=checks, init=init, offload=offload
         )
@@ -247,10 +247,29 @@ class DiLoCo:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if exception[:1] == (None,):
-            self.close()
-        else:
-            self._close(is_finished=False)
+        """End training: ``flush(final=True)``, which all replicas call, and ``close()``.
+
+        After an error nothing is shared, nor with ``Elastic``, whose other replicas may train on.
+        """
+        is_finished = False
+        try:
+            if exception[:1] == (None,):
+                self._share_rest()
+                is_finished = True
+        finally:
+            self._close(is_finished=is_finished)
+
+    def _share_rest(self) -> None:
+        """Flush at the end of a block, unless it has ended already or its group is broken."""
+        is_over = self._is_closed or self.exchange.last_error is not None
+        if is_over or self._elastic is not None:
+            return
+        try:
+            self.flush(final=True)
+        except PeerLeft:
+            # The flush before was the last one of the others.
+            if self._rounds.has_unsent(self.inner_step):
+                raise
 
     def close(self) -> None:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent.

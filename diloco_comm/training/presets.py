@@ -10,7 +10,7 @@ from torch import nn
 
 from ..methods.outer import SGD, HeavyBall, Nesterov
 from ..methods.overlap import CO2, Eager, Streaming
-from ..options import with_defaults
+from ..options import in_groups, with_defaults
 from ..rounds.runner import Weight
 from .diloco import DiLoCo
 
@@ -36,7 +36,8 @@ def fedavg(
         weight: Samples this replica trained on in the round, a number or a callable.
     """
     defaults = {"outer": SGD(lr=1.0), "wire": "fp32", "weight": weight}
-    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))
+    given = with_defaults(defaults, in_groups("fedavg", arguments))
+    return DiLoCo(model, optimizer, sync_every=sync_every, **given)
 
 
 def local_sgd(
@@ -48,7 +49,8 @@ def local_sgd(
 ) -> DiLoCo:
     """Average the replicas' parameters, all alike (arXiv 1805.09767)."""
     defaults = {"outer": SGD(lr=1.0), "wire": "fp32"}
-    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))
+    given = with_defaults(defaults, in_groups("local_sgd", arguments))
+    return DiLoCo(model, optimizer, sync_every=sync_every, **given)
 
 
 def streaming_diloco(
@@ -69,7 +71,8 @@ def streaming_diloco(
         "outer": Nesterov(0.4, 0.9),
         "wire": "e3m0",
     }
-    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))
+    given = with_defaults(defaults, in_groups("streaming_diloco", arguments))
+    return DiLoCo(model, optimizer, sync_every=sync_every, **given)
 
 
 def eager_diloco(
@@ -86,7 +89,8 @@ def eager_diloco(
     Evaluate ``outer_parameters(consensus=True)``, and ``flush()`` at the end.
     """
     defaults = {"overlap": Eager(), "outer": Nesterov(0.2, 0.9), "wire": "e3m0"}
-    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))
+    given = with_defaults(defaults, in_groups("eager_diloco", arguments))
+    return DiLoCo(model, optimizer, sync_every=sync_every, **given)
 
 
 def co2(
@@ -101,4 +105,5 @@ def co2(
     Outer lr 1.0, momentum 0.5 and clip 1.0 as in the authors' code and its script; fp32 wire.
     """
     defaults = {"overlap": CO2(clip=1.0), "outer": HeavyBall(1.0, 0.5), "wire": "fp32"}
-    return DiLoCo(model, optimizer, sync_every=sync_every, **with_defaults(defaults, arguments))
+    given = with_defaults(defaults, in_groups("co2", arguments))
+    return DiLoCo(model, optimizer, sync_every=sync_every, **given)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from async_helpers import PLAIN, Flat, Peer, attach, serving, start_by_hand, status
 
-from diloco_comm import Adam, HeavyBall, Nesterov
+from diloco_comm import Adam, HeavyBall, Link, Nesterov
 from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS
 from diloco_comm.asynchronous.protocol.messages import Kind, Message
@@ -75,7 +75,7 @@ def test_fragments_and_a_restart_of_the_server(tmp_path) -> None:
     with serving(rule, **options) as server:
         worker = AsyncDiLoCo(
             model, optimizer, server=server.address, fetch="updates", fragments=["a", "b"],
-            timeout=20.0, attach=False,
+            link=Link(timeout=20.0), attach=False,
         )  # fmt: skip
         for index in range(4):
             model.descend(noise(index, 701))

@@ -15,6 +15,7 @@ from async_helpers import Flat, Relay, attach, serving, status, wait_until
 from async_processes import Scene
 from cli_helpers import run_cli
 
+from diloco_comm import Link
 from diloco_comm.asynchronous.protocol.names import default_name
 from diloco_comm.asynchronous.server.decisions.coordinator import Outcome
 from diloco_comm.asynchronous.server.server import AsyncServer
@@ -26,10 +27,10 @@ HOST = socket.gethostname().split(".")[0]
 SIZE = 7
 
 
-def nameless(address: str, **options: object) -> tuple[Flat, AsyncDiLoCo]:
+def nameless(address: str, timeout: float = 20.0, **options: object) -> tuple[Flat, AsyncDiLoCo]:
     model = Flat(SIZE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"wire": "fp32", "timeout": 20.0, "attach": False, **options}
+    options = {"wire": "fp32", "link": Link(timeout=timeout), "attach": False, **options}
     return model, AsyncDiLoCo(model, optimizer, server=address, **options)
 
 

@@ -27,7 +27,7 @@ from async_helpers import (
     wait_until,
 )
 
-from diloco_comm import NonFiniteError, __version__
+from diloco_comm import Link, NonFiniteError, Wire, __version__
 from diloco_comm.asynchronous import DecoupledDiLoCo
 from diloco_comm.asynchronous.model.rules import Immediate
 from diloco_comm.asynchronous.protocol.messages import HEADER, PROTOCOL, Kind, Message, pack
@@ -70,7 +70,10 @@ def test_values_that_are_not_finite_are_never_sent() -> None:
         bad.descend(torch.full((7,), float("inf")))
     with serving() as server, pytest.raises(ServerRefused, match="parameters are not finite"):
         AsyncDiLoCo(
-            bad, torch.optim.SGD(bad.parameters(), lr=1.0), server=server.address, timeout=20.0
+            bad,
+            torch.optim.SGD(bad.parameters(), lr=1.0),
+            server=server.address,
+            link=Link(timeout=20.0),
         )
 
 
@@ -240,9 +243,9 @@ def test_bad_server_arguments(options: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout": 0.0}, "timeout must be"),
+        ({"link": Link(timeout=0.0)}, "timeout must be"),
         ({"name": "x" * 65}, "name must have"),
-        ({"rounding": "up"}, "rounding must be"),
+        ({"wire": Wire(rounding="up")}, "rounding must be"),
         ({"wire": "int9"}, "unknown wire"),
         ({"server": "tcp://nowhere"}, "the address must be"),
     ],
@@ -289,7 +292,7 @@ def test_a_server_of_another_version_is_named_at_once(of_kind: type) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     sentence = f"protocol version {PROTOCOL - 1} was given, {PROTOCOL} is spoken here, by diloco"
     with pytest.raises(ServerRefused, match=sentence):
-        of_kind(model, optimizer, server=address, timeout=100.0)
+        of_kind(model, optimizer, server=address, link=Link(timeout=100.0))
     serving.join()
     server.close(0)
     context.term()

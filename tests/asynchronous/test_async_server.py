@@ -19,6 +19,7 @@ from problems import Regression, equal, parameters_of, train_step
 from test_async_rules import EXAMPLE, EXAMPLE_RULES, STREAM
 from torch import nn
 
+from diloco_comm import Link, Wire
 from diloco_comm.asynchronous.model.rules import DelayedNesterov
 from diloco_comm.asynchronous.worker.link import ServerRefused
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
@@ -65,7 +66,11 @@ def test_training_converges_on_every_worker(wire: str, feedback: bool) -> None:
         model = Flat(601)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with AsyncDiLoCo(
-            model, optimizer, server=address, wire=wire, error_feedback=feedback, timeout=60.0
+            model,
+            optimizer,
+            server=address,
+            wire=Wire(wire, error_feedback=feedback),
+            link=Link(timeout=60.0),
         ):
             for _ in range(300):
                 (torch.cat([model.a, model.b]) - target).square().sum().mul(0.5).backward()
@@ -94,11 +99,11 @@ def test_many_runs_and_fragments_arrive_exactly() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         # Two fragments by patterns have other sizes than the server's: one sentence.
         with pytest.raises(ServerRefused, match="fragments of"):
-            AsyncDiLoCo(model, optimizer, server=server.address, timeout=20.0)
+            AsyncDiLoCo(model, optimizer, server=server.address, link=Link(timeout=20.0))
     with serving(parameters=[start[:-1], start[-1:]]) as server:
         worker = AsyncDiLoCo(
-            model, optimizer, server=server.address, timeout=20.0, wire="fp32", attach=False,
-            fragments=["a", "b"],
+            model, optimizer, server=server.address, link=Link(timeout=20.0), wire="fp32",
+            attach=False, fragments=["a", "b"],
         )  # fmt: skip
         assert torch.equal(model.values(), start)
         g = torch.randn(size, generator=torch.Generator().manual_seed(1))
@@ -168,7 +173,12 @@ def test_hooked_workers_equal_unhooked_ones() -> None:
             model = Regression(seed=1)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             worker = AsyncDiLoCo(
-                model, optimizer, server=server.address, name="a", attach=is_hooked, timeout=20.0
+                model,
+                optimizer,
+                server=server.address,
+                name="a",
+                attach=is_hooked,
+                link=Link(timeout=20.0),
             )
             for step in range(10):
                 train_step(model, optimizer, 0, step)

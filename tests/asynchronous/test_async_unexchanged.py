@@ -12,6 +12,7 @@ import torch
 from async_helpers import HELLO, PUSH, Flat, Peer, payload, serving, wait_until
 from decoupled_processes import SIZE, make_server
 
+from diloco_comm import Link
 from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
 from diloco_comm.asynchronous.protocol.messages import Kind, Message
 from diloco_comm.asynchronous.worker.link import ServerRefused
@@ -39,7 +40,15 @@ def attach(door: str, address: str, name: str, model: torch.nn.Module, **options
     make = AsyncDiLoCo if door == "async" else DecoupledDiLoCo
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
-    return make(model, optimizer, server=address, name=name, timeout=20.0, attach=False, **options)  # type: ignore[arg-type]
+    return make(
+        model,
+        optimizer,
+        server=address,
+        name=name,
+        link=Link(timeout=20.0),
+        attach=False,
+        **options,
+    )  # type: ignore[arg-type]
 
 
 @DOORS

@@ -69,7 +69,7 @@ class Orders(RuleBasedStateMachine):
             SharedFragment([value], own, WIRE, SGD(1.0))
             for value, own in zip(start, pieces, strict=True)
         ]
-        rule = QuorumRule(quorum=quorum, overlap_steps=tau)
+        rule = QuorumRule(quorum=quorum, delay=tau)
         self.syncer = Syncer(shared, rule, sync_every=SYNC_EVERY, sync_s=0.2)
         self.now, self.mode, self.commits = 0.0, mode, list[Commit]()
         self.num_accepted = 0

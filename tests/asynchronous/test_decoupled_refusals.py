@@ -18,6 +18,7 @@ from async_helpers import serving as serving_async
 from cli_helpers import check_misuse, run_cli
 from decoupled_processes import SIZE, attach, make_server
 
+from diloco_comm import Link
 from diloco_comm.asynchronous import DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.protocol.messages import HEADER, MAGIC, PROTOCOL, Kind, Message
@@ -52,7 +53,9 @@ def test_other_models_and_settings_get_one_sentence() -> None:
             from diloco_comm.asynchronous import DecoupledDiLoCo
 
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            DecoupledDiLoCo(model, optimizer, server=server.address, name="c", timeout=20.0)
+            DecoupledDiLoCo(
+                model, optimizer, server=server.address, name="c", link=Link(timeout=20.0)
+            )
         assert "other names, shapes or dtypes" in sentence(refused)
         with pytest.raises(ValueError, match="wire='fp32', this learner was given wire='int4'"):
             attach(server.address, "d", wire="int4")

@@ -39,7 +39,7 @@ def send(each: FragmentRound, name: str, now: float, **numbers: int) -> str:
 
 
 def test_the_quorum_counts_distinct_learners() -> None:
-    each = called(quorum=2, grace=0.0)
+    each = called(quorum=2, gamma=0.0)
     assert send(each, "a", 1.0) == ""
     assert "'a' has reported" in send(each, "a", 1.0, seq=2)
     assert each.merge(9.0) is None and each.phase is Phase.CALLED
@@ -51,7 +51,7 @@ def test_the_quorum_counts_distinct_learners() -> None:
 
 def test_a_round_takes_as_many_reports_as_a_merge() -> None:
     """1024; the next learner keeps the progress for the next round."""
-    each = called((), quorum=1, overlap_steps=100_000)
+    each = called((), quorum=1, delay=100_000)
     names = [f"{number:04d}" for number in range(MAX_REPORTS + 1)]
     for name in names:
         each.join(name)
@@ -83,7 +83,7 @@ def test_weights_are_tokens_squared_over_steps() -> None:
     ],
 )
 def test_grace_window(tau: int, gamma: float, quorum_s: float, window: float) -> None:
-    each = called(quorum=1, grace=gamma, overlap_steps=tau)
+    each = called(quorum=1, gamma=gamma, delay=tau)
     send(each, "a", quorum_s)
     assert each.deadline == quorum_s + window
     if window:
@@ -95,14 +95,14 @@ def test_grace_window(tau: int, gamma: float, quorum_s: float, window: float) ->
 
 
 def test_the_window_ends_with_the_last_report() -> None:
-    each = called("ab", quorum=1, grace=1.0, overlap_steps=9)
+    each = called("ab", quorum=1, gamma=1.0, delay=9)
     send(each, "a", 1.0)
     send(each, "b", 1.5)
     assert each.deadline == 1.5
 
 
 def test_the_window_ends_when_the_missing_learner_leaves() -> None:
-    each = called("ab", quorum=1, grace=1.0, overlap_steps=9)
+    each = called("ab", quorum=1, gamma=1.0, delay=9)
     send(each, "a", 1.0)
     each.leave("b", 1.25, STEP_S, SYNC_S)
     assert each.deadline == 1.25
@@ -178,8 +178,8 @@ def test_wrong_order() -> None:
     ("options", "sentence"),
     [
         ({"quorum": 0}, "quorum must be an integer of at least 1, got 0"),
-        ({"grace": 1.5}, "grace must lie in \\[0, 1\\], got 1.5"),
-        ({"overlap_steps": -1}, "overlap_steps must not be negative, got -1"),
+        ({"gamma": 1.5}, "gamma must lie in \\[0, 1\\], got 1.5"),
+        ({"delay": -1}, "delay must not be negative, got -1"),
     ],
 )
 def test_wrong_rules(options: dict, sentence: str) -> None:
@@ -192,7 +192,7 @@ class Rounds(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.round = FragmentRound(QuorumRule(quorum=2, grace=0.5, overlap_steps=3))
+        self.round = FragmentRound(QuorumRule(quorum=2, gamma=0.5, delay=3))
         self.now = 0.0
         self.seq = 0
         self.taken: set[tuple[str, int]] = set()

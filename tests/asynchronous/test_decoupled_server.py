@@ -11,9 +11,10 @@ from decoupled_processes import SIZE, attach, hash_of, make_server
 from problems import Regression, parameters_of, train_step
 from torch import Tensor
 
-from diloco_comm import DiLoCo, Nesterov, Streaming
+from diloco_comm import DiLoCo, Link, Nesterov, Streaming
 from diloco_comm.asynchronous import DecoupledDiLoCo
 from diloco_comm.asynchronous.decoupled.learner import Learner
+from diloco_comm.options import grouped
 
 STEPS, EVERY, FRAGMENTS = 10, 4, 3
 
@@ -26,7 +27,9 @@ def streaming(rank: int, world: int, wire: str, alpha: float) -> list[list[Tenso
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     options = {"wire": wire, "outer": Nesterov(0.7, 0.9), "fragments": FRAGMENTS}
     after = []
-    with DiLoCo(model, optimizer, sync_every=EVERY, overlap=Streaming(0, alpha), **options):
+    with DiLoCo(
+        model, optimizer, sync_every=EVERY, overlap=Streaming(0, alpha), **grouped(options)
+    ):
         for step in range(STEPS):
             train_step(model, optimizer, rank, step)
             after.append(parameters_of(model))
@@ -39,7 +42,7 @@ def decoupled(rank: int, world: int, addresses: list[str]) -> list[list[Tensor]]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     after = []
     with DecoupledDiLoCo(
-        model, optimizer, server=addresses, name=str(rank), timeout=60.0
+        model, optimizer, server=addresses, name=str(rank), link=Link(timeout=60.0)
     ) as learner:
         dist.barrier()
         for step in range(STEPS):

@@ -27,7 +27,7 @@ def called_syncer(merge: str, num_fragments: int = 1, lr: object = 1.0) -> Synce
         )
         for index in range(num_fragments)
     ]
-    rule = QuorumRule(quorum=2, grace=0.0)
+    rule = QuorumRule(quorum=2, gamma=0.0)
     syncer = Syncer(fragments, rule, sync_every=1, offsets=[1] * num_fragments)
     for name in "ab":
         syncer.join(name)
@@ -108,7 +108,7 @@ def test_a_learner_that_rests_is_called_beside_the_schedule() -> None:
     fragment = SharedFragment(
         [torch.zeros(SIZE)], [Piece((0,), SIZE, "mean")], WireFormat("fp32"), SGD(1.0)
     )
-    syncer = Syncer([fragment], QuorumRule(grace=0.0), sync_every=4)
+    syncer = Syncer([fragment], QuorumRule(gamma=0.0), sync_every=4)
     syncer.join("a")
 
     def called_after(steps: int) -> bool:

@@ -17,6 +17,7 @@ from diloco_comm import DiLoCo, Nesterov, Streaming
 from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
 from diloco_comm.asynchronous.decoupled.learner import Receipt
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link
+from diloco_comm.options import grouped
 
 CARRY = Receipt(mode="carry")
 STEPS, EVERY, FRAGMENTS = 13, 4, 3
@@ -32,7 +33,7 @@ def streaming(rank: int, world: int, wire: str, alpha: float) -> list[list[Tenso
     options = {"wire": wire, "outer": Nesterov(0.7, 0.9), "fragments": FRAGMENTS}
     after = []
     with DiLoCo(
-        model, optimizer, sync_every=EVERY, overlap=Streaming(0, alpha), **options
+        model, optimizer, sync_every=EVERY, overlap=Streaming(0, alpha), **grouped(options)
     ) as diloco:
         names = [part.fragment.names for part in diloco.parts]
         for step in range(STEPS):
@@ -81,7 +82,7 @@ def _decoupled(world: int, wire: str, alpha: float, names: list) -> list[list[li
         wire=wire,
         outer=Nesterov(0.7, 0.9),
         receipt=receipt,
-        rule=QuorumRule(quorum=world, grace=0.0),
+        rule=QuorumRule(quorum=world, gamma=0.0),
         sync_every=EVERY,
     )
     run = setting.run(parts, [step_of(rank) for rank in range(world)], seconds=[0.5] * world)
@@ -152,7 +153,7 @@ def test_books_balance(
     detection: float,
 ) -> None:
     models, train = counting(len(steps))
-    setting = Setting(receipt=Receipt(mode=mode), rule=QuorumRule(quorum=quorum, overlap_steps=tau))
+    setting = Setting(receipt=Receipt(mode=mode), rule=QuorumRule(quorum=quorum, delay=tau))
     run = setting.run(
         models,
         train,
@@ -189,7 +190,7 @@ def test_carry_keeps_every_step_of_a_single_learner(latency: float) -> None:
 def test_carry_keeps_the_progress_that_missed_a_merge() -> None:
     """K = 1 and no grace: the slow learner's steps are all applied in the end, or kept."""
     models, train = counting(2, sizes=(2,))
-    setting = Setting(receipt=CARRY, rule=QuorumRule(quorum=1, grace=0.0), sync_every=2)
+    setting = Setting(receipt=CARRY, rule=QuorumRule(quorum=1, gamma=0.0), sync_every=2)
     run = setting.run(models, train, seconds=[0.5, 1.7], link=Link(latency_s=0.1))
     run.until(seconds=100.0)
     check_ledgers(run, may_lose=False)
@@ -203,7 +204,7 @@ def test_carry_keeps_the_progress_that_missed_a_merge() -> None:
 
 def test_overwrite_loses_what_missed_a_merge() -> None:
     models, train = counting(2, sizes=(2,))
-    setting = Setting(rule=QuorumRule(quorum=1, grace=0.0), sync_every=2)
+    setting = Setting(rule=QuorumRule(quorum=1, gamma=0.0), sync_every=2)
     run = setting.run(models, train, seconds=[0.5, 1.7], link=Link(latency_s=0.1))
     run.until(seconds=100.0)
     check_ledgers(run, may_lose=True)
@@ -246,7 +247,7 @@ def test_grace_lets_the_slow_learner_in() -> None:
     shares = {}
     for grace in (0.0, 1.0):
         models, train = counting(2, sizes=(2,))
-        rule = QuorumRule(quorum=1, grace=grace, overlap_steps=4)
+        rule = QuorumRule(quorum=1, gamma=grace, delay=4)
         setting = Setting(receipt=CARRY, rule=rule, sync_every=6)
         run = setting.run(models, train, seconds=[0.5, 0.6], link=Link(latency_s=0.01))
         run.until(seconds=120.0)
@@ -299,7 +300,7 @@ def test_rda_pieces_train_too() -> None:
 
         return step
 
-    setting = Setting(merge="rda", rule=QuorumRule(quorum=2, grace=0.0), sync_every=1)
+    setting = Setting(merge="rda", rule=QuorumRule(quorum=2, gamma=0.0), sync_every=1)
     run = setting.run(
         models, [step_of(models[0], 1.0), step_of(models[1], 3.0)], seconds=[1.0, 1.0]
     )

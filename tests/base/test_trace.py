@@ -12,6 +12,7 @@ from problems import Regression, train_step
 
 from diloco_comm import DiLoCo, ops
 from diloco_comm.base import env, trace
+from diloco_comm.options import grouped
 
 
 def test_profile_shows_stage_fragment_and_round() -> None:
@@ -68,7 +69,7 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         assert (diloco.settings.lanes, diloco.settings.chunk_bytes) == (2, 4096)
         assert (diloco.exchange.timeout, diloco.impl) == (7.5, fastest)
     arguments = {"lanes": 1, "chunk_bytes": 100, "timeout": 3, "impl": "scalar"}
-    with DiLoCo(model, optimizer, sync_every=1, **arguments) as diloco:
+    with DiLoCo(model, optimizer, sync_every=1, **grouped(arguments)) as diloco:
         assert (diloco.settings.lanes, diloco.settings.chunk_bytes) == (1, 100)
         assert (diloco.exchange.timeout, diloco.impl) == (3.0, "scalar")
 

@@ -33,7 +33,7 @@ def test_a_warning_of_the_optimizers_hook_shows_the_step() -> None:
     model = Regression()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
     with (
-        DiLoCo(model, optimizer, sync_every=1, num_replicas=1),
+        DiLoCo(model, optimizer, sync_every=1, peers="alone"),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -47,7 +47,7 @@ def test_a_check_that_warns_shows_the_step_behind_a_schedule() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with (
-        DiLoCo(model, optimizer, sync_every=4, num_replicas=1, checks="warn"),
+        DiLoCo(model, optimizer, sync_every=4, peers="alone", checks="warn"),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.convergence.in_one_process import Replica, Replicas
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.methods.overlap import Blocking, Delayed, Eager, Overlap
+from diloco_comm.options import grouped
 from diloco_comm.tools.common import plots
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -37,7 +38,7 @@ def train_with_the_library(rank: int, world: int, policy: Overlap) -> list[Tenso
     model, optimizer, outer = make(policy)
     seen = []
     options = {"sync_every": SYNC_EVERY, "outer": outer, "overlap": policy, "wire": "fp32"}
-    with DiLoCo(model, optimizer, **options) as diloco:
+    with DiLoCo(model, optimizer, **grouped(options)) as diloco:
         for step in range(NUM_STEPS):
             train_step(model, optimizer, rank, step)
             seen.append(values(model))

@@ -19,6 +19,7 @@ from benchmarks.operators import equal_bytes
 from diloco_comm import SGD, Blocking, DiLoCo, Eager, Streaming
 from diloco_comm.ops import implementations
 from diloco_comm.ops.wire import WireFormat
+from diloco_comm.options import grouped
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -52,10 +53,14 @@ def with_the_library(rank: int, world: int, run: wires.Run, num_steps: int) -> l
         optimizer,
         sync_every=SYNC_EVERY,
         outer=SGD(LR),
-        wire=run.wire,
-        error_feedback=run.wire in ("int4", "topk64"),
-        seed=SEED,
-        **LIBRARY[run.method],
+        **grouped(
+            {
+                "wire": run.wire,
+                "error_feedback": run.wire in ("int4", "topk64"),
+                "seed": SEED,
+                **LIBRARY[run.method],
+            }
+        ),
     ) as diloco:
         for step in range(num_steps):
             train_step(model, optimizer, rank, step)

@@ -157,7 +157,7 @@ def test_the_errors_of_a_detector_are_logged_once(
     membership = Elastic(registry.address, founding_wait=0.0, detector=detector)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=1, membership=membership) as diloco:
+    with DiLoCo(model, optimizer, sync_every=1, peers=membership) as diloco:
         until(lambda: "look" in detector.called)
         model(torch.ones(4)).sum().backward()
         optimizer.step()

@@ -19,7 +19,7 @@ from registries import Host
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, ElasticSampler, ReplicaMismatch, SyncError
+from diloco_comm import DiLoCo, Elastic, ElasticSampler, Link, ReplicaMismatch, SyncError, Wire
 from diloco_comm.elastic.totals import ElasticTotals
 from diloco_comm.rounds.handshake import gather_json
 from diloco_comm.training import leasing
@@ -46,11 +46,10 @@ def attach(registry: str, replica: int | None, **options: Any) -> tuple[DiLoCo, 
     diloco = DiLoCo(
         model,
         optimizer,
-        membership=membership,
+        peers=membership,
         sync_every=SYNC_EVERY,
-        block_size=BLOCK,
-        chunk_bytes=512,
-        timeout=40.0,
+        wire=Wire(block_size=BLOCK),
+        link=Link(chunk_bytes=512, timeout=40.0),
     )
     return diloco, model, optimizer
 

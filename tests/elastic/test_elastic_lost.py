@@ -37,6 +37,7 @@ from diloco_comm.elastic import driver, options
 from diloco_comm.elastic.exits import MISFIT, status_of
 from diloco_comm.elastic.registry import connect as registry_at
 from diloco_comm.elastic.state_folder import StateFolder
+from diloco_comm.options import grouped
 
 OPTIONS: dict[str, Any] = {"sync_every": 4, "block_size": BLOCK, "chunk_bytes": 512}
 
@@ -51,7 +52,10 @@ def attach(
     defaults = {"suspect_after": 3.0, "quorum_wait": 40.0, "founding_wait": 0.0}
     membership = Elastic(registry, run="test", replica=replica, **{**defaults, **choices})
     diloco = DiLoCo(
-        model, optimizer, membership=membership, timeout=40.0, overlap=overlap, **OPTIONS
+        model,
+        optimizer,
+        overlap=overlap,
+        **grouped({"membership": membership, "timeout": 40.0, **OPTIONS}),
     )
     return diloco, model, optimizer
 
@@ -65,7 +69,7 @@ def checkpoint_of(num_steps: int, overlap: Any = None) -> tuple[dict[str, Any], 
     """Return the saved state and the outer hash of a training of one replica."""
     model = make_model()
     optimizer = make_optimizer(model)
-    diloco = DiLoCo(model, optimizer, num_replicas=1, overlap=overlap, **OPTIONS)
+    diloco = DiLoCo(model, optimizer, overlap=overlap, **grouped({"num_replicas": 1, **OPTIONS}))
     train(diloco, model, optimizer, num_steps, num_steps)
     return diloco.state_dict(), diloco.outer_hash()
 

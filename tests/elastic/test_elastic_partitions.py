@@ -21,7 +21,7 @@ from elastic_replicas import PACE_S
 from fault_replicas import BLOCK, hash_of, make_model, make_optimizer, take_inner_step
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, LeftBehind
+from diloco_comm import DiLoCo, Elastic, LeftBehind, Link, Wire
 from diloco_comm.elastic.happenings import ViewChanged
 
 H = 4
@@ -83,12 +83,10 @@ class Life:
         return DiLoCo(
             model,
             optimizer,
-            membership=membership,
+            peers=membership,
             sync_every=H,
-            block_size=BLOCK,
-            chunk_bytes=512,
-            timeout=60.0,
-            suspect_after=SUSPECT_AFTER_S,
+            wire=Wire(block_size=BLOCK),
+            link=Link(chunk_bytes=512, timeout=60.0, suspect_after=SUSPECT_AFTER_S),
         )
 
     def _train(self, diloco: DiLoCo, model: Any, optimizer: Any, how: str) -> None:

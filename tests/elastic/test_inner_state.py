@@ -22,6 +22,7 @@ from zygote import Zygote
 from diloco_comm import DiLoCo, Elastic, ReplicaMismatch, SyncError
 from diloco_comm.elastic.happenings import ViewChanged
 from diloco_comm.exchange.membership import member
+from diloco_comm.options import grouped
 from diloco_comm.training import inner_state
 from diloco_comm.training.inner_state import InnerStates
 
@@ -254,7 +255,11 @@ def differ(rank: int, world: int, store: tuple[str, int], registry: str) -> Any:
             on_event=note,
         )
         options = {"sync_every": 4, "block_size": BLOCK, "timeout": 40.0}
-        return DiLoCo(model, optimizer, membership=membership, **options), model, optimizer
+        return (
+            DiLoCo(model, optimizer, **grouped({"membership": membership, **options})),
+            model,
+            optimizer,
+        )
 
     if rank == 0:
         diloco, model, optimizer = attach("AdamW")

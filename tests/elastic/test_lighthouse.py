@@ -107,7 +107,7 @@ def test_a_replica_tells_the_lighthouse_that_it_lives(
         membership = Elastic(registry.address, founding_wait=0.0, detector=detector)
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with DiLoCo(model, optimizer, sync_every=1, membership=membership):
+        with DiLoCo(model, optimizer, sync_every=1, peers=membership):
             until(lambda: len(watcher._seen) == 2)
         until(lambda: len(watcher.look(dict.fromkeys(watcher._seen, ""))) == 1)
     finally:

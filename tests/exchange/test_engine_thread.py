@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_comm import DiLoCo, NonFiniteError
+from diloco_comm import DiLoCo, Link, NonFiniteError
 
 
 def make(num_elements: int) -> tuple[nn.Parameter, torch.optim.Optimizer]:
@@ -23,7 +23,7 @@ class Holder(nn.Module):
 
 def test_single_replica_votes_after_its_last_chunk() -> None:
     param, optimizer = make(3_000_000)
-    with DiLoCo(Holder(param), optimizer, sync_every=1, chunk_bytes=1 << 18) as diloco:
+    with DiLoCo(Holder(param), optimizer, sync_every=1, link=Link(chunk_bytes=1 << 18)) as diloco:
         with torch.no_grad():
             param[-1] = float("nan")
         with pytest.raises(NonFiniteError, match="1 on replica 0"):

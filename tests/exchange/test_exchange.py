@@ -24,6 +24,7 @@ from workers import Pool
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
+from diloco_comm.options import grouped
 from diloco_comm.replica.workers import WorkerMessages
 
 Workers = Callable[[int], Pool]
@@ -241,7 +242,10 @@ def _diloco_on_another_default_device(rank: int, world: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.weight.grad = torch.full((30, 30), float(rank))
     settings = {"sync_every": 1, "outer": Nesterov(1.0, 0.0), "wire": "fp32"}
-    with torch.device("meta"), DiLoCo(model, optimizer, timeout=timedelta.max, **settings):
+    with (
+        torch.device("meta"),
+        DiLoCo(model, optimizer, **grouped({"timeout": timedelta.max, **settings})),
+    ):
         optimizer.step()
     return model.weight.unique().tolist()
 

@@ -27,6 +27,7 @@ from support_paths import FOLDERS
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, SyncError
+from diloco_comm.options import grouped
 
 
 def attach(registry: str, replica: int, sync_every: int, **choices: Any) -> tuple[DiLoCo, Any, Any]:
@@ -36,7 +37,11 @@ def attach(registry: str, replica: int, sync_every: int, **choices: Any) -> tupl
     optimizer = make_optimizer(model)
     membership = Elastic(registry, run="test", replica=replica, suspect_after=6.0, **choices)
     options: dict[str, Any] = {"sync_every": sync_every, "block_size": BLOCK, "timeout": 40.0}
-    return DiLoCo(model, optimizer, membership=membership, **options), model, optimizer
+    return (
+        DiLoCo(model, optimizer, **grouped({"membership": membership, **options})),
+        model,
+        optimizer,
+    )
 
 
 def forked_children_end() -> set[int]:

@@ -25,6 +25,7 @@ from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import WireFormat
+from diloco_comm.options import grouped
 from diloco_comm.rounds.part import SyncedFragment
 
 PACKAGE = str(Path(diloco_comm.__file__).parent)
@@ -78,7 +79,7 @@ def attach(**arguments: Any) -> tuple[Regression, torch.optim.Optimizer, DiLoCo]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = {"fragments": 2, "offsets": [2, 2], "wire": "int4", "block_size": 32}
     arguments = {"sync_every": SYNC_EVERY, "attach": False, **settings, **arguments}
-    return model, optimizer, DiLoCo(model, optimizer, **arguments)
+    return model, optimizer, DiLoCo(model, optimizer, **grouped(arguments))
 
 
 def train(model: Any, optimizer: Any, diloco: DiLoCo, steps: range, rank: int = 0) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diloco_comm import DiLoCo, Nesterov
+from diloco_comm import DiLoCo, Link, Nesterov, Wire
 from diloco_comm.ops.wire import ELEMENT_WIRES
 
 CYCLES = 20
@@ -81,12 +81,13 @@ class Run:
             optimizer,
             sync_every=1,
             outer=Nesterov(lr=0.7, momentum=0.9),
-            wire=choice.choice(ELEMENT_WIRES),
-            block_size=choice.choice([32, 256, 1024]),
-            rounding=choice.choice(["nearest", "stochastic"]),
-            error_feedback=choice.random() < 0.5,
-            lanes=choice.choice([1, 2]),
-            chunk_bytes=choice.choice([None, 4096]),
+            wire=Wire(
+                choice.choice(ELEMENT_WIRES),
+                block_size=choice.choice([32, 256, 1024]),
+                rounding=choice.choice(["nearest", "stochastic"]),
+                error_feedback=choice.random() < 0.5,
+            ),
+            link=Link(lanes=choice.choice([1, 2]), chunk_bytes=choice.choice([None, 4096])),
             attach=False,
         )
 

@@ -13,7 +13,7 @@ import pytest
 from trainers import Rows, WithLoss, needs
 from workers import Pool
 
-from diloco_comm import DiLoCo, eager_diloco, fedavg, local_sgd
+from diloco_comm import DiLoCo, Link, StorePeers, Wire, eager_diloco, fedavg, local_sgd
 from diloco_comm.integrations.attaching import check, with_norms
 
 TRAINERS = [
@@ -51,10 +51,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
     ({"sync_every": 4, "wire": "int9"}, "int9"),
     ({"sync_every": 4, "overlap": "soon"}, "soon"),
-    ({"sync_every": 4, "timeout": -1}, "timeout must be positive, got -1"),
+    ({"sync_every": 4, "link": Link(timeout=-1)}, "timeout must be positive, got -1"),
     ({"sync_every": 4, "weight": "big"}, "weight must be a number or a function, got 'big'"),
-    ({"sync_every": 4, "replica": 1}, "replica, num_replicas and members need store="),
-    ({"sync_every": 4, "store": "tcp://h:1"}, "StorePeers needs replica=, and one of of="),
+    ({"sync_every": 4, "peers": StorePeers("tcp://h:1")}, "StorePeers needs replica=, and one of"),
     ({"sync_every": 4, "checks": "loud"}, "checks must be one of raise, warn, off, got 'loud'"),
     ({"sync_every": 4, "shard": "no"}, "shard must be True or False, got 'no'"),
     ({"sync_every": 4, "figures": "few"}, "figures must be one of main, all, got 'few'"),
@@ -63,14 +62,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"make": fedavg, "sync_every": 4}, "needs weight=, which fedavg asks for"),
     ({"make": eager_diloco, "wires": "e3m0"}, "no argument 'wires': did you mean 'wire'"),
     ({"make": eager_diloco, "norms": 1}, "norms must be True or False, got 1"),
-    ({"make": partial(local_sgd, sync_every=4), "lane": 1}, "did you mean 'lanes'"),
+    ({"make": partial(local_sgd, sync_every=4), "lane": 1}, "did you mean link=Link(lanes=...)?"),
     ({"make": with_model_alone}, "make is called as make(model, optimizer, ...), and <function"),
 ]
 RIGHT: list[dict[str, Any]] = [
     {"sync_every": 4},
     {"config": {"sync_every": 4}},
     {"make": eager_diloco},
-    {"make": partial(DiLoCo, sync_every=4, store="tcp://h:1"), "replica": 0, "num_replicas": 2},
+    {"make": partial(DiLoCo, sync_every=4), "peers": StorePeers("tcp://h:1", 0, of=2)},
     {"make": with_any, "zzz": 1},
     {"make": with_one, "steps": 1},
     {"make": with_all, "sync_every": 4},
@@ -102,9 +101,9 @@ def test_wrong_arguments_are_refused_at_once(
 
 
 def test_the_arguments_of_a_partial_count() -> None:
-    make = partial(partial(DiLoCo, sync_every=4, norms=False), seed=3)
-    arguments = with_norms(make, check(DiLoCo, make, {"seed": 5}))
-    assert arguments == {"sync_every": 4, "norms": False, "seed": 5}
+    make = partial(partial(DiLoCo, sync_every=4, norms=False), wire=Wire(seed=3))
+    arguments = with_norms(make, check(DiLoCo, make, {"wire": Wire(seed=5)}))
+    assert arguments == {"sync_every": 4, "norms": False, "wire": Wire(seed=5)}
     assert with_norms(eager_diloco, {}) == {"norms": True} and with_norms(with_any, {}) == {}
 
 

@@ -21,6 +21,7 @@ from workers import Crew, Pool, Zygote
 
 from diloco_comm import DiLoCo
 from diloco_comm.integrations.wrapping import _shown
+from diloco_comm.options import grouped
 
 NUM_SAMPLES, WIDTH = 60, 24
 
@@ -102,7 +103,7 @@ def train_hf(rank: int, folder: str, data: Any, options: dict[str, Any], **argum
         seed=rank,
         **options,
     )
-    callback, model = DiLoCoCallback(sync_every=4, **arguments), Recording(rank)
+    callback, model = DiLoCoCallback(sync_every=4, **grouped(arguments)), Recording(rank)
     callbacks = [] if is_late else [callback]
     trainer = Trainer(model, args, train_dataset=data, callbacks=callbacks)
     if is_late:
@@ -120,7 +121,7 @@ def train_lightning(rank: int, folder: str, data: Any, options: Any, **arguments
             return DataLoader(data, batch_size=4, **options)
 
     arguments.pop("is_late", None)
-    module, callback = Loading(rank), DiLoCoCallback(sync_every=4, **arguments)
+    module, callback = Loading(rank), DiLoCoCallback(sync_every=4, **grouped(arguments))
     module.model = Recording(rank)
     trainer = quiet_trainer(max_epochs=2, callbacks=[callback], default_root_dir=folder)
     return module.model.batches, told(lambda: trainer.fit(module))
@@ -259,7 +260,7 @@ def resumed_hf(
             save_steps=saved if checkpoint is None else 100,
             dataloader_num_workers=num_loaders,
         )
-        model, callback = Recording(rank), DiLoCoCallback(sync_every=4, **own)
+        model, callback = Recording(rank), DiLoCoCallback(sync_every=4, **grouped(own))
         trainer = Trainer(model, args, train_dataset=Numbered(), callbacks=[callback])
         trainer.train(resume_from_checkpoint=checkpoint)
         found.append(model.batches)
@@ -283,7 +284,7 @@ def resumed_lightning(rank: int, folder: str, place: dict[str, Any], num_loaders
     found, path = [], Path(folder, str(rank))
     for checkpoint in (None, path / "epoch=0-step=8.ckpt"):
         own = {**place, "store": dist.PrefixStore(str(checkpoint is None), place["store"])}
-        module, callback = Loading(rank), DiLoCoCallback(sync_every=4, **own)
+        module, callback = Loading(rank), DiLoCoCallback(sync_every=4, **grouped(own))
         module.model = Recording(rank)
         saving = ModelCheckpoint(path, save_top_k=-1)
         trainer = quiet_trainer(
@@ -326,7 +327,7 @@ def with_accelerate(rank: int, world: int, address: tuple[str, int]) -> list[lis
     accelerator, model = Accelerator(cpu=True), Recording(rank)
     place = on_store(rank, world, address, "data accelerate")
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
-    with attach(accelerator, model, optimizer, sync_every=4, **place) as diloco:
+    with attach(accelerator, model, optimizer, sync_every=4, **grouped(place)) as diloco:
         loader = accelerator.prepare(diloco.shard(DataLoader(Numbered(), 4, shuffle=True)))
         for _ in range(2):
             for rows in loader:
@@ -362,7 +363,7 @@ def resumed_with_accelerate(
         accelerator, model = Accelerator(cpu=True), Recording(rank)
         model, optimizer = accelerator.prepare(model, make_optimizer(model))
         own = {**place, "store": dist.PrefixStore(name, place["store"])}
-        diloco = attach(accelerator, model, optimizer, sync_every=4, **own)
+        diloco = attach(accelerator, model, optimizer, sync_every=4, **grouped(own))
         loader = diloco.shard(DataLoader(Numbered(), 4, shuffle=True))
         accelerator.register_for_checkpointing(loader.sampler)
         return accelerator, model, optimizer, diloco, accelerator.prepare(loader)
@@ -437,7 +438,7 @@ def accelerate_of_several_workers(
     config = DataLoaderConfiguration(split_batches=split_batches)
     accelerator, recording = Accelerator(cpu=True, dataloader_config=config), Recording(replica)
     model, optimizer = accelerator.prepare(recording, make_optimizer(recording))
-    with attach(accelerator, model, optimizer, sync_every=4, **place) as diloco:
+    with attach(accelerator, model, optimizer, sync_every=4, **grouped(place)) as diloco:
         sharded = diloco.shard(DataLoader(Numbered(), 6, shuffle=True, drop_last=True))
         loader = accelerator.prepare(sharded)
         for number, rows in enumerate(loader, 1):

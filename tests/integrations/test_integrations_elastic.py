@@ -20,7 +20,7 @@ from registries import Host
 from trainers import Rows, WithLoss, make_optimizer, needs
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic
+from diloco_comm import DiLoCo, Elastic, Link
 from diloco_comm.integrations.attaching import attach
 from diloco_comm.integrations.counting import move_schedule
 
@@ -37,7 +37,7 @@ def train(rank: int, world: int, registry: str, folder: str) -> tuple[int, int, 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
     membership = Elastic(registry, run="hf", replica=rank, min_replicas=1, founding_wait=3.0)
-    callback = DiLoCoCallback(sync_every=4, membership=membership, timeout=40, shard=False)
+    callback = DiLoCoCallback(sync_every=4, peers=membership, link=Link(timeout=40), shard=False)
 
     class Leave(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
@@ -103,7 +103,7 @@ def join_hf(rank: int, world: int, store: tuple[str, int], registry: str, folder
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
     membership, signs = come(rank, store, registry, "hf-joins")
-    callback = DiLoCoCallback(sync_every=2, membership=membership, timeout=40, shard=False)
+    callback = DiLoCoCallback(sync_every=2, peers=membership, link=Link(timeout=40), shard=False)
     rates, is_alike = {}, []
 
     class Note(TrainerCallback):
@@ -145,7 +145,7 @@ def join_lightning(
             rates[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
 
     membership, signs = come(rank, store, registry, "lightning-joins")
-    callback = DiLoCoCallback(sync_every=2, membership=membership, timeout=40, shard=False)
+    callback = DiLoCoCallback(sync_every=2, peers=membership, link=Link(timeout=40), shard=False)
     rates, is_alike = {}, []
     home = folder / str(rank)
     saving = ModelCheckpoint(home, filename="{step}", every_n_train_steps=10, save_top_k=-1)
@@ -194,7 +194,7 @@ def resume(rank: int, world: int, registry: str) -> tuple[int, str, str]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1) as alone:
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone") as alone:
         train(alone, 4 + 2 * rank)
         saved = copy.deepcopy(alone.state_dict())
         alone.flush()

@@ -15,6 +15,7 @@ from trainers import NUM_STEPS, ROWS, Rows, WithLoss, needs, on_store
 from workers import Pool
 
 from diloco_comm.integrations.writers import log_metrics
+from diloco_comm.options import grouped
 
 FIGURES = {"sent_bytes", "received_bytes", "encode_s", "exchange_s", "exposed_s", "is_applied"}
 MAIN = {"diloco/sent_mb", "diloco/waited_s", "diloco/hidden_share", "diloco/drift"}
@@ -131,7 +132,7 @@ def hf_logs(
     )
     place = on_store(rank, world, address, f"hf logs {figures} {options}")
     place |= {"shard": False, "figures": figures}
-    callback = DiLoCoCallback(sync_every=3, wire="fp32", **place)
+    callback = DiLoCoCallback(sync_every=3, **grouped({"wire": "fp32", **place}))
     trainer = Trainer(WithLoss(), args, train_dataset=Rows(rank), callbacks=[callback])
     trainer.train()
     return trainer.state.log_history, callback.diloco.metrics()
@@ -234,7 +235,9 @@ def lightning_logs(
     kinds = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WithWandbsRule}
     logger = kinds[kind](folder / f"replica-{rank}")
     place = on_store(rank, world, address, f"lightning logs {kind} {figures}")
-    callback = DiLoCoCallback(sync_every=3, fragments=2, shard=False, figures=figures, **place)
+    callback = DiLoCoCallback(
+        sync_every=3, fragments=2, shard=False, figures=figures, **grouped(place)
+    )
     trainer = quiet_trainer(
         max_steps=NUM_STEPS, callbacks=[callback], logger=logger, log_every_n_steps=5
     )

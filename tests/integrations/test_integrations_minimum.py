@@ -9,6 +9,8 @@ import torch
 from trainers import NUM_STEPS, ROWS, Rows, needs, on_store
 from workers import Pool
 
+from diloco_comm.options import grouped
+
 
 @pytest.fixture(scope="module")
 def replicas(trainer_replicas: Callable[[int], Pool]) -> Callable[[int], Pool]:
@@ -24,7 +26,7 @@ def lightning_with_a_minimum(
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
     place = on_store(rank, world, address, f"minimum {limits}")
-    callback = DiLoCoCallback(sync_every=2, shard=False, **place)
+    callback = DiLoCoCallback(sync_every=2, shard=False, **grouped(place))
     trainer = quiet_trainer(
         max_epochs=2,
         **(limits if rank else {}),

@@ -27,6 +27,7 @@ from trainers import (
 from workers import Pool
 
 from diloco_comm import DiLoCo
+from diloco_comm.options import grouped
 
 
 def hf_trainer(rank: int, folder: Path, arguments: dict[str, Any], **options: Any) -> Any:
@@ -56,7 +57,7 @@ def hf_trainer(rank: int, folder: Path, arguments: dict[str, Any], **options: An
         label_names=["y"],
         **chosen,
     )
-    callback = DiLoCoCallback(shard=False, **{"evaluate": "outer", **arguments})
+    callback = DiLoCoCallback(shard=False, **grouped({"evaluate": "outer", **arguments}))
     trainer = Trainer(
         WithLoss(rank),
         args,

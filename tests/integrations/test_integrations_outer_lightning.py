@@ -27,6 +27,7 @@ from trainers import (
 from workers import Pool
 
 from diloco_comm import Blocking
+from diloco_comm.options import grouped
 
 FAILED_STEP = 7
 
@@ -82,7 +83,7 @@ def lightning_run(
 
     home = folder / f"replica-{rank}"
     module = make_module(home, seed=7 if resume else rank, fails=fails)
-    callback = DiLoCoCallback(shard=False, **{"evaluate": "outer", **arguments})
+    callback = DiLoCoCallback(shard=False, **grouped({"evaluate": "outer", **arguments}))
     saving = ModelCheckpoint(
         home, filename="{step}", monitor="val_loss", save_top_k=-1, save_on_exception=fails
     )

@@ -13,6 +13,7 @@ from trainers import LEARNING_RATE, ROWS, Rows, WithLoss, flat, make_optimizer, 
 from workers import Pool
 
 from diloco_comm import DiLoCo
+from diloco_comm.options import grouped
 
 NUM_STEPS = 8
 # Replica 1's gradients overflow at this step, at which a round is due.
@@ -61,7 +62,7 @@ def plain(rank: int, world: int, address: tuple[str, int], is_fused: bool, is_ho
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=is_fused)
     place = on_store(rank, world, address, f"plain {is_fused} {is_hooked}")
     loader = torch.utils.data.DataLoader(Rows(rank, NUM_STEPS), batch_size=ROWS)
-    with DiLoCo(model, optimizer, sync_every=4, attach=is_hooked, **place) as diloco:
+    with DiLoCo(model, optimizer, sync_every=4, attach=is_hooked, **grouped(place)) as diloco:
         num_steps = diloco.agree_on_steps(len(loader))
         for _, rows in zip(range(num_steps), loader, strict=False):
             scaler.scale(model(**rows)["loss"]).backward()
@@ -103,7 +104,9 @@ def in_accelerate(rank: int, world: int, address: tuple[str, int]) -> End:
     loader = torch.utils.data.DataLoader(Rows(rank, NUM_STEPS), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(inner, make_optimizer(inner), loader)
     place = on_store(rank, world, address, "skipped accelerate")
-    with attach(accelerator, model, optimizer, sync_every=4, attach=False, **place) as diloco:
+    with attach(
+        accelerator, model, optimizer, sync_every=4, attach=False, **grouped(place)
+    ) as diloco:
         for rows in loader:
             accelerator.backward(model(**rows)["loss"])
             optimizer.step()
@@ -137,7 +140,7 @@ def hugging_face(rank: int, world: int, address: tuple[str, int], folder: Path, 
         save_strategy="no",
     )
     place = on_store(rank, world, address, f"skipped {optim}")
-    callback, model = DiLoCoCallback(sync_every=4, shard=False, **place), Overflowing(rank)
+    callback, model = DiLoCoCallback(sync_every=4, shard=False, **grouped(place)), Overflowing(rank)
     data = Rows(rank, NUM_STEPS)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.accelerator.scaler = make_scaler()
@@ -178,7 +181,7 @@ def lightning(rank: int, world: int, address: tuple[str, int], is_automatic: boo
             return torch.autocast("cpu", enabled=False)
 
     place = on_store(rank, world, address, f"skipped lightning {is_automatic}")
-    callback, module = DiLoCoCallback(sync_every=4, shard=False, **place), Overflows()
+    callback, module = DiLoCoCallback(sync_every=4, shard=False, **grouped(place)), Overflows()
     trainer = quiet_trainer(
         max_epochs=1,
         plugins=[InFullPrecision("16-mixed", "cpu", make_scaler())],

@@ -31,6 +31,7 @@ from workers import Pool
 
 from diloco_comm import DiLoCo, NonFiniteError
 from diloco_comm.integrations.evaluating import Swap
+from diloco_comm.options import grouped
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -49,7 +50,7 @@ def end_in_vain(rank: int, world: int, trainer: str) -> str:
     model = WithLoss()
     callback = module.DiLoCoCallback(sync_every=4)
     optimizer = make_optimizer(model)
-    diloco = DiLoCo(model, optimizer, sync_every=4, on_nonfinite="skip", attach=False)
+    diloco = DiLoCo(model, optimizer, sync_every=4, nonfinite="skip", attach=False)
     diloco.step()
     next(model.parameters()).data.fill_(torch.nan)
     callback.diloco, callback._swap = diloco, Swap(diloco)
@@ -99,7 +100,7 @@ def hf_run(
         save_steps=SAVED_STEP,
         **options,
     )
-    callback = DiLoCoCallback(shard=False, **arguments)
+    callback = DiLoCoCallback(shard=False, **grouped(arguments))
     data = Rows(rank, accumulate=accumulate)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=f"{args.output_dir}/checkpoint-5" if resume else None)
@@ -175,7 +176,7 @@ def accelerate_run(
     model = WithLoss(seed=7 if resume else rank)
     loader = torch.utils.data.DataLoader(Rows(rank, accumulate=2), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, make_optimizer(model), loader)
-    diloco = attach(accelerator, model, optimizer, **arguments)
+    diloco = attach(accelerator, model, optimizer, **grouped(arguments))
     first = 0
     if resume:
         accelerator.load_state(str(folder / f"replica_{rank}"))
@@ -225,7 +226,7 @@ def lightning_run(
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
     module, home = Module(seed=7 if resume else rank), folder / f"replica_{rank}"
-    callback = DiLoCoCallback(shard=False, **arguments)
+    callback = DiLoCoCallback(shard=False, **grouped(arguments))
     saving = ModelCheckpoint(home, filename="{step}", every_n_train_steps=SAVED_STEP, save_top_k=-1)
     trainer = quiet_trainer(
         max_steps=NUM_STEPS,
@@ -277,7 +278,7 @@ def lora(rank: int, world: int, address: tuple[str, int]) -> tuple[list[str], in
     frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     optimizer = make_optimizer(model)
     place = on_store(rank, world, address, "peft")
-    with DiLoCo(model, optimizer, **settings(**place)) as diloco:
+    with DiLoCo(model, optimizer, **grouped(settings(**place))) as diloco:
         for step in range(NUM_STEPS):
             rows = Rows(rank, NUM_STEPS)[step * ROWS : (step + 1) * ROWS]
             torch.nn.functional.mse_loss(model(rows["x"]), rows["y"]).backward()

@@ -14,6 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trainers import LEARNING_RATE, Rows, WithLoss, flat, is_installed, needs
 
+from diloco_comm import StorePeers
+from diloco_comm.options import grouped
+
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 SPANS = (
@@ -230,7 +233,7 @@ def titan_wrapped(rank: int, world: int) -> list[list[str]]:
             model = wrap(name, mesh[dimension].get_group(), mesh[dimension])
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             try:
-                with semi_sync_training(section, model, optimizer, mesh=mesh["replica"]):
+                with semi_sync_training(section, model, optimizer, peers=mesh["replica"]):
                     said.append("")
             except ValueError as error:
                 said.append(str(error))
@@ -305,7 +308,7 @@ def shards_of_two_replicas(rank: int, world: int, address: tuple[str, int]) -> s
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=60))
     with pytest.raises(ReplicaMismatch) as error:
-        DiLoCo(model, optimizer, sync_every=1, store=store, replica=rank, num_replicas=2)
+        DiLoCo(model, optimizer, sync_every=1, peers=StorePeers(store, replica=rank, of=2))
     return str(error.value)
 
 
@@ -348,7 +351,7 @@ def hf_with_own_ddp(rank: int, world: int, address: tuple[str, int], folder: Pat
         save_strategy="no",
     )
     place = {"mesh": mesh["replica"], "shard_group": mesh["worker"]}
-    callback, model = DiLoCoCallback(sync_every=2, shard=False, **place), WithLoss(rank)
+    callback, model = DiLoCoCallback(sync_every=2, shard=False, **grouped(place)), WithLoss(rank)
     OwnDdp(model, args, train_dataset=Rows(rank), callbacks=[callback]).train()
     return [callback.diloco.exchange.size, callback.diloco.totals().num_syncs, flat(model).tolist()]
 

@@ -13,6 +13,7 @@ from trainers import ROWS, WIDTH, Rows, needs, on_store
 from workers import Pool
 
 from diloco_comm import DiLoCo, Nesterov
+from diloco_comm.options import grouped
 
 SYNC_EVERY, NUM_STEPS = 4, 6
 
@@ -53,7 +54,7 @@ def unfreeze_in_mid_run(rank: int, world: int, address: tuple[str, int]) -> tupl
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
     place = on_store(rank, world, address, "in mid-run")
-    callback = DiLoCoCallback(sync_every=100, shard=False, **place)
+    callback = DiLoCoCallback(sync_every=100, shard=False, **grouped(place))
     finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
     trainer = quiet_trainer(max_epochs=2, callbacks=[callback, finetuning])
     with pytest.raises(ValueError) as caught:
@@ -83,7 +84,7 @@ def train_in_two_runs(
 
     module, settings = frozen_backbone(rank), {"outer": Nesterov(0.5, 0.9), "shard": False}
     place = on_store(rank, world, address, "frozen")
-    first = DiLoCoCallback(sync_every=SYNC_EVERY, **settings, **place)
+    first = DiLoCoCallback(sync_every=SYNC_EVERY, **grouped({**settings, **place}))
     quiet_trainer(max_epochs=1, callbacks=[first]).fit(module, rows_of(rank))
     state = first.state_dict()
     is_kept = {"model.net.head.weight", "model.net.head.bias"} <= state["buffers"][
@@ -92,7 +93,7 @@ def train_in_two_runs(
     module.backbone.requires_grad_(True)
 
     place = on_store(rank, world, address, "unfrozen")
-    second = DiLoCoCallback(sync_every=SYNC_EVERY, **settings, **place)
+    second = DiLoCoCallback(sync_every=SYNC_EVERY, **grouped({**settings, **place}))
     second.load_state_dict(state)
     quiet_trainer(max_epochs=1, callbacks=[second]).fit(module, rows_of(rank))
     assert second.diloco is not None

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from diloco_comm import CO2, SGD, DiLoCo, HeavyBall, Nesterov, ReplicaMismatch, Streaming, SyncError
+from diloco_comm.options import grouped
 
 # It divides by neither number of shards; the head has one row, so all but one shard lack it.
 WIDTH = 25
@@ -56,7 +57,7 @@ def attach(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = {"sync_every": 2, "fragments": FRAGMENTS, "wire": "fp32"}
     settings |= resolved(arguments, optimizer)
-    return optimizer, DiLoCo(model, optimizer, mesh=mesh["replica"], **settings)
+    return optimizer, DiLoCo(model, optimizer, **grouped({"mesh": mesh["replica"], **settings}))
 
 
 def train(
@@ -179,7 +180,7 @@ def evaluate_in_between(rank: int, world: int) -> list[bool]:
     # The optimizer is made before the forward in real code; here it must not see gathered copies.
     optimizer = torch.optim.AdamW(held, lr=0.01)
     arguments = {"sync_every": 2, "fragments": FRAGMENTS, "wire": "fp32", "outer": Nesterov(0.5)}
-    with DiLoCo(model, optimizer, mesh=mesh["replica"], **arguments) as diloco:
+    with DiLoCo(model, optimizer, **grouped({"mesh": mesh["replica"], **arguments})) as diloco:
         train(model, optimizer, mesh, range(3))
         local = weights()
         checks.append(sees(local))
@@ -321,7 +322,9 @@ def spoil_one_shard(rank: int, world: int) -> tuple[list[str], list[int], list[T
 
     optimizer.register_step_post_hook(spoil)
     settings = {"sync_every": 2, "offsets": [2] * 3, "fragments": FRAGMENTS, "wire": "int8"}
-    with DiLoCo(model, optimizer, mesh=mesh["replica"], **settings, **policy) as diloco:
+    with DiLoCo(
+        model, optimizer, **grouped({"mesh": mesh["replica"], **settings, **policy})
+    ) as diloco:
         errors = []
         for step in range(12):
             try:
@@ -351,7 +354,7 @@ def attach_wrongly(rank: int, world: int) -> tuple[str, str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     message = ""
     try:
-        DiLoCo(model, optimizer, sync_every=2, mesh=mesh["shard"])
+        DiLoCo(model, optimizer, sync_every=2, peers=mesh["shard"])
     except ReplicaMismatch as error:
         message = str(error)
     model = fully_shard(Regression(width=WIDTH), mesh=mesh)
@@ -360,7 +363,7 @@ def attach_wrongly(rank: int, world: int) -> tuple[str, str]:
         pytest.warns(UserWarning, match="different replicas") as record,
         pytest.raises(ReplicaMismatch, match=r"part \[0, .\] of \[2, 2\]"),
     ):
-        DiLoCo(model, optimizer, sync_every=2, mesh=mesh["replica"])
+        DiLoCo(model, optimizer, sync_every=2, peers=mesh["replica"])
     dist.barrier()
     return message, str(record[0].message)
 

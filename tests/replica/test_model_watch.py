@@ -16,7 +16,7 @@ from decoupled_processes import make_server
 from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
-from diloco_comm import Delayed, DiLoCo, Eager, Overlap, ReplicaMismatch, Streaming
+from diloco_comm import Delayed, DiLoCo, Eager, Link, Overlap, ReplicaMismatch, Streaming
 from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
 
 WIDTH = 8
@@ -84,7 +84,7 @@ def test_weights_loaded_before_the_first_step_are_taken_over(
 
 def load_on_one(rank: int, world: int) -> str:
     model, optimizer = make()
-    with DiLoCo(model, optimizer, sync_every=2, wire="fp32", timeout=20) as diloco:
+    with DiLoCo(model, optimizer, sync_every=2, wire="fp32", link=Link(timeout=20)) as diloco:
         if rank == 1:
             model.load_state_dict(other_weights())
         try:
@@ -108,7 +108,7 @@ def test_weights_loaded_in_the_middle_are_told(
     checks: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     model, optimizer = make()
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1, checks=checks):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone", checks=checks):
         train_step(model, optimizer, 0, 0, WIDTH)
         model.load_state_dict(other_weights())
         if checks == "raise":
@@ -123,7 +123,7 @@ def test_weights_loaded_in_the_middle_are_told(
 @pytest.mark.parametrize("change", ["load", "replace"])
 def test_a_flush_looks_too(steps: int, change: str) -> None:
     model, optimizer = make()
-    with DiLoCo(model, optimizer, sync_every=4, num_replicas=1) as diloco:
+    with DiLoCo(model, optimizer, sync_every=4, peers="alone") as diloco:
         for step in range(steps):
             train_step(model, optimizer, 0, step, WIDTH)
         if change == "load":
@@ -174,7 +174,7 @@ def test_a_resume_that_lost_the_local_weights_is_told(order: str, workers) -> No
 def test_a_resume_without_the_models_weights(steps: int, is_loaded: bool) -> None:
     """After an exchange the state knows the weights; in the middle of a round nobody does."""
     model, optimizer = make()
-    with DiLoCo(model, optimizer, sync_every=4, num_replicas=1, checks="off") as diloco:
+    with DiLoCo(model, optimizer, sync_every=4, peers="alone", checks="off") as diloco:
         for step in range(steps):
             train_step(model, optimizer, 0, step, WIDTH)
         states = copy.deepcopy((model.state_dict(), diloco.state_dict()))
@@ -182,7 +182,7 @@ def test_a_resume_without_the_models_weights(steps: int, is_loaded: bool) -> Non
     model, optimizer = make()
     for param in model.parameters():
         nn.init.normal_(param)
-    diloco = DiLoCo(model, optimizer, sync_every=4, num_replicas=1)
+    diloco = DiLoCo(model, optimizer, sync_every=4, peers="alone")
     diloco.load_state_dict(states[1])
     if is_loaded:
         model.load_state_dict(states[0])
@@ -251,7 +251,7 @@ def test_what_a_program_may_do_between_two_steps(
     between: Callable[[nn.Module, DiLoCo], None],
 ) -> None:
     model, optimizer = make()
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1) as diloco:
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone") as diloco:
         for step in range(6):
             train_step(model, optimizer, 0, step, WIDTH)
             between(model, diloco)
@@ -275,7 +275,7 @@ def parametrized(model: nn.Module) -> None:
 @pytest.mark.parametrize("replace", [assign, new_head, parametrized])
 def test_a_replaced_parameter_is_named(replace: Callable[[nn.Module], None]) -> None:
     model, optimizer = make()
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         train_step(model, optimizer, 0, 0, WIDTH)
         replace(model)
         with pytest.raises(RuntimeError, match=r"has another parameter under the name '[a-z]+.*'"):
@@ -285,7 +285,7 @@ def test_a_replaced_parameter_is_named(replace: Callable[[nn.Module], None]) -> 
 
 def test_a_parameter_that_was_frozen_is_named() -> None:
     model, optimizer = make()
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         for step in range(5):
             if step == 3:
                 model.head.weight.requires_grad_(False)
@@ -300,7 +300,7 @@ def test_a_part_that_never_moves_is_not_all_of_a_parameter() -> None:
     model = nn.ModuleDict({"rows": nn.Embedding(4, 2048, padding_idx=0), "head": nn.Linear(1, 1)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: model["rows"].requires_grad_(False) and None)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         for _ in range(8):
             model.requires_grad_(True)
             optimizer.zero_grad()
@@ -313,7 +313,7 @@ def test_a_parameter_that_is_frozen_for_a_part_of_each_step_is_trained() -> None
     model, optimizer = make()
     # Before the hook that sends.
     optimizer.register_step_post_hook(lambda *_: model.head.requires_grad_(False) and None)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         for step in range(8):
             model.head.requires_grad_(True)
             train_step(model, optimizer, 0, step, WIDTH)
@@ -321,7 +321,7 @@ def test_a_parameter_that_is_frozen_for_a_part_of_each_step_is_trained() -> None
 
 def test_a_parameter_that_moves_into_an_adapter_is_the_same() -> None:
     model, optimizer = make()
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         model.head = nn.Sequential(model.head)
         for step in range(4):
             train_step(model, optimizer, 0, step, WIDTH)
@@ -333,7 +333,9 @@ def test_a_parameter_that_moves_into_an_adapter_is_the_same() -> None:
 def attach_async(model: nn.Module, optimizer: Any, checks: str) -> Any:
     server = serving_async()
     address = server.__enter__().address
-    worker = AsyncDiLoCo(model, optimizer, server=address, name="a", timeout=20.0, checks=checks)
+    worker = AsyncDiLoCo(
+        model, optimizer, server=address, name="a", link=Link(timeout=20.0), checks=checks
+    )
     return server, worker
 
 
@@ -341,7 +343,7 @@ def attach_decoupled(model: nn.Module, optimizer: Any, checks: str) -> Any:
     server = make_server({"fragments": ["*"]})
     address = server.__enter__().address
     worker = DecoupledDiLoCo(
-        model, optimizer, server=address, name="a", timeout=20.0, checks=checks
+        model, optimizer, server=address, name="a", link=Link(timeout=20.0), checks=checks
     )
     return server, worker
 
@@ -383,7 +385,7 @@ def attach_shared(rank: int, world: int, passed: bytes) -> list[str]:
         model = make_shared(copy.deepcopy(given) if is_copied else given)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
-            DiLoCo(model, optimizer, sync_every=2, timeout=30).close()
+            DiLoCo(model, optimizer, sync_every=2, link=Link(timeout=30)).close()
             told.append("")
         except ReplicaMismatch as error:
             told.append(str(error))

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
-from diloco_comm import DiLoCo, Streaming
+from diloco_comm import DiLoCo, Link, Streaming
 from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
+from diloco_comm.options import grouped
 
 WIDTH = 32
 
@@ -90,7 +91,7 @@ def train_with_copies(
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH).to(torch.bfloat16 if in_state else torch.float32)
     optimizer = WithCopies(model.parameters(), 0.05, in_state=in_state)
-    diloco = DiLoCo(model, optimizer, sync_every=sync_every, wire="fp32", **options)
+    diloco = DiLoCo(model, optimizer, sync_every=sync_every, **grouped({"wire": "fp32", **options}))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "one inner step after")
@@ -152,7 +153,7 @@ def test_an_ordinary_optimizer_undoes_little(name: str, sync_every: int, workers
 def test_a_constant_in_the_state_is_no_copy() -> None:
     model = nn.LayerNorm(WIDTH).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         for param in model.parameters():
             optimizer.state[param]["largest"] = param.detach().float()
         train(model, optimizer, 0, 4)
@@ -167,18 +168,18 @@ def test_an_optimizer_with_two_sets_of_weights_is_refused(kind: str) -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     given = Lookahead(inner) if kind == "wrapper" else SGDScheduleFree(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="keeps a second set of weights"):
-        DiLoCo(model, given, sync_every=2, num_replicas=1)  # type: ignore[arg-type]
+        DiLoCo(model, given, sync_every=2, peers="alone")  # type: ignore[arg-type]
 
 
 def test_modes_alone_are_no_second_set() -> None:
     model = Regression(WIDTH)
-    DiLoCo(model, WithModes(model.parameters(), lr=0.1), sync_every=2, num_replicas=1).close()
+    DiLoCo(model, WithModes(model.parameters(), lr=0.1), sync_every=2, peers="alone").close()
 
 
 def test_slow_weights_in_the_state_are_found() -> None:
     model = Regression(WIDTH)
     optimizer = Slow(model.parameters(), lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         train_step(model, optimizer, 0, 0, WIDTH)
         with pytest.raises(RuntimeError, match="its state 'slow_buffer'"):
             train_step(model, optimizer, 0, 1, WIDTH)
@@ -187,7 +188,7 @@ def test_slow_weights_in_the_state_are_found() -> None:
 def test_parameters_in_no_optimizer_are_named() -> None:
     model = Regression(WIDTH)
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         train_step(model, optimizer, 0, 0, WIDTH)
         with pytest.warns(RuntimeWarning, match="gradients but .* given: 'layers"):
             train_step(model, optimizer, 0, 1, WIDTH)
@@ -199,7 +200,7 @@ def test_a_teacher_in_the_model_is_in_no_optimizer() -> None:
     model.teacher = nn.Linear(WIDTH, 1)
     head = [param for name, param in model.named_parameters() if "teacher" not in name]
     optimizer = torch.optim.SGD(head, lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         for step in range(4):
             train_step(model, optimizer, 0, step, WIDTH)
 
@@ -210,14 +211,14 @@ def test_a_teacher_in_the_model_is_in_no_optimizer() -> None:
 @contextmanager
 def attached(door: str, model: nn.Module, optimizer: Optimizer, checks: str) -> Iterator[Any]:
     if door == "diloco":
-        with DiLoCo(model, optimizer, sync_every=2, num_replicas=1, checks=checks) as diloco:
+        with DiLoCo(model, optimizer, sync_every=2, peers="alone", checks=checks) as diloco:
             yield diloco
         return
     server = serving_async() if door == "async" else make_server({"fragments": ["*"]})
     make: Callable[..., Any] = AsyncDiLoCo if door == "async" else DecoupledDiLoCo
     with server as served:
-        arguments = {"server": served.address, "name": "a", "timeout": 20.0, "checks": checks}
-        worker = make(model, optimizer, **arguments)
+        place = {"server": served.address, "name": "a", "link": Link(timeout=20.0)}
+        worker = make(model, optimizer, checks=checks, **place)
         try:
             yield worker
         finally:
@@ -241,7 +242,7 @@ def test_a_step_in_backward_is_told() -> None:
     whole = torch.optim.SGD(model.parameters(), lr=0.1)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: own[param].step())
-    with DiLoCo(model, whole, sync_every=2, num_replicas=1):
+    with DiLoCo(model, whole, sync_every=2, peers="alone"):
         with pytest.raises(RuntimeError, match="its steps are not counted"):
             model(torch.randn(4, WIDTH)).sum().backward()
 
@@ -249,7 +250,7 @@ def test_a_step_in_backward_is_told() -> None:
 def test_a_warning_comes_once(recwarn: pytest.WarningsRecorder) -> None:
     model = Regression(WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1, checks="warn"):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone", checks="warn"):
         other = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             train_step(model, other, 0, step, WIDTH)
@@ -273,9 +274,7 @@ def test_nested_optimizers_make_one_step(given: str) -> None:
     model = Regression(WIDTH)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     nested = Nested(base)
-    with DiLoCo(
-        model, base if given == "inner" else nested, sync_every=2, num_replicas=1
-    ) as diloco:
+    with DiLoCo(model, base if given == "inner" else nested, sync_every=2, peers="alone") as diloco:
         for step in range(4):
             train_step(model, nested, 0, step, WIDTH)
         assert diloco.inner_step == 4
@@ -297,7 +296,7 @@ def test_a_wrapper_that_moves_nothing_has_not_stepped() -> None:
     model = Regression(WIDTH)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = Collecting(base)
-    with DiLoCo(model, base, sync_every=2, num_replicas=1) as diloco:
+    with DiLoCo(model, base, sync_every=2, peers="alone") as diloco:
         for step in range(4):
             train_step(model, wrapper, 0, step, WIDTH)
         assert diloco.inner_step == 2
@@ -306,7 +305,7 @@ def test_a_wrapper_that_moves_nothing_has_not_stepped() -> None:
 def test_a_hook_of_all_optimizers_breaks_no_graph() -> None:
     model = Regression(WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         hooks = optimizer_hooks._global_optimizer_pre_hooks.values()
         ours = [hook for hook in hooks if hook.__name__ == "diloco_look_at_step"]
 
@@ -331,7 +330,7 @@ def test_a_step_that_calls_its_parents_step_counts_once() -> None:
     # torch runs the hooks in the parent's step too, once the parent class had an instance.
     torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = Override(model.parameters(), lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1) as diloco:
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone") as diloco:
         train_step(model, optimizer, 0, 0, WIDTH)
         assert diloco.inner_step == 1
 
@@ -340,7 +339,7 @@ def test_a_step_that_calls_its_parents_step_counts_once() -> None:
 def test_an_optimizer_of_other_parameters_is_nobodys_concern() -> None:
     model, other = Regression(WIDTH), Regression(WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone"):
         train_step(other, torch.optim.SGD(other.parameters(), lr=0.1), 0, 0, WIDTH)
     # The hooks see all optimizers: after close() they are gone.
     train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 0, WIDTH)
@@ -379,6 +378,8 @@ def end(rank: int, world: int, way: str) -> list[str]:
                     train_step(model, optimizer, rank, step, WIDTH)
                 if way == "flush":
                     diloco.flush()
+                if way == "close":
+                    diloco.close()
                 if way == "error":
                     raise KeyError(way)
         except KeyError:
@@ -401,7 +402,9 @@ def test_a_warning_that_is_an_error_closes_all_the_same(workers) -> None:
     assert workers(2).run(close_strictly) == [True, True]
 
 
-@pytest.mark.parametrize(("way", "is_told"), [("flush", False), ("", True), ("error", False)])
+@pytest.mark.parametrize(
+    ("way", "is_told"), [("flush", False), ("", False), ("close", True), ("error", False)]
+)
 def test_an_end_without_flush_is_told(way: str, is_told: bool, workers) -> None:
     for rank, told in enumerate(workers(2).run(end, way)):
         lost = f"what replica {rank} learned since its last exchange is lost, up to inner step 6"

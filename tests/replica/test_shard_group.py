@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco_comm import CO2, SGD, DiLoCo, HeavyBall, Nesterov, NonFiniteError, Streaming, SyncError
 from diloco_comm.ops.wire import WireFormat
+from diloco_comm.options import grouped
 
 WIDTH = 25
 # The last fragment has fewer blocks than there are workers.
@@ -59,7 +60,7 @@ def attach(
         "shard_group": group if is_shared else None,
         **resolved(arguments, optimizer),
     }
-    return model, optimizer, DiLoCo(model, optimizer, **arguments)
+    return model, optimizer, DiLoCo(model, optimizer, **grouped(arguments))
 
 
 def train(model: nn.Module, optimizer: Any, mesh: DeviceMesh, steps: range) -> None:
@@ -283,11 +284,11 @@ def attach_wrongly(rank: int, world: int) -> None:
     with pytest.raises(SyncError, match="sync_every differs between the workers"):
         attach(mesh, is_shared=True, sync_every=2 + rank % 2)
     with pytest.raises(TypeError, match="shard_group must be"):
-        DiLoCo(*model_and_optimizer(), sync_every=2, mesh=mesh["replica"], shard_group="ddp")
+        DiLoCo(*model_and_optimizer(), sync_every=2, peers=mesh["replica"], shard_group="ddp")
     model = fully_shard(Regression(width=WIDTH), mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="leave it away"):
-        DiLoCo(model, optimizer, sync_every=2, mesh=mesh["replica"], shard_group=mesh["shard"])
+        DiLoCo(model, optimizer, sync_every=2, peers=mesh["replica"], shard_group=mesh["shard"])
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:

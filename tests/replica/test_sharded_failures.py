@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from workers import Pool
 
 from diloco_comm import CO2, DiLoCo, Eager, HeavyBall, Streaming, SyncError
+from diloco_comm.options import grouped
 
 # Replicas 0 to 2 train, replica 3 comes later; worker 1 of replica 2 dies.
 NUM_REPLICAS, NUM_SHARDS, VICTIM = 4, 2, (2, 1)
@@ -55,16 +56,20 @@ class Worker:
             self.optimizer,
             sync_every=H,
             fragments=FRAGMENTS,
-            block_size=32,
-            store=self.store,
-            name=self.name,
-            replica=self.replica,
-            members=members,
             shard_group=group,
-            timeout=30,
             norms=True,
-            **self.settings,
-            **arguments,
+            **grouped(
+                {
+                    "block_size": 32,
+                    "store": self.store,
+                    "name": self.name,
+                    "replica": self.replica,
+                    "members": members,
+                    "timeout": 30,
+                    **self.settings,
+                    **arguments,
+                }
+            ),
         )
 
     def step(self) -> None:

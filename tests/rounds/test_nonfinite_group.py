@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, Streaming, SyncError
+from diloco_comm.options import grouped
 
 H, VICTIM = 4, 1
 
@@ -244,7 +245,11 @@ def one_shard(rank: int, world: int, policy: dict[str, Any]) -> Sharded:
 
     settings = {"sync_every": 2, "fragments": test_fsdp.FRAGMENTS, "wire": "int8", **policy}
     diloco = DiLoCo(
-        model, optimizer, mesh=mesh["replica"], on_nonfinite="reset", on_reset=forget, **settings
+        model,
+        optimizer,
+        **grouped(
+            {"mesh": mesh["replica"], "on_nonfinite": "reset", "on_reset": forget, **settings}
+        ),
     )
     with diloco:
         test_fsdp.train(model, optimizer, mesh, range(5))
@@ -314,7 +319,7 @@ def too_often(rank: int, world: int, mode: str) -> tuple[str, int]:
     model = test_fsdp.make_model(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = {"sync_every": 2, "fragments": 1, "on_nonfinite": mode, "max_skipped": 2}
-    with DiLoCo(model, optimizer, mesh=mesh["replica"], **settings) as diloco:
+    with DiLoCo(model, optimizer, **grouped({"mesh": mesh["replica"], **settings})) as diloco:
         for step in range(20):
             try:
                 test_fsdp.train(model, optimizer, mesh, range(step, step + 1))

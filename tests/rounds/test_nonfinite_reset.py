@@ -19,6 +19,7 @@ from test_overlap_examples import OUTERS, SPLIT, Trace, close
 from workers import Pool
 
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming
+from diloco_comm.options import grouped
 
 H, NUM_STEPS = 3, 14
 Sick = frozenset[tuple[int, int]]
@@ -51,7 +52,7 @@ def run_case(rank: int, arguments: dict[str, Any], sick: Sick) -> Trace:
     arguments = {"sync_every": H, "wire": "fp32", **arguments}
     arguments["weight"] = arguments.pop("weights", (1.0, 1.0))[rank]
     values: Trace = []
-    with DiLoCo(model, optimizer, on_nonfinite="reset", **arguments) as diloco:
+    with DiLoCo(model, optimizer, **grouped({"on_nonfinite": "reset", **arguments})) as diloco:
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
             model().backward()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, NonFiniteError, Streaming
+from diloco_comm.options import grouped
 
 H, VICTIM = 4, 1
 
@@ -51,7 +52,7 @@ def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
 
         arguments["on_reset"] = forget
     settings = {"sync_every": H, "wire": "int8", "block_size": 64, "on_nonfinite": "reset"}
-    return model, optimizer, DiLoCo(model, optimizer, **{**settings, **arguments})
+    return model, optimizer, DiLoCo(model, optimizer, **grouped({**settings, **arguments}))
 
 
 # ------------------------------------------------------------------- the inner optimizer's state

@@ -27,6 +27,7 @@ from problems import (
 from diloco_comm import SGD, Adam, DiLoCo, FromTorch, HeavyBall, Nesterov, ReplicaMismatch, ops
 from diloco_comm.methods.outer import OuterOptimizer, OuterState, Update, make_outer
 from diloco_comm.ops.wire import Layout, WireFormat
+from diloco_comm.options import grouped
 
 NUM_ROUNDS = 3
 
@@ -86,7 +87,9 @@ def run_quadratic(rank: int, world: int, outer: Any, **arguments: Any) -> list[l
     model = Quadratic(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=INNER_LR)
     rounds = []
-    with DiLoCo(model, optimizer, sync_every=2, outer=outer, wire="fp32", **arguments) as diloco:
+    with DiLoCo(
+        model, optimizer, sync_every=2, outer=outer, **grouped({"wire": "fp32", **arguments})
+    ) as diloco:
         for _ in range(NUM_ROUNDS):
             for _ in range(2):
                 model().backward()

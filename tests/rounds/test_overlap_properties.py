@@ -30,6 +30,7 @@ from diloco_comm import (
     Streaming,
 )
 from diloco_comm.ops.wire import ELEMENT_WIRES
+from diloco_comm.options import grouped
 
 WIDTH = 8
 
@@ -38,7 +39,7 @@ def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
     model = Regression(WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     settings = {"sync_every": 3, "fragments": 2, "wire": "int8", "block_size": 32}
-    return model, optimizer, DiLoCo(model, optimizer, **{**settings, **arguments})
+    return model, optimizer, DiLoCo(model, optimizer, **grouped({**settings, **arguments}))
 
 
 def values_of(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall
+from diloco_comm.options import grouped
 from diloco_comm.rounds.part import RoundInFlight, SyncedPart
 
 H, WIDTH, BLOCK = 2, 24, 32
@@ -100,7 +101,9 @@ def run(rank: int, name: str, spoilers: Spoilers) -> tuple[float, int]:
 
     optimizer.register_step_post_hook(spoil)
     arguments = {"wire": "int4", "block_size": BLOCK, "error_feedback": True, **POLICIES[name]}
-    diloco = DiLoCo(model, optimizer, sync_every=H, on_nonfinite="skip", **arguments)
+    diloco = DiLoCo(
+        model, optimizer, sync_every=H, **grouped({"on_nonfinite": "skip", **arguments})
+    )
     with diloco:
         ledger = Means(diloco)
         for step in range(11 * H):

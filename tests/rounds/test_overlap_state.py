@@ -15,6 +15,7 @@ from problems import equal, load_training, save_training, train_step
 from torch import Tensor, nn
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Streaming
+from diloco_comm.options import grouped
 
 SYNC_EVERY = 3
 NUM_STEPS = 11
@@ -55,7 +56,7 @@ def attach(rank: int, name: str) -> tuple[nn.Module, torch.optim.Optimizer, DiLo
     arguments = {**settings, **SETTINGS[name]}
     if "weight" in arguments:
         arguments["weight"] = 1.0 + rank
-    return model, optimizer, DiLoCo(model, optimizer, sync_every=SYNC_EVERY, **arguments)
+    return model, optimizer, DiLoCo(model, optimizer, sync_every=SYNC_EVERY, **grouped(arguments))
 
 
 def snapshot(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
@@ -188,7 +189,7 @@ def hashes_of_a_smaller_group(
     group = dist.new_group([0, 1])
     model = WithBuffer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    diloco = DiLoCo(model, optimizer, group=group, overlap=overlap, **PLAIN)
+    diloco = DiLoCo(model, optimizer, overlap=overlap, **grouped({"group": group, **PLAIN}))
     with diloco:
         diloco.load_state_dict(state)
         before = diloco.outer_hash()
@@ -204,7 +205,7 @@ PLAIN: dict[str, Any] = {"sync_every": SYNC_EVERY, "wire": "int8", "block_size":
 def save_of_three(rank: int, world: int, overlap: Any) -> tuple[dict[str, Any], str]:
     model = WithBuffer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with DiLoCo(model, optimizer, overlap=overlap, **PLAIN) as diloco:
+    with DiLoCo(model, optimizer, overlap=overlap, **grouped(PLAIN)) as diloco:
         for step in range(7):
             train_step(model, optimizer, rank, step, WIDTH)
         return copy.deepcopy(diloco.state_dict()), diloco.outer_hash()
@@ -229,7 +230,7 @@ def unequal_delays(rank: int, world: int) -> tuple[bool, str, bool]:
     model = WithBuffer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     arguments = {**PLAIN, "overlap": Streaming(2 * rank, 0.5)}
-    with DiLoCo(model, optimizer, **arguments) as diloco:
+    with DiLoCo(model, optimizer, **grouped(arguments)) as diloco:
         for step in range(4):
             train_step(model, optimizer, rank, step, WIDTH)
         saved = copy.deepcopy((diloco.state_dict(), model.state_dict(), optimizer.state_dict()))
@@ -240,7 +241,7 @@ def unequal_delays(rank: int, world: int) -> tuple[bool, str, bool]:
         expected = snapshot(model, diloco)
     model = WithBuffer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with DiLoCo(model, optimizer, **arguments) as diloco:
+    with DiLoCo(model, optimizer, **grouped(arguments)) as diloco:
         diloco.load_state_dict(saved[0])
         model.load_state_dict(saved[1])
         optimizer.load_state_dict(saved[2])

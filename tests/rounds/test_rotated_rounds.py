@@ -28,6 +28,7 @@ from diloco_comm import (
 )
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 from diloco_comm.integrations.ddp_hook import QuantizedAllReduce
+from diloco_comm.options import grouped
 
 WIDTH = 24
 POLICIES = (Blocking(), Streaming(2, 0.5), Delayed(), Eager(), CO2(rounds=2))
@@ -37,7 +38,7 @@ def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
     model = Regression(WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     settings = {"sync_every": 3, "fragments": 2, "outer": SGD(1.0), "chunk_bytes": 64}
-    return model, optimizer, DiLoCo(model, optimizer, **{**settings, **arguments})
+    return model, optimizer, DiLoCo(model, optimizer, **grouped({**settings, **arguments}))
 
 
 def hashes(rank: int, world: int, wires: list[str]) -> list[list[str]]:
@@ -233,9 +234,9 @@ def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], message
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=message):
-        DiLoCo(model, optimizer, sync_every=2, **arguments)
+        DiLoCo(model, optimizer, sync_every=2, **grouped(arguments))
     with pytest.raises(ValueError, match=message):
-        AsyncDiLoCo(model, optimizer, server="tcp://127.0.0.1:9", **arguments)
+        AsyncDiLoCo(model, optimizer, server="tcp://127.0.0.1:9", **grouped(arguments))
     if "rounding" in arguments:
         with pytest.raises(ValueError, match=message):
             all_reduce(torch.zeros(3), **arguments)

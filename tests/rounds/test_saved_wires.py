@@ -16,6 +16,7 @@ from torch import Tensor
 from diloco_comm import SGD, Delayed, DiLoCo, Streaming
 from diloco_comm.exchange.round import decode_terms
 from diloco_comm.methods.overlap import Overlap
+from diloco_comm.options import grouped
 from diloco_comm.rounds.round_log import RoundLog, replay
 
 WIDTH = 7  # of a model with 246 parameters: one block of 256, two blocks of 128
@@ -52,7 +53,7 @@ def attach(group: Group) -> tuple[Any, Any, DiLoCo]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     options: dict[str, Any] = {"wire": group.wire, "block_size": group.block_size}
     options |= {"overlap": group.overlap, "outer": SGD(1.0), "chunk_bytes": 64}
-    return model, optimizer, DiLoCo(model, optimizer, sync_every=3, fragments=1, **options)
+    return model, optimizer, DiLoCo(model, optimizer, sync_every=3, fragments=1, **grouped(options))
 
 
 def save(rank: int, world: int, group: Group, state: Any, num_steps: int) -> Save:

@@ -12,6 +12,7 @@ from problems import Regression, train_step
 
 from diloco_comm import DiLoCo, Nesterov, ReplicaMismatch, WarmupCosine
 from diloco_comm.methods.outer import make_outer
+from diloco_comm.options import grouped
 
 WARMUP, TOTAL = 3, 7
 SCHEDULE = WarmupCosine(0.8, WARMUP, TOTAL, final=0.1)
@@ -72,7 +73,7 @@ def attach(lr: Any, config: dict[str, Any] | None = None) -> Any:
     model = Regression()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     arguments = {"config": config} if config else {"sync_every": 2, "outer": Nesterov(lr)}
-    return model, optimizer, DiLoCo(model, optimizer, **arguments)
+    return model, optimizer, DiLoCo(model, optimizer, **grouped(arguments))
 
 
 def train(model: Any, optimizer: Any, rank: int, steps: range) -> None:
@@ -142,11 +143,11 @@ def join_late(rank: int, world: int, address: tuple[str, int]) -> tuple[list[flo
     arguments = {"sync_every": 2, "outer": Nesterov(SCHEDULE), **place}
     seen: list[float] = []
     if rank == 0:
-        diloco = DiLoCo(model, optimizer, members=[0], **arguments)
+        diloco = DiLoCo(model, optimizer, **grouped({"members": [0], **arguments}))
         train(model, optimizer, rank, range(8))
         diloco.change_group([0, 1])
     else:
-        diloco = DiLoCo(model, optimizer, members=[0, 1], init="join", **arguments)
+        diloco = DiLoCo(model, optimizer, init="join", **grouped({"members": [0, 1], **arguments}))
     with diloco:
         (part,) = diloco.parts
         for step in range(8, 12, 2):

@@ -13,6 +13,7 @@ from problems import Regression, equal, load_training, save_training, train_step
 from torch import Tensor, nn
 
 from diloco_comm import SGD, Adam, DiLoCo, FromTorch, Nesterov
+from diloco_comm.options import grouped
 
 SYNC_EVERY = 4
 NUM_STEPS = 10
@@ -33,7 +34,7 @@ def attach(outer: str, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimiz
     return (
         model,
         optimizer,
-        DiLoCo(model, optimizer, sync_every=SYNC_EVERY, **{**settings, **arguments}),
+        DiLoCo(model, optimizer, sync_every=SYNC_EVERY, **grouped({**settings, **arguments})),
     )
 
 

@@ -29,6 +29,7 @@ from diloco_comm import (
     ReplicaMismatch,
     Streaming,
 )
+from diloco_comm.options import grouped
 from diloco_comm.rounds.load import restore_outer
 from diloco_comm.rounds.part import SyncedFragment
 
@@ -44,7 +45,7 @@ def attach(*, frozen: tuple[str, ...] = (), **arguments: Any) -> tuple[nn.Module
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.02)
     settings = {"sync_every": 4, "fragments": 3, "wire": "fp32", "outer": Nesterov(0.5, 0.9)}
-    return model, optimizer, DiLoCo(model, optimizer, **{**settings, **arguments})
+    return model, optimizer, DiLoCo(model, optimizer, **grouped({**settings, **arguments}))
 
 
 def saved_after(num_steps: int, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -412,7 +413,7 @@ def reductions_after_a_load(rank: int, world: int, is_moved: bool) -> tuple[bool
         parts = [part for part in diloco.parts if part.buffers is not None]
         return any(bool(run.any()) for p in parts for run in p.buffers.residuals.reductions())
 
-    with DiLoCo(model, optimizer, **settings) as diloco:
+    with DiLoCo(model, optimizer, **grouped(settings)) as diloco:
         for _ in range(4):
             model(torch.randn(2, 4, 5, 5)).square().sum().backward()
             optimizer.step()
@@ -425,7 +426,7 @@ def reductions_after_a_load(rank: int, world: int, is_moved: bool) -> tuple[bool
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(LOADER).addHandler(handler)
-    with DiLoCo(model, optimizer, **settings) as diloco:
+    with DiLoCo(model, optimizer, **grouped(settings)) as diloco:
         diloco.load_state_dict(state)
         logging.getLogger(LOADER).removeHandler(handler)
         assert torch.equal(diloco.state_dict()["outer"]["weight"], state["outer"]["weight"])
@@ -493,7 +494,7 @@ def attach_worker(mesh: DeviceMesh, is_fsdp: bool, **arguments: Any) -> tuple[An
     place = {} if is_fsdp else {"shard_group": mesh["shard"].get_group()}
     settings = {"sync_every": 4, "wire": "int8", "block_size": 32, "error_feedback": True}
     settings |= {"mesh": mesh["replica"], "fragments": 3, **place, **arguments}
-    return model, optimizer, DiLoCo(model, optimizer, **settings)
+    return model, optimizer, DiLoCo(model, optimizer, **grouped(settings))
 
 
 def follow_as_workers(rank: int, world: int, is_fsdp: bool) -> list[str]:

@@ -21,10 +21,12 @@ from diloco_comm import (
     Delayed,
     DiLoCo,
     Eager,
+    Link,
     ReplicaMismatch,
     Streaming,
     SyncError,
 )
+from diloco_comm.options import grouped
 
 STEPS = [9, 7, 12]
 
@@ -60,7 +62,7 @@ def workers_of_replicas(rank: int, world: int) -> list[int]:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     place = {"mesh": mesh["replica"], "shard_group": mesh["worker"]}
-    with DiLoCo(model, optimizer, sync_every=1, **place) as diloco:
+    with DiLoCo(model, optimizer, sync_every=1, **grouped(place)) as diloco:
         return [diloco.agree_on_steps(10 + (rank + turn) % 4) for turn in range(4)]
 
 
@@ -95,7 +97,7 @@ def hf_steps(rank: int, world: int, address: tuple[str, int], folder: Path) -> t
         num_train_epochs=2,
     )
     place = on_store(rank, world, address, "uneven hf")
-    callback = DiLoCoCallback(sync_every=4, shard=False, **place)
+    callback = DiLoCoCallback(sync_every=4, shard=False, **grouped(place))
     data = Rows(rank, [5, 3][rank])
     Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
     return callback.diloco.inner_step, flat(model).tolist()
@@ -116,7 +118,7 @@ def lightning_steps(
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
     place = on_store(rank, world, address, f"uneven lightning {limits}")
-    module, callback = Module(rank), DiLoCoCallback(sync_every=4, shard=False, **place)
+    module, callback = Module(rank), DiLoCoCallback(sync_every=4, shard=False, **grouped(place))
     trainer = quiet_trainer(
         callbacks=[callback],
         default_root_dir=folder / f"lightning-{rank}",
@@ -181,7 +183,7 @@ def lightning_own_steps(
             return [torch.optim.SGD(params, lr=0.01) for params in ([first], others)]
 
     place = on_store(rank, world, address, f"uneven lightning {kind} {num_batches} {limits}")
-    module, callback = OfKind(), DiLoCoCallback(sync_every=2, shard=False, **place)
+    module, callback = OfKind(), DiLoCoCallback(sync_every=2, shard=False, **grouped(place))
     scheduled = [GradientAccumulationScheduler({0: 1, 1: 3})] if kind == "scheduled" else []
     trainer = quiet_trainer(
         callbacks=[callback, *scheduled],
@@ -278,7 +280,7 @@ def test_accelerate(trainer_replicas: Callable[[int], Pool]) -> None:
 
 def without_agreeing(rank: int, world: int) -> str:
     """What the agreement is for: one ends and flushes, the others want the next round."""
-    model, optimizer, diloco = attach(rank, sync_every=1, timeout=30)
+    model, optimizer, diloco = attach(rank, sync_every=1, link=Link(timeout=30))
     with diloco, pytest.raises(SyncError) as error:
         for step in range(STEPS[rank]):
             train_step(model, optimizer, rank, step)
@@ -298,7 +300,7 @@ def end_unevenly(
     rank: int, world: int, steps: list[int], overlap: Any, arguments: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor], int]:
     """Flush after other numbers of steps; return parameters, local mean and rounds applied."""
-    model, optimizer, diloco = attach(rank, sync_every=4, overlap=overlap, **arguments)
+    model, optimizer, diloco = attach(rank, sync_every=4, overlap=overlap, **grouped(arguments))
     with diloco:
         for step in range(steps[rank]):
             train_step(model, optimizer, rank, step)

@@ -14,7 +14,7 @@ from problems import Regression, attach, equal, everything, load_training, save_
 from torch import Tensor, nn
 from workers import Pool
 
-from diloco_comm import SGD, Blocking, Delayed, DiLoCo, Eager, Streaming, SyncError
+from diloco_comm import SGD, Blocking, Delayed, DiLoCo, Eager, Streaming, SyncError, Wire
 from diloco_comm.methods.settings import Settings, Wires
 
 MIXED = {"norm|bias": "int4", "head": "fp32", "rest": "int1r"}
@@ -247,7 +247,7 @@ def changes(rank: int, world: int, wire: str, is_aligned: bool) -> tuple[bool, b
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.still.detach().clone()
     diloco = DiLoCo(
-        model, optimizer, sync_every=1, wire=wire, outer=SGD(1.0), align_tensors=is_aligned
+        model, optimizer, sync_every=1, wire=Wire(wire, align_tensors=is_aligned), outer=SGD(1.0)
     )
     with diloco:
         for step in range(3):

@@ -19,7 +19,7 @@ from cli_helpers import check_misuse, help_examples, run_cli
 from workers import Pool
 from zygote import Job, Zygote
 
-from diloco_comm import SGD, DiLoCo, __version__
+from diloco_comm import SGD, DiLoCo, Link, StorePeers, __version__
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -51,10 +51,8 @@ def train_one_round(rank: int, world: int, address: str) -> list[float]:
         sync_every=1,
         outer=SGD(lr=1.0),
         wire="fp32",
-        store=address,
-        replica=rank,
-        num_replicas=world,
-        timeout=20,
+        peers=StorePeers(address, replica=rank, of=world),
+        link=Link(timeout=20),
     ):
         model.weight.grad = torch.full((1, 1), float(rank + 1))
         optimizer.step()
@@ -76,7 +74,7 @@ def test_wrong_store_address_is_one_sentence(address: str) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(ValueError, match=r"store must be a Store or 'tcp://host:port', got"):
-        DiLoCo(model, optimizer, sync_every=1, store=address, replica=0, num_replicas=1)
+        DiLoCo(model, optimizer, sync_every=1, peers=StorePeers(address, replica=0, of=1))
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])

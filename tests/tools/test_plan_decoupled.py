@@ -18,7 +18,7 @@ from diloco_comm.tools.plan.decoupled import DecoupledRequest, make_report
 
 BY_HAND = [
     "--params", "1e6", "--step-time", 1, "--replicas", 4, "--sync-every", 20, "--fragments", 10,
-    "--wire", "fp32", "--overlap-steps", 3, "--rtt-ms", 200,
+    "--wire", "fp32", "--delay", 3, "--rtt-ms", 200,
 ]  # fmt: skip
 SCHEMA: dict[str, Any] = {
     "request": {
@@ -31,8 +31,8 @@ SCHEMA: dict[str, Any] = {
         "wire_down": str,
         "rtt_ms": float,
         "quorum": int,
-        "grace": float,
-        "overlap_steps": int,
+        "gamma": float,
+        "delay": int,
     },
     "report_bytes": float,
     "commit_bytes": float,
@@ -87,8 +87,8 @@ def test_each_wire_counts_in_its_direction() -> None:
 
 
 def test_no_link_is_enough_without_an_overlap() -> None:
-    assert planned(*BY_HAND, "--overlap-steps", 0)["in_time_gbps"] is None
-    shown = run_cli("plan", "--decoupled", *BY_HAND, "--overlap-steps", 0).out
+    assert planned(*BY_HAND, "--delay", 0)["in_time_gbps"] is None
+    shown = run_cli("plan", "--decoupled", *BY_HAND, "--delay", 0).out
     assert "No link brings a fragment back within 0 inner steps" in shown
 
 
@@ -121,7 +121,7 @@ def times_of_rounds(run: DecoupledRun, seconds: float) -> list[float]:
 @pytest.mark.parametrize("quorum", [1, 2, 4])
 def test_time_to_the_quorum_against_the_virtual_clock(quorum: int) -> None:
     """Learners whose steps drift against each other, and no window: a merge at the quorum."""
-    size, rule = 6000, QuorumRule(quorum=quorum, grace=0.0)
+    size, rule = 6000, QuorumRule(quorum=quorum, gamma=0.0)
     models, train = counting(4, sizes=(size,))
     bytes_per_s, rtt_s = 4.0 * size / 0.3, 0.2
     run = Setting(rule=rule, sync_every=6).run(
@@ -154,8 +154,8 @@ def test_more_learners_and_fragments() -> None:
         ([], "--decoupled needs --params and --step-time"),
         ([*BY_HAND, "--quorum", 5], "--quorum must be at most --replicas 4, got 5"),
         ([*BY_HAND, "--quorum", 0], "--quorum must be an integer of at least 1, got 0"),
-        ([*BY_HAND, "--grace", 2], "--grace must lie in [0, 1], got 2.0"),
-        ([*BY_HAND, "--overlap-steps", -1], "--overlap-steps must not be negative, got -1"),
+        ([*BY_HAND, "--gamma", 2], "--gamma must lie in [0, 1], got 2.0"),
+        ([*BY_HAND, "--delay", -1], "--delay must not be negative, got -1"),
         ([*BY_HAND, "--fragments", 0], "--fragments must be at least 1, got 0"),
         ([*BY_HAND, "--replicas", 0], "--replicas must be at least 1, got 0"),
         ([*BY_HAND, "--step-time", 0], "--step-time must be a positive number, got 0"),

@@ -218,7 +218,7 @@ class Asked(Exception):
 
 
 MADE: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer], object]] = {
-    "DiLoCo": lambda model, inner: DiLoCo(model, inner, sync_every=2, num_replicas=1),
+    "DiLoCo": lambda model, inner: DiLoCo(model, inner, sync_every=2, peers="alone"),
     "AsyncDiLoCo": lambda model, inner: AsyncDiLoCo(model, inner, server="tcp://127.0.0.1:1"),
     "DecoupledDiLoCo": lambda model, inner: DecoupledDiLoCo(
         model, inner, server="tcp://127.0.0.1:1"

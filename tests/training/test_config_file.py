@@ -11,12 +11,13 @@ import torch
 
 from diloco_comm import DiLoCo, Eager, HeavyBall
 from diloco_comm.ops.wire import WireFormat
+from diloco_comm.options import grouped
 
 
 def attach(**arguments: Any) -> DiLoCo:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return DiLoCo(model, optimizer, **arguments)
+    return DiLoCo(model, optimizer, **grouped(arguments))
 
 
 def test_a_file_is_as_good_as_the_arguments(

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from problems import Regression, batch, equal, parameters_of, train_step, ulps
 from torch import Tensor, nn
 
-from diloco_comm import SGD, Adam, DiLoCo, Nesterov, Streaming
+from diloco_comm import SGD, Adam, DiLoCo, Nesterov, Streaming, Wire
 from diloco_comm.ops.wire import ELEMENT_WIRES
+from diloco_comm.options import grouped
 from diloco_comm.replica.fragments import Schedule
 
 # ------------------------------------------------------------------------ limits of the method
@@ -135,7 +136,7 @@ def train_fragments(
     model = Regression()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     arguments = {"fragments": fragments, "offsets": offsets, "outer": Nesterov(0.4, 0.9)}
-    with DiLoCo(model, optimizer, sync_every=6, wire="fp32", **arguments) as diloco:
+    with DiLoCo(model, optimizer, sync_every=6, **grouped({"wire": "fp32", **arguments})) as diloco:
         for step in range(1, num_steps + 1):
             train_step(model, optimizer, rank, step)
         state = diloco.state_dict()["outer"]
@@ -187,7 +188,9 @@ def hashes_of_wires(rank: int, world: int, arguments: dict[str, Any]) -> list[st
     for wire in ELEMENT_WIRES:
         model = Regression(seed=rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with DiLoCo(model, optimizer, sync_every=2, wire=wire, block_size=64, **arguments) as d:
+        with DiLoCo(
+            model, optimizer, sync_every=2, **grouped({"wire": wire, "block_size": 64, **arguments})
+        ) as d:
             for step in range(6):
                 train_step(model, optimizer, rank, step)
             d.flush()
@@ -228,7 +231,7 @@ def distance_with_wire(rank: int, world: int, wire: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     target = joint + (0.5 if rank == 0 else -0.5)
     distances = []
-    with DiLoCo(model, optimizer, sync_every=5, wire=wire, block_size=32) as diloco:
+    with DiLoCo(model, optimizer, sync_every=5, wire=Wire(wire, block_size=32)) as diloco:
         for step in range(200):
             if step % 40 == 0:
                 distances.append((model.weight.detach() - joint).norm().item())

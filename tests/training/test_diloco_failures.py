@@ -26,13 +26,14 @@ from diloco_comm import (
 )
 from diloco_comm.exchange import collective
 from diloco_comm.exchange.round import Round
+from diloco_comm.options import grouped
 
 
 def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     arguments = {"sync_every": 2, "wire": "fp32", **arguments}
-    return model, optimizer, DiLoCo(model, optimizer, **arguments)
+    return model, optimizer, DiLoCo(model, optimizer, **grouped(arguments))
 
 
 # ------------------------------------------------------------- several fragments due at one step

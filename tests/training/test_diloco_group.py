@@ -10,7 +10,8 @@ import torch.distributed as dist
 from problems import Regression, attach, equal, everything, train_step
 from torch import Tensor, nn
 
-from diloco_comm import DiLoCo, Nesterov, PeerLeft, ReplicaMismatch, SyncError
+from diloco_comm import DiLoCo, Link, Nesterov, PeerLeft, ReplicaMismatch, StorePeers, SyncError
+from diloco_comm.options import grouped
 
 # ----------------------------------------------------------------------- replicas that go away
 
@@ -30,6 +31,7 @@ def leave_early(rank: int, world: int) -> tuple[str, Any, bool]:
             except PeerLeft as error:
                 is_unchanged = equal(before, everything(model, diloco))
                 return str(error), error.replicas, is_unchanged
+        diloco.close()
     return "", (), True
 
 
@@ -47,6 +49,7 @@ def leave_then_regroup(rank: int, world: int) -> tuple[tuple[int, ...], str, int
     with diloco:
         for step in range(8):
             if rank == 1 and step == 3:
+                diloco.close()
                 return (), "", 0
             try:
                 train_step(model, optimizer, rank, step)
@@ -108,7 +111,7 @@ def join_with_statistics(rank: int, world: int, address: tuple[str, int]) -> tup
     joins = {"members": [0, 1, 2], "init": "join"} if rank == 2 else {"num_replicas": 2}
     arguments = {"store": store, "replica": rank, "timeout": 60, "average_buffers": True, **joins}
     before = model.running_mean.clone()
-    with DiLoCo(model, optimizer, sync_every=9, **arguments) as diloco:
+    with DiLoCo(model, optimizer, sync_every=9, **grouped(arguments)) as diloco:
         if rank != 2:
             model.running_mean.fill_(10 + rank)
             before = model.running_mean.clone()
@@ -134,11 +137,9 @@ def join_with_another_model(rank: int, world: int, address: tuple[str, int]) -> 
                 optimizer,
                 sync_every=2,
                 wire="fp32",
-                store=store,
-                replica=2,
-                members=[0, 1, 2],
+                peers=StorePeers(store, replica=2, members=[0, 1, 2]),
                 init="join",
-                timeout=60,
+                link=Link(timeout=60),
             )
         return str(info.value), ""
     model, optimizer, diloco = attach(store=store, replica=rank, num_replicas=2, timeout=60)

@@ -15,6 +15,7 @@ from problems import Regression, batch, equal, parameters_of, train_step
 from torch import Tensor, nn
 
 from diloco_comm import SGD, DiLoCo, Streaming
+from diloco_comm.options import grouped
 
 # ----------------------------------------------------------------------- kinds of parameters
 
@@ -38,7 +39,7 @@ def train_tied(rank: int, world: int) -> tuple[str, int, list[Tensor]]:
     addresses = [param.data_ptr() for param in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     arguments = {"fragments": ["embedding.*", "rest"], "offsets": [2, 2]}
-    with DiLoCo(model, optimizer, sync_every=2, **arguments) as diloco:
+    with DiLoCo(model, optimizer, sync_every=2, **grouped(arguments)) as diloco:
         for step in range(6):
             tokens = torch.randint(0, 13, (32,), generator=torch.Generator().manual_seed(step))
             nn.functional.cross_entropy(model(tokens), (tokens + rank) % 13).backward()
@@ -156,7 +157,7 @@ def train_batch_norm(rank: int, world: int, average: bool) -> tuple[Tensor, Tens
     weight = 1.0 + 2.0 * rank
     seen = []
     arguments = {"average_buffers": average, "weight": weight, "wire": "int4", "attach": False}
-    with DiLoCo(model, optimizer, sync_every=2, **arguments) as diloco:
+    with DiLoCo(model, optimizer, sync_every=2, **grouped(arguments)) as diloco:
         for step in range(4):
             x = torch.randn(16, 4, generator=torch.Generator().manual_seed(10 * rank + step))
             model(x + 3 * rank).sum().backward()
@@ -381,7 +382,7 @@ def test_a_diloco_that_is_copied_names_its_state(copied: Callable[[Any], Any]) -
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        DiLoCo(model, optimizer, sync_every=2, num_replicas=1) as diloco,
+        DiLoCo(model, optimizer, sync_every=2, peers="alone") as diloco,
         pytest.raises(TypeError, match=r"a DiLoCo holds connections.*save diloco.state_dict\(\)"),
     ):
         copied(diloco)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
-from diloco_comm import Blocking, DiLoCo, HeavyBall, Nesterov, Streaming, fedavg, local_sgd
+from diloco_comm import Blocking, DiLoCo, HeavyBall, Nesterov, Streaming, Wire, fedavg, local_sgd
+from diloco_comm.options import grouped
 
 # -------------------------------------------------------------------------------- the surface
 
@@ -41,7 +42,7 @@ def test_a_weight_is_read_once() -> None:
     """A tensor that the caller writes later: other replicas know the first value."""
     model = torch.nn.Linear(1, 1)
     optimizer, weight = torch.optim.SGD(model.parameters(), lr=0.1), torch.tensor(2.0)
-    with DiLoCo(model, optimizer, sync_every=1, num_replicas=1, weight=weight) as diloco:
+    with DiLoCo(model, optimizer, sync_every=1, peers="alone", weight=weight) as diloco:
         weight.fill_(5.0)
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
@@ -103,7 +104,7 @@ def measure(rank: int, world: int) -> list[dict[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Any] = []
     arguments = {"fragments": 2, "wire": "int8", "norms": True}
-    with DiLoCo(model, optimizer, sync_every=2, **arguments) as diloco:
+    with DiLoCo(model, optimizer, sync_every=2, **grouped(arguments)) as diloco:
         diloco.on_sync(seen.append)
         for step in range(4):
             train_step(model, optimizer, rank, step)
@@ -149,10 +150,10 @@ def with_config(rank: int, world: int, config: dict[str, Any] | None) -> dict[st
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if config is not None:
-        with DiLoCo(model, optimizer, config=config, block_size=32) as diloco:
+        with DiLoCo(model, optimizer, config=config, wire=Wire(block_size=32)) as diloco:
             return diloco.config()
     arguments = {"fragments": ["layers.*", "rest"], "outer": HeavyBall(0.2), "wire": "e3m0"}
-    with DiLoCo(model, optimizer, sync_every=7, overlap=Blocking(), **arguments) as diloco:
+    with DiLoCo(model, optimizer, sync_every=7, overlap=Blocking(), **grouped(arguments)) as diloco:
         return diloco.config()
 
 
@@ -190,7 +191,7 @@ def test_given_arguments_win_over_the_configuration_even_at_their_defaults() -> 
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for given in ({}, defaults, *({name: value} for name, value in defaults.items())):
-        with DiLoCo(model, optimizer, config=config, attach=False, **given) as diloco:
+        with DiLoCo(model, optimizer, config=config, attach=False, **grouped(given)) as diloco:
             shared = diloco.config()
         assert {name: shared[name] for name in config} == {**config, **given}
     with DiLoCo(model, optimizer, sync_every=1, attach=False) as diloco:
@@ -203,7 +204,7 @@ def over_mesh_and_subgroup(rank: int, world: int) -> list[str]:
     for arguments in ({"mesh": mesh["replica"]}, {"group": mesh["replica"].get_group()}):
         model = Regression(seed=rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with DiLoCo(model, optimizer, sync_every=1, **arguments) as diloco:
+        with DiLoCo(model, optimizer, sync_every=1, **grouped(arguments)) as diloco:
             train_step(model, optimizer, rank, 0)
             assert diloco.exchange.size == 2
             hashes.append(diloco.outer_hash())
@@ -222,7 +223,7 @@ def over_store(rank: int, world: int, address: tuple[str, int]) -> str:
     model = Regression(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     arguments = {"replica": 5 + rank, "members": [5, 6]}
-    with DiLoCo(model, optimizer, sync_every=1, store=store, **arguments) as diloco:
+    with DiLoCo(model, optimizer, sync_every=1, **grouped({"store": store, **arguments})) as diloco:
         for step in range(3):
             train_step(model, optimizer, rank, step)
         assert diloco.exchange.members == (5, 6)
@@ -278,7 +279,7 @@ def printed_while_training(rank: int, world: int) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy, outer = Streaming(delay=1, alpha=0.5), Nesterov(lr=0.7, momentum=0.9)
     options = {"overlap": policy, "outer": outer, "wire": "int4", "fragments": 2}
-    diloco = DiLoCo(model, optimizer, sync_every=4, **options)
+    diloco = DiLoCo(model, optimizer, sync_every=4, **grouped(options))
     shown = [repr(diloco)] * (rank == 0)
     for step in range(5):
         train_step(model, optimizer, rank, step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -24,12 +26,21 @@ from diloco_comm import (
 )
 from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
 from diloco_comm.integrations.attaching import (
+    all_named,
+    attach,
     check,
-    check_names,
     choices_for,
     with_total_steps,
 )
-from diloco_comm.options import HOMES, choices_among, choices_of, with_defaults
+from diloco_comm.options import (
+    HOMES,
+    check_names,
+    choices_among,
+    choices_in,
+    choices_of,
+    grouped,
+    with_defaults,
+)
 
 KINDS = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "peers": StorePeers}
 
@@ -76,7 +87,9 @@ def trained(rank: int, world: int) -> list[tuple[str, dict[str, Any]]]:
     runs = [(spelling, peers[0]) for spelling in SPELLINGS]
     runs += [(SPELLINGS[1], place) for place in peers[1:]]
     for spelling, place in runs:
-        model, optimizer, diloco = made(**{**spelling, **place})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            model, optimizer, diloco = made(**{**spelling, **place})
         with diloco:
             for step in range(5):
                 train_step(model, optimizer, rank, step)
@@ -90,6 +103,122 @@ def test_every_spelling_is_the_same_training(workers) -> None:
     assert len(results) == 2 * (len(SPELLINGS) + 6)
     assert all(result == results[0] for result in results)
     assert results[0][1]["seed"] == 5 and results[0][1]["max_skipped"] is None
+
+
+STORE = dist.HashStore()
+# Names of 0.1, and the two lines that the warning shows.
+OLD: list[tuple[Any, dict[str, Any], str, str]] = [
+    (DiLoCo, {"block_size": 64, "lanes": 4}, "DiLoCo(block_size=64, lanes=4)",
+     "DiLoCo(wire=Wire(block_size=64), link=Link(lanes=4))"),
+    (DiLoCo, {"wire": "int4", "seed": 3, "on_nonfinite": "skip"},
+     'DiLoCo(seed=3, on_nonfinite="skip", wire="int4")',
+     'DiLoCo(wire=Wire("int4", seed=3), nonfinite="skip")'),
+    (DiLoCo, {"store": STORE, "replica": 0, "num_replicas": 1, "backend": "gloo"},
+     'DiLoCo(store=store, replica=0, num_replicas=1, backend="gloo")',
+     'DiLoCo(peers=StorePeers(store, replica=0, of=1), link="gloo")'),
+    (DiLoCo, {"on_nonfinite": "reset", "on_reset": print, "max_skipped": None},
+     'DiLoCo(on_nonfinite="reset", on_reset=on_reset, max_skipped=None)',
+     'DiLoCo(nonfinite=NonFinite("reset", max_skipped=None, on_reset=on_reset))'),
+    (DiLoCo, {"mesh": None, "num_replicas": 1}, "DiLoCo(mesh=None, num_replicas=1)",
+     'DiLoCo(peers="alone")'),
+    (eager_diloco, {"align_tensors": True}, "eager_diloco(align_tensors=True)",
+     "eager_diloco(wire=Wire(align_tensors=True))"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "arguments", "before", "after"), OLD)
+def test_an_old_name_warns_once_with_the_new_line(
+    make: Any, arguments: dict[str, Any], before: str, after: str
+) -> None:
+    with pytest.warns(DeprecationWarning) as caught:
+        *_, diloco = made(make=make, **arguments)
+    diloco.close()
+    sentence = f"{before} is written {after} since 0.2; the old names end with 0.3"
+    assert [str(one.message) for one in caught] == [sentence]
+    assert caught[0].filename == __file__
+    *_, again = made(make=make, **grouped(arguments))
+    again.close()
+    assert again.config() == diloco.config()
+
+
+@pytest.mark.parametrize("make", [AsyncDiLoCo, DecoupledDiLoCo])
+def test_old_names_of_asynchronous_training_warn(make: Any) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sentence = (
+        r"\(seed=3, timeout=9.0\) is written .*\(wire=Wire\(seed=3\), link=Link\(timeout=9.0\)\)"
+    )
+    with pytest.warns(DeprecationWarning, match=make.__name__ + sentence):
+        with pytest.raises(ValueError, match="address"):
+            make(model, optimizer, server="nowhere", name="a", seed=3, timeout=9.0)
+
+
+def test_old_names_of_a_callback_warn_when_it_is_made() -> None:
+    class Callback:
+        def __init__(self, make: Any, **arguments: Any) -> None:
+            self.arguments = check(Callback, make, arguments)
+
+    make = functools.partial(DiLoCo, sync_every=4, seed=3, lanes=2)
+    with pytest.warns(DeprecationWarning, match="Callback") as caught:
+        arguments = Callback(make, seed=5, timeout=60.0).arguments
+    assert len(caught) == 1
+    assert arguments == {
+        "sync_every": 4,
+        "wire": Wire(seed=5),
+        "link": Link(lanes=2, timeout=60.0),
+    }
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(make, model, optimizer, {**arguments, "peers": "alone"}) as diloco:
+        assert diloco.config()["seed"] == 5 and diloco.config()["lanes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"group": "x"}, TypeError, "group must be a process group of torch.distributed"),
+        ({"mesh": "x"}, TypeError, "mesh must be a DeviceMesh"),
+        ({"replica": 1}, ValueError, "replica, num_replicas and members need store="),
+        ({"membership": 3}, TypeError, "peers must be a ProcessGroup"),
+        ({"membership": Elastic("tcp://h:1"), "replica": 1}, ValueError, "leave out replica"),
+    ],
+)
+def test_old_names_are_checked_as_before(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.warns(DeprecationWarning), pytest.raises(error, match=message):
+        made(**arguments)
+
+
+def test_a_choice_is_not_given_twice() -> None:
+    with pytest.raises(TypeError, match="seed is given twice: in wire= and as seed="):
+        grouped({"wire": Wire(seed=3), "seed": 4})
+
+
+def test_a_configuration_has_old_names_or_groups() -> None:
+    """Neither warns: 0.1 reads what this version saves, and a file may be written by hand."""
+    old = {"sync_every": 2, "wire": "int4", "seed": 3, "lanes": 2, "max_skipped": None}
+    new = {
+        "sync_every": 2,
+        "wire": {"name": "int4", "seed": 3},
+        "link": {"lanes": 2},
+        "nonfinite": {"max_skipped": None},
+    }
+    assert choices_in("config", new) == old
+    assert choices_in("config", {"nonfinite": "skip"}) == {"on_nonfinite": "skip"}
+    found = []
+    for config in (old, new):
+        *_, diloco = made(config=config, sync_every=None, peers="alone")
+        diloco.close()
+        found.append(diloco.config())
+    assert found[0] == found[1] and found[0]["seed"] == 3 and found[0]["lanes"] == 2
+    *_, diloco = made(config=found[0], sync_every=None, peers="alone")
+    diloco.close()
+    assert diloco.config() == found[0]
+    patterns = {"sync_every": 2, "wire": {"bias": "int4", "rest": "int8"}}
+    assert choices_in("config", patterns) == patterns
+    with pytest.raises(ValueError, match="config has seed twice: in wire and beside it"):
+        choices_in("config", {"wire": {"seed": 3}, "seed": 3})
 
 
 @pytest.mark.parametrize("make", [local_sgd, eager_diloco])
@@ -120,7 +249,11 @@ def test_a_wire_without_a_name_keeps_the_preset_s(make: Any) -> None:
         ({"peers": "tcp://host:1"}, TypeError, "peers must be a ProcessGroup"),
         ({"peers": StorePeers(dist.HashStore(), 4, of=2)}, ValueError, "replica"),
         ({"peers": StorePeers(dist.HashStore(), 0)}, ValueError, "StorePeers needs replica="),
-        ({"lane": 2}, TypeError, "DiLoCo has no argument 'lane': did you mean 'lanes'"),
+        (
+            {"lane": 2},
+            TypeError,
+            "no argument 'lane': did you mean link=Link",
+        ),
     ],
 )
 def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -142,9 +275,9 @@ def test_a_callback_checks_the_groups_when_it_is_made() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Callback(sync_every=2, **arguments)
-    check_names(Callback, {"peers": None, "lanes": 2})
+    check_names(Callback, {"peers": None, "lanes": 2}, all_named())
     with pytest.raises(TypeError, match="did you mean 'peers'"):
-        check_names(Callback, {"peer": None})
+        check_names(Callback, {"peer": None}, all_named())
 
 
 @pytest.mark.parametrize("name", ["peers", "membership"])

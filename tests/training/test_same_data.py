@@ -12,6 +12,7 @@ from problems import Regression, attach, train_step
 from torch.distributed.device_mesh import init_device_mesh
 
 from diloco_comm import DiLoCo, Eager, Streaming
+from diloco_comm.options import grouped
 
 WORDS = "train on the same data"
 
@@ -122,7 +123,7 @@ def told_workers(rank: int, world: int) -> list[list[str]]:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                with DiLoCo(model, optimizer, sync_every=2, **arguments) as diloco:
+                with DiLoCo(model, optimizer, sync_every=2, **grouped(arguments)) as diloco:
                     for step in range(2):
                         train_step(model, optimizer, 0 if is_same else 1 + replica, step)
                     diloco.flush()

@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from diloco_comm import DiLoCo
+from diloco_comm.options import grouped
 from diloco_comm.training.sampler import shard_part
 
 NUM_SAMPLES = 103
@@ -356,7 +357,7 @@ def parts_of_workers(rank: int, world: int) -> dict[str, Any]:
 
     def look(name: str, model: nn.Module, **arguments: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with DiLoCo(model, optimizer, **{**default, **arguments}) as diloco:
+        with DiLoCo(model, optimizer, **grouped({**default, **arguments})) as diloco:
             try:
                 found[name] = part_of(diloco)
             except ValueError as error:

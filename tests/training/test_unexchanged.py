@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, ReplicaMismatch
+from diloco_comm.options import grouped
 from diloco_comm.rounds import handshake
 
 
@@ -35,7 +36,7 @@ def attach(seed: int, **arguments: Any) -> tuple[nn.Module, DiLoCo]:
     model = Features(seed, arguments.pop("width", 6))
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
-    return model, DiLoCo(model, optimizer, sync_every=2, timeout=30, **arguments)
+    return model, DiLoCo(model, optimizer, sync_every=2, **grouped({"timeout": 30, **arguments}))
 
 
 def begin(rank: int, world: int, seeds: list[int], arguments: dict[str, Any]) -> Any:
@@ -78,7 +79,7 @@ def begin_with_other_base(rank: int, world: int, arguments: dict[str, Any]) -> s
         model.base.weight[0, 0] += rank
     trained = [param for param in model.parameters() if param.requires_grad]
     try:
-        DiLoCo(model, torch.optim.SGD(trained, lr=0.1), sync_every=2, **arguments).close()
+        DiLoCo(model, torch.optim.SGD(trained, lr=0.1), sync_every=2, **grouped(arguments)).close()
     except ReplicaMismatch as error:
         return str(error)
     return ""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.support import common
+from diloco_comm import Link
 from diloco_comm.asynchronous.decoupled.learning.attached import DecoupledDiLoCo
 from diloco_comm.asynchronous.decoupled.serving.server import DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
@@ -99,7 +100,7 @@ class Loop:
             torch.optim.SGD(self._model.parameters(), lr=1.0),
             server=options["address"],
             name=options["name"],
-            timeout=_PATIENCE_S,
+            link=Link(timeout=_PATIENCE_S),
             attach=False,
         )
         courier = self._learner._shards[0].carrier

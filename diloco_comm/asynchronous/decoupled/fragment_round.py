@@ -32,14 +32,14 @@ class QuorumRule:
     Args:
         quorum: K, the distinct learners whose reports make a quorum, at most ``MAX_REPORTS``. Where
             fewer take part in a round, all of them make the quorum.
-        grace: gamma, the share of the slack that the grace window takes; 0 for no window. The
+        gamma: The share of the slack that the grace window takes; 0 for no window. The
             default is this library's: the paper states none.
-        overlap_steps: tau, the inner steps that a learner can take before a merge comes late.
+        delay: tau, the inner steps that a learner can take before a merge comes late.
     """
 
     quorum: int = 1
-    grace: float = 0.5
-    overlap_steps: int = 0
+    gamma: float = 0.5
+    delay: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.quorum, bool) or not isinstance(self.quorum, int) or self.quorum < 1:
@@ -49,10 +49,10 @@ class QuorumRule:
                 f"quorum must be at most {MAX_REPORTS}, the reports that one merge takes, got "
                 f"{self.quorum}"
             )
-        if not 0 <= self.grace <= 1:
-            raise ValueError(f"grace must lie in [0, 1], got {self.grace!r}")
-        if self.overlap_steps < 0:
-            raise ValueError(f"overlap_steps must not be negative, got {self.overlap_steps!r}")
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"gamma must lie in [0, 1], got {self.gamma!r}")
+        if self.delay < 0:
+            raise ValueError(f"delay must not be negative, got {self.delay!r}")
 
     def window(self, step_s: float, quorum_s: float, sync_s: float) -> float:
         """Return the length of the grace window: min(gamma * slack, step_s).
@@ -62,8 +62,8 @@ class QuorumRule:
             quorum_s: Seconds from the call to the quorum.
             sync_s: Seconds to bring a commit to the learners.
         """
-        slack = max(self.overlap_steps * step_s - quorum_s - sync_s, 0.0)
-        return min(self.grace * slack, step_s)
+        slack = max(self.delay * step_s - quorum_s - sync_s, 0.0)
+        return min(self.gamma * slack, step_s)
 
 
 @dataclass(frozen=True)

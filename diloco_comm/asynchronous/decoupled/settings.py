@@ -116,7 +116,7 @@ class DecoupledSettings:
     @property
     def rule(self) -> QuorumRule:
         """Quorum and grace window."""
-        return QuorumRule(quorum=self.quorum, grace=self.gamma, overlap_steps=self.delay)
+        return QuorumRule(quorum=self.quorum, gamma=self.gamma, delay=self.delay)
 
     @property
     def how_received(self) -> Receipt:

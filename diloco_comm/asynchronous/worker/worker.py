@@ -404,4 +404,9 @@ class AsyncDiLoCo:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        """Send the open round, but for an error, and leave the server."""
+        try:
+            if exception[:1] == (None,) and not self._is_closed:
+                self.flush()
+        finally:
+            self._close()

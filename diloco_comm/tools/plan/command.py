@@ -36,12 +36,12 @@ _TAKEN_BY = {
     "--failures": ("chips", "replicas", "workers", "lost_seconds", "failures_per_year"),
     "--decoupled": (
         *("params", "step_time", "replicas", "workers", "sync_every", "wire", "rtt_ms", "gbps"),
-        *("fragments", "wire_down", "quorum", "grace", "overlap_steps"),
+        *("fragments", "wire_down", "quorum", "gamma", "delay"),
     ),
 }
 _OF_MODE_ALONE = {
     "--failures": ("chips", "lost_seconds", "failures_per_year"),
-    "--decoupled": ("fragments", "wire_down", "quorum", "grace", "overlap_steps"),
+    "--decoupled": ("fragments", "wire_down", "quorum", "gamma"),
 }
 
 
@@ -73,7 +73,10 @@ def plan(
             "dp and diloco send all at once."
         ),
     ] = None,
-    delay: Annotated[int, typer.Option(help="Steps from send to apply, of streaming.")] = 1,
+    delay: Annotated[
+        int | None,
+        typer.Option(help="Steps from send to apply: of streaming (1), of --decoupled (tau, 2)."),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Sends to apply, of delayed, eager, co2.")] = 1,
     wire: Annotated[
         str | None,
@@ -120,12 +123,9 @@ def plan(
         str, typer.Option(help="Wire format of the commits, for --decoupled.")
     ] = "fp32",
     quorum: Annotated[int, typer.Option(help="Learners of a quorum, for --decoupled.")] = 1,
-    grace: Annotated[
+    gamma: Annotated[
         float, typer.Option(help="Share of the slack that the window takes, for --decoupled.")
     ] = 0.5,
-    overlap_steps: Annotated[
-        int, typer.Option(help="Steps from call to commit without delay, for --decoupled.")
-    ] = 2,
     write: Annotated[
         Path | None,
         typer.Option(help="Write the settings chosen for --gbps into this JSON file."),
@@ -150,7 +150,8 @@ def plan(
         if params is None or step_time is None:
             misuse("--decoupled needs --params and --step-time")
         numbers = (step_time, replicas, sync_every, fragments, wire or "int4", wire_down)
-        _print_decoupled(params, numbers, (quorum, grace, overlap_steps), rtt_ms, gbps, as_json)
+        rule = (quorum, gamma, 2 if delay is None else delay)
+        _print_decoupled(params, numbers, rule, rtt_ms, gbps, as_json)
         return
     size = _size(params, layers, model_config, safetensors)
     if step_time is None:
@@ -172,7 +173,7 @@ def plan(
             method=method,
             sync_every=sync_every,
             fragment_layers=fragment_layers,
-            delay=delay,
+            delay=1 if delay is None else delay,
             rounds=rounds,
             wire=wire or ("fp32" if method == "dp" else "int8"),
             block_size=block_size,
@@ -305,14 +306,14 @@ def _print_decoupled(
     from ...asynchronous.decoupled.fragment_round import QuorumRule
     from .decoupled import DecoupledRequest, make_report, print_decoupled
 
-    quorum, grace, overlap_steps = rule
+    quorum, gamma, delay = rule
     try:
-        quorum_rule = QuorumRule(quorum=quorum, grace=grace, overlap_steps=overlap_steps)
+        quorum_rule = QuorumRule(quorum=quorum, gamma=gamma, delay=delay)
         count = parse_count("--params", params)
         request = DecoupledRequest(count, *numbers, rule=quorum_rule, rtt_ms=rtt_ms)
         report = make_report(request, gbps)
     except ValueError as error:
-        misuse(in_options(str(error), ("quorum", "grace", "overlap_steps", "wire")))
+        misuse(in_options(str(error), ("quorum", "gamma", "delay", "wire")))
     if as_json:
         print(json.dumps(report, indent=1))
     else:

@@ -52,7 +52,7 @@ class DecoupledRequest:
     fragments: int = 24
     wire: str = "int4"
     wire_down: str = "fp32"
-    rule: QuorumRule = field(default_factory=lambda: QuorumRule(overlap_steps=2))
+    rule: QuorumRule = field(default_factory=lambda: QuorumRule(delay=2))
     rtt_ms: float = 0.0
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class DecoupledRequest:
 
         None: no bandwidth is enough.
         """
-        left_s = self.rule.overlap_steps * self.step_time - self.boundary_s - 1.5 * self.rtt_s
+        left_s = self.rule.delay * self.step_time - self.boundary_s - 1.5 * self.rtt_s
         return (self.report_bytes + self.commit_bytes) / left_s / GBIT if left_s > 0 else None
 
 
@@ -170,7 +170,7 @@ def _on_link(request: DecoupledRequest, gbps: float) -> dict[str, Any]:
         "load": request.sustained_gbps(busiest) / gbps,
         "quorum_s": quorum_s,
         "sync_s": sync_s,
-        "slack_s": max(rule.overlap_steps * step_s - quorum_s - sync_s, 0.0),
+        "slack_s": max(rule.delay * step_s - quorum_s - sync_s, 0.0),
         "window_s": window_s,
         "steps_late": (quorum_s + window_s + sync_s) / step_s,
     }
@@ -193,7 +193,7 @@ def print_decoupled(console: Console, report: dict[str, Any]) -> None:
     else:
         words = f"With {plan['in_time_gbps']:.3g} Gbit/s both ways a fragment is back"
     console.print(
-        f"{words} within {request['overlap_steps']} inner steps of its call, with a round trip of "
+        f"{words} within {request['delay']} inner steps of its call, with a round trip of "
         f"{request['rtt_ms']:g} ms and before any grace window.",
         highlight=False,
     )

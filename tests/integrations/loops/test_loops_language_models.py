@@ -12,6 +12,7 @@ from ordinary_loops import GPT, NUM_TOKENS, Loop, Replica, check, get_batch, get
 from torch import nn
 
 from diloco_comm import DiLoCo, Streaming
+from diloco_comm.options import grouped
 
 # ------------------------------------------------------------------------------------- nanoGPT
 
@@ -60,7 +61,7 @@ def train_nanogpt(
     if checkpoint and loads == "before":
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-    diloco = DiLoCo(model, optimizer, sync_every=4, **arguments)
+    diloco = DiLoCo(model, optimizer, sync_every=4, **grouped(arguments))
     if checkpoint and loads == "after":
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])

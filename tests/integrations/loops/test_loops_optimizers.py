@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from trainers import needs
 
 from diloco_comm import SGD, DiLoCo, Eager, Nesterov, Streaming
+from diloco_comm.options import grouped
 
 # ------------------------------------------------------------------------------------------ GANs
 
@@ -75,8 +76,8 @@ def gan_in_two_groups(replica: Replica) -> DiLoCo:
     others: list[DiLoCo] = []
 
     def attach(gan: GAN, g: torch.optim.Optimizer, d: torch.optim.Optimizer) -> DiLoCo:
-        others.append(DiLoCo(gan.discriminator, d, sync_every=5, name="discriminator"))
-        return DiLoCo(gan.generator, g, sync_every=4, name="generator")
+        others.append(DiLoCo(gan.discriminator, d, sync_every=5))
+        return DiLoCo(gan.generator, g, sync_every=4)
 
     diloco = train_gan(replica, attach)
     others[0].flush()
@@ -316,7 +317,7 @@ def train_regression(
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1))
     )
-    diloco = DiLoCo(model, optimizer, sync_every=sync_every, **arguments)
+    diloco = DiLoCo(model, optimizer, sync_every=sync_every, **grouped(arguments))
     for step in range(num_steps):
         train_step(model, optimizer, replica.rank, step)
         scheduler.step()
@@ -409,7 +410,7 @@ def sharded_replicas(replica: Replica) -> DiLoCo:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    diloco = DiLoCo(model, optimizer, sync_every=4, mesh=mesh["replica"])
+    diloco = DiLoCo(model, optimizer, sync_every=4, peers=mesh["replica"])
     for step in range(10):
         if step % 3 == 0:
             model.eval()

@@ -26,6 +26,7 @@ from trainers import needs
 from workers import Pool
 
 from diloco_comm import DiLoCo
+from diloco_comm.options import grouped
 
 NUM_STEPS, SAVED_STEP = 10, 5
 
@@ -87,7 +88,7 @@ def train_huggingface(replica: Replica, name: str, *, checkpoint: str | None = N
         save_steps=SAVED_STEP,
         logging_steps=2,
     )
-    callback = DiLoCoCallback(sync_every=4, shard=False, **replica.place(name))
+    callback = DiLoCoCallback(sync_every=4, shard=False, **grouped(replica.place(name)))
     trainer = Trainer(
         GPT2LMHeadModel(config),
         args,
@@ -139,7 +140,7 @@ def train_lightning(replica: Replica, name: str, *, checkpoint: Path | None = No
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    callback = DiLoCoCallback(sync_every=4, shard=False, **replica.place(name))
+    callback = DiLoCoCallback(sync_every=4, shard=False, **grouped(replica.place(name)))
     saving = ModelCheckpoint(replica.folder, filename="{step}", save_top_k=-1)
     trainer = quiet_trainer(
         max_epochs=2,
@@ -187,7 +188,9 @@ def accelerate(replica: Replica) -> DiLoCo:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=NUM_STEPS)
     loader = DataLoader(Tokens(replica.rank, NUM_STEPS), batch_size=4, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    diloco = attach(accelerator, model, optimizer, sync_every=4, **replica.place("accelerate"))
+    diloco = attach(
+        accelerator, model, optimizer, sync_every=4, **grouped(replica.place("accelerate"))
+    )
     for epoch in range(2):
         model.train()
         for batch in loader:
@@ -219,7 +222,7 @@ def peft_lora(replica: Replica) -> DiLoCo:
     config = LoraConfig(r=2, target_modules=["c_attn", "c_proj"], modules_to_save=["ln_f"])
     model = get_peft_model(LanguageModel(), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    diloco = DiLoCo(model, optimizer, sync_every=4, **replica.place("peft"))
+    diloco = DiLoCo(model, optimizer, sync_every=4, **grouped(replica.place("peft")))
     for step in range(NUM_STEPS):
         input_ids, labels = get_batch(replica.rank, step)
         model(input_ids=input_ids, labels=labels)["loss"].backward()

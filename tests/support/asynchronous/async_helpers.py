@@ -21,6 +21,7 @@ from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.worker.link import read_status
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 from diloco_comm.methods.outer import SGD
+from diloco_comm.options import grouped
 
 PLAIN = Immediate(outer=SGD(1.0))
 
@@ -51,7 +52,7 @@ def attach(server: str, name: str, size: int = 7, **options: Any) -> tuple[Flat,
     model = Flat(size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"wire": "fp32", "timeout": 20.0, "attach": False, **options}
-    return model, AsyncDiLoCo(model, optimizer, server=server, name=name, **options)
+    return model, AsyncDiLoCo(model, optimizer, server=server, name=name, **grouped(options))
 
 
 @contextmanager

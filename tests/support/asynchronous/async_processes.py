@@ -23,7 +23,7 @@ import torch
 from async_helpers import Flat, attach
 from coverage_context import count_for, current_test
 
-from diloco_comm import SGD
+from diloco_comm import SGD, Link
 from diloco_comm.asynchronous.model.rules import Immediate
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.server.storage.snapshots import Storage
@@ -74,7 +74,7 @@ def worker_main(
         wire="bf16" if options.fetch == "updates" else "fp32",
         fetch=options.fetch,
         fragments=["a", "b"],
-        timeout=60.0,
+        link=Link(timeout=60.0),
         attach=False,
         on_round=note,
     )

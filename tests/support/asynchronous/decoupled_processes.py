@@ -21,7 +21,7 @@ from async_helpers import Flat, wait_until
 from async_processes import Child
 from torch import Tensor
 
-from diloco_comm import SGD
+from diloco_comm import SGD, Link
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.tape import replay
@@ -38,11 +38,13 @@ def make_server(settings: dict[str, Any] | None = None, **options: Any) -> Decou
     return DecoupledServer(given, **{"outer": SGD(1.0), **options})
 
 
-def attach(address: str | list[str], name: str, size: int = SIZE, **options: Any):
+def attach(
+    address: str | list[str], name: str, size: int = SIZE, timeout: float = 20.0, **options: Any
+):
     """Return a model that a test moves by hand, and its learner."""
     model = Flat(size, 0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    options = {"timeout": 20.0, "attach": False, **options}
+    options = {"link": Link(timeout=timeout), "attach": False, **options}
     return model, DecoupledDiLoCo(model, optimizer, server=address, name=name, **options)
 
 

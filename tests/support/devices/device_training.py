@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from diloco_comm import CO2, SGD, Adam, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Streaming
 from diloco_comm.ops.wire import ELEMENT_WIRES
+from diloco_comm.options import grouped
 
 SHAPES = ((33, 65), (7,), (0, 3), (128, 129), (1,), (255,))
 
@@ -119,7 +120,7 @@ class Replica:
         options = {"sync_every": 4, "chunk_bytes": 2048, "attach": False}
         if arguments.get("wire", "int8") in ELEMENT_WIRES:
             options["block_size"] = 64
-        self.diloco = DiLoCo(self.model, optimizer, **{**options, **arguments})
+        self.diloco = DiLoCo(self.model, optimizer, **grouped({**options, **arguments}))
 
     def steps(self, begin: int, end: int) -> None:
         for step in range(begin, end):

@@ -26,6 +26,7 @@ from diloco_comm import DiLoCo, LeftBehind, Nesterov, SyncError
 from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
 from diloco_comm.elastic.options import Elastic
 from diloco_comm.exchange.membership import regroup, sealing
+from diloco_comm.options import grouped
 from diloco_comm.training.elastic_group import ElasticGroup
 
 # Long enough for a process on a loaded machine to beat meanwhile.
@@ -177,18 +178,20 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
     diloco = DiLoCo(
         model,
         optimizer,
-        membership=membership,
         shard_group=group,
-        **{
-            "weight": tokens.take if run.has_tokens else 1.0,
-            "sync_every": 4,
-            "wire": "int8",
-            "block_size": BLOCK,
-            "chunk_bytes": 512,
-            "timeout": 40.0,
-            "outer": Nesterov(lr=LR, momentum=MOMENTUM),
-            **run.options,
-        },
+        **grouped(
+            {
+                "membership": membership,
+                "weight": tokens.take if run.has_tokens else 1.0,
+                "sync_every": 4,
+                "wire": "int8",
+                "block_size": BLOCK,
+                "chunk_bytes": 512,
+                "timeout": 40.0,
+                "outer": Nesterov(lr=LR, momentum=MOMENTUM),
+                **run.options,
+            }
+        ),
     )
     num_steps = 0
     try:

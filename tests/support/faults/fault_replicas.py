@@ -23,6 +23,7 @@ from workers import GRACE_S, Pool, deadline_after
 
 from diloco_comm import DiLoCo, Nesterov, SyncError
 from diloco_comm.ops.digests import digest_of
+from diloco_comm.options import grouped
 from diloco_comm.replica.fragments import Schedule
 
 LR, MOMENTUM = 0.7, 0.9
@@ -151,14 +152,20 @@ class Replica:
             self.optimizer,
             sync_every=setup.sync_every,
             fragments=setup.fragments,
-            store=dist.PrefixStore(setup.name, self.store),
-            replica=number,
-            members=members,
-            wire=setup.wire,
-            block_size=BLOCK,
-            chunk_bytes=setup.chunk_bytes,
-            timeout=setup.timeout,
-            **{"outer": Nesterov(lr=LR, momentum=MOMENTUM), **setup.options, **options},
+            **grouped(
+                {
+                    "store": dist.PrefixStore(setup.name, self.store),
+                    "replica": number,
+                    "members": members,
+                    "wire": setup.wire,
+                    "block_size": BLOCK,
+                    "chunk_bytes": setup.chunk_bytes,
+                    "timeout": setup.timeout,
+                    "outer": Nesterov(lr=LR, momentum=MOMENTUM),
+                    **setup.options,
+                    **options,
+                }
+            ),
         )
 
     def _remember(self, *_: Any) -> None:

@@ -105,7 +105,7 @@ def settings_of(config: str) -> Bits:
     """Return the settings that ``DiLoCo`` makes of saved arguments, in their present names."""
     model = Layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with DiLoCo(model, optimizer, config=json.loads(config), num_replicas=1) as diloco:
+    with DiLoCo(model, optimizer, config=json.loads(config), peers="alone") as diloco:
         return diloco.config()
 
 

@@ -15,6 +15,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from diloco_comm import DiLoCo, SyncError
 from diloco_comm.ops.digests import digest_of
+from diloco_comm.options import grouped
 from diloco_comm.training import presets
 
 Bits = dict[str, Any]
@@ -112,7 +114,7 @@ class Member:
             options["store"] = dist.PrefixStore(f"{self.setting.name} {part}", self.store)
             options["replica"] = self.replica
         options |= {"timeout": TIMEOUT_S, "impl": self.impl}
-        self.diloco = make(self.model, self.optimizer, **arguments, **options)
+        self.diloco = make(self.model, self.optimizer, **grouped({**arguments, **options}))
         self.diloco.on_sync(self._synced)
         self._record_payloads()
 
@@ -248,7 +250,7 @@ def run_plain(member: Member) -> Bits:
     if event == "resume":
         member.train_to(CHANGE_STEP)
         member.resume()
-    with member.diloco:
+    with closing(member.diloco):
         member.train_to(FINAL_STEPS if event == "final" else NUM_STEPS)
         if event == "final":
             member.diloco.flush()
@@ -267,7 +269,7 @@ def run_join(member: Member) -> Bits:
     else:
         member.attach(members=everyone, init="join")
         member.step = member.diloco.inner_step
-    with member.diloco:
+    with closing(member.diloco):
         member.train_to(NUM_STEPS)
         return member.bits()
 
@@ -302,7 +304,7 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
     everyone = range(member.setting.world)
     survivors, is_last = everyone[:-1], member.replica == everyone[-1]
     member.attach(**member.group)
-    with member.diloco:
+    with closing(member.diloco):
         member.train_to(FAULT_STEP - 1)
         member.settle(everyone, "before")
         if is_last:
@@ -326,7 +328,7 @@ def run_workers(member: Member) -> Bits:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "worker"))
     member.store, member.replica = None, mesh["replica"].get_local_rank()
     member.attach(mesh=mesh["replica"], shard_group=mesh["worker"])
-    with member.diloco:
+    with closing(member.diloco):
         member.train_to(NUM_STEPS)
         return member.bits()
 

@@ -134,7 +134,7 @@ def run_decoupled(name: str) -> Bits:
          [p.detach() for p in model.layers[3:].parameters()]]
         for model in models
     ]  # fmt: skip
-    setting = Setting(rule=QuorumRule(quorum=2, overlap_steps=2), **options)
+    setting = Setting(rule=QuorumRule(quorum=2, delay=2), **options)
     steps = [make_step(model, number) for number, model in enumerate(models)]
     run = setting.run(parts, steps, seconds=SECONDS, tokens=[1, 2, 3], **running)
     run.until(seconds=12.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo
+from diloco_comm.options import grouped
 
 # f_m(x) = 0.5 (x - b_m)' A_m (x - b_m), the quadratic problem of the worked examples.
 MATRICES = (((1.0, 0.2), (0.2, 0.5)), ((0.6, -0.1), (-0.1, 1.2)))
@@ -106,7 +107,7 @@ def attach(rank: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Opti
     model = Regression(width=arguments.pop("width", 24), seed=arguments.pop("model_seed", 0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     arguments = {"sync_every": 2, "wire": "fp32", **arguments}
-    return model, optimizer, DiLoCo(model, optimizer, **arguments)
+    return model, optimizer, DiLoCo(model, optimizer, **grouped(arguments))
 
 
 def everything(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, Nesterov, Streaming, WireFormat, __version__, ops
+from diloco_comm.options import grouped
 from diloco_comm.wire import ELEMENT_WIRES, WIRES, Layout, rng_key
 
 STATE, BYTES = "streaming-state.pt", "wire-bytes.pt"
@@ -44,11 +45,15 @@ def attach(**place: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
         fragments=2,
         overlap=Streaming(delay=2, alpha=0.5),
         outer=Nesterov(0.4, 0.9),
-        wire=WireFormat("int4", BLOCK_SIZE),
-        rounding="stochastic",
-        seed=7,
-        error_feedback=True,
-        **place,
+        **grouped(
+            {
+                "wire": WireFormat("int4", BLOCK_SIZE),
+                "rounding": "stochastic",
+                "seed": 7,
+                "error_feedback": True,
+                **place,
+            }
+        ),
     )
     return model, optimizer, diloco
 

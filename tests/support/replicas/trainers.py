@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from diloco_comm import DiLoCo, Nesterov, Streaming
+from diloco_comm.options import grouped
 
 WIDTH, ROWS = 24, 8
 NUM_STEPS, SAVED_STEP = 10, 5
@@ -93,7 +94,7 @@ def plain_loop(
     """Train without any trainer; returns the parameters after each step and after the flush."""
     optimizer = make_optimizer(model)
     history = []
-    with DiLoCo(model, optimizer, **arguments) as diloco:
+    with DiLoCo(model, optimizer, **grouped(arguments)) as diloco:
         for step in range(NUM_STEPS):
             for part in range(accumulate):
                 index = step % steps_per_epoch * accumulate + part
@@ -118,7 +119,7 @@ def outers_of_plain_loop(
     model = WithLoss(rank)
     optimizer = make_optimizer(model)
     outers = []
-    with DiLoCo(model, optimizer, **arguments) as diloco:
+    with DiLoCo(model, optimizer, **grouped(arguments)) as diloco:
         for step in range(NUM_STEPS):
             model(*batch(rank, step % steps_per_epoch, WIDTH, ROWS))["loss"].backward()
             optimizer.step()

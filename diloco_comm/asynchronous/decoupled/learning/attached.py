@@ -456,4 +456,9 @@ class DecoupledDiLoCo:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        """Share the steps since the last report, but for an error, and leave the server."""
+        try:
+            if exception[:1] == (None,) and self._end.alive:
+                self.flush()
+        finally:
+            self._close()

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from ....asynchronous import DecoupledDiLoCo
+from ....options import Link
 from ...common.workers import die_with_parent
 from ..data import Batches, load_corpus, validation_windows
 from ..events import Failed
@@ -81,7 +82,7 @@ def _train(pipe: Connection, index: int, demo: DecoupledDemo, address: str) -> N
     model = ByteTransformer(demo.model, demo.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
     tokens = demo.batch_size * context
-    options = {"server": address, "tokens": tokens, "timeout": demo.timeout_s}
+    options = {"server": address, "tokens": tokens, "link": Link(timeout=demo.timeout_s)}
     with DecoupledDiLoCo(model, optimizer, name=f"learner-{index}", **options) as diloco:  # type: ignore[arg-type]
 
         def held_out() -> float:

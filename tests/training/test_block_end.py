@@ -1,0 +1,73 @@
+"""The end of a ``with`` block is the end of training: all replicas share the rest, and close."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import attach, train_step
+
+from diloco_comm import Nesterov, PeerLeft, ReplicaMismatch
+
+# Between two sends.
+NUM_STEPS = 5
+
+
+def ended(rank: int, world: int, flushed_by: list[int], is_final: bool) -> tuple[str, bool, int]:
+    """Train in a block; return the hash after it, whether local is outer, and the sends."""
+    model, optimizer, diloco = attach(sync_every=3, outer=Nesterov(0.7, 0.9), timeout=30)
+    with diloco:
+        for step in range(NUM_STEPS):
+            train_step(model, optimizer, rank, step)
+        if rank in flushed_by:
+            diloco.flush(final=is_final)
+    local = torch.cat([param.detach().flatten() for param in model.parameters()])
+    outer = torch.cat([part.outer.flatten() for part in diloco.parts])
+    return diloco.outer_hash(), torch.equal(local, outer), diloco.totals().num_syncs
+
+
+def test_the_end_of_a_block_is_a_final_flush(workers) -> None:
+    expected = [(hashed, True, 2) for hashed, _, _ in workers(2).run(ended, [0, 1], True)]
+    assert expected[0] == expected[1]
+    for flushed_by, is_final in (([], True), ([0, 1], True), ([0], True), ([0, 1], False)):
+        assert workers(2).run(ended, flushed_by, is_final) == expected
+
+
+def ended_otherwise(rank: int, world: int, ending: str) -> str:
+    """Replica 0 leaves its block in another way than replica 1; return what replica 1 hears."""
+    model, optimizer, diloco = attach(sync_every=3, timeout=30)
+    try:
+        with diloco:
+            for step in range(12 if (ending, rank) == ("early", 1) else NUM_STEPS):
+                train_step(model, optimizer, rank, step)
+            if rank == 0 and ending == "error":
+                raise KeyError(ending)
+            if rank == 0 and ending == "closed":
+                diloco.close()
+    except (KeyError, PeerLeft, ReplicaMismatch) as error:
+        return type(error).__name__
+    assert diloco._is_closed
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("ending", "heard"),
+    [
+        ("error", ["KeyError", "PeerLeft"]),
+        ("closed", ["", "PeerLeft"]),
+        ("early", ["ReplicaMismatch", "ReplicaMismatch"]),
+    ],
+)
+def test_no_replica_waits_for_one_that_ends_otherwise(
+    ending: str, heard: list[str], workers
+) -> None:
+    assert workers(2).run(ended_otherwise, ending) == heard
+
+
+def test_a_block_of_one_replica_applies_the_rest() -> None:
+    model, optimizer, diloco = attach(sync_every=3, outer=Nesterov(0.7, 0.9))
+    with diloco:
+        train_step(model, optimizer, 0, 0)
+        assert diloco.totals().num_syncs == 0
+    assert diloco.totals().num_syncs == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        diloco.__enter__()
