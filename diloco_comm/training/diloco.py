@@ -16,7 +16,7 @@ from torch import nn
 from .. import ops
 from ..base import recording
 from ..base.checks import flag, integer, refuse_copy
-from ..base.errors import NonFiniteError, PeerLeft
+from ..base.errors import LeftBehind, NonFiniteError, PeerLeft
 from ..base.memory import memory_order
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
@@ -266,8 +266,8 @@ class DiLoCo:
             return
         try:
             self.flush(final=True)
-        except PeerLeft:
-            # The flush before was the last one of the others.
+        except (PeerLeft, LeftBehind):
+            # The flush before was the last one of the others, or they go on without this replica.
             if self._rounds.has_unsent(self.inner_step):
                 raise
 
