@@ -176,7 +176,8 @@ class ExchangeBuffers:
         """Take in a round whose payload is encoded, or is being encoded."""
         self.rounds.append(round)
         self._ended.pop(round.key, None)
-        self.residuals.encoded()
+        if self.residuals.is_kept:
+            self.residuals.encoded()
 
     def adopt(
         self, header: Header, layout: Layout, own: Tensor, mean_layout: Layout, terms: Terms

@@ -196,7 +196,7 @@ class Exchange(StreamMember):
             assert self._driver is not None
             self._driver.reserve(buffers.staging_bytes, buffers.num_chunks)
         else:
-            self._engine.reserve_staging(buffers.staging_bytes)
+            self.engine.reserve_staging(buffers.staging_bytes)
 
     def start(
         self,
@@ -234,7 +234,7 @@ class Exchange(StreamMember):
             SyncError: If the epoch is dead.
             RuntimeError: If the exchange is closed, or the process was forked.
         """
-        self._engine.check_process()
+        self.engine.check_process()
         self.inner_step = header.inner_step
         round = buffers.open_round(header, StreamRound if buffers.is_streamed else Round)
         round.epoch = self.epoch
@@ -248,11 +248,15 @@ class Exchange(StreamMember):
             return self._start_on_streams(buffers, round, sending, is_held)
         staging = None if round.own.bad is None else self._staging(buffers, round, loader)
         residuals = buffers.residuals
-        added, written = residuals.reduction(header.round)
-        if self._engine.is_store_lost:
+        of_encoding: tuple[Tensor | None, Tensor | None] = (None, None)
+        of_reduction = of_encoding
+        if residuals.is_kept:
+            of_encoding = residuals.added, residuals.new
+            of_reduction = residuals.reduction(header.round)
+        if self.engine.is_store_lost:
             self.tell_of_lost_store()
         try:
-            round.job = self._engine.start(
+            round.job = self.engine.start(
                 plan=buffers.native,
                 header=header.native(buffers.layout, buffers.num_chunks, stochastic),
                 payload=round.own.host,
@@ -261,10 +265,10 @@ class Exchange(StreamMember):
                 params=params,
                 encode_key=keys[0],
                 reduce_key=keys[1],
-                residual=residuals.added,
-                new_residual=residuals.new,
-                reduce_residual=added,
-                new_reduce_residual=written,
+                residual=of_encoding[0],
+                new_residual=of_encoding[1],
+                reduce_residual=of_reduction[0],
+                new_reduce_residual=of_reduction[1],
                 bad=round.own.bad_host,
                 staging=staging,
                 is_overlapped=overlapped,
@@ -283,7 +287,7 @@ class Exchange(StreamMember):
             self._ship_on_streams(round)
             return
         assert isinstance(round.job, _C.Job)
-        self._engine.ship(round.job, round.header.is_reset)
+        self.engine.ship(round.job, round.header.is_reset)
 
     def _staging(
         self, buffers: ExchangeBuffers, round: Round, loader: _C.ChunkLoader | None
@@ -300,7 +304,7 @@ class Exchange(StreamMember):
         of ``rtt_ms`` before anything arrives. 0 Gbit/s removes it."""
         if gbps < 0 or rtt_ms < 0:
             raise ValueError(f"emulate_link needs gbps >= 0 and rtt_ms >= 0, got {gbps}, {rtt_ms}")
-        self._engine.emulate_link(gbps, rtt_ms)
+        self.engine.emulate_link(gbps, rtt_ms)
         self.link = f"emulated {gbps:g} Gbit/s, {rtt_ms:g} ms round trip" if gbps else None
 
     def change_group(
@@ -331,7 +335,7 @@ class Exchange(StreamMember):
             ValueError: If the members are not ids that an exchange may have.
             SyncError: If a member does not come, or lacks a round that counts.
         """
-        self._engine.check_process()
+        self.engine.check_process()
         members = checked_members(members, self.replica)
         self.inner_step = inner_step
         return self._enter(members, store, last_rounds)
@@ -365,7 +369,7 @@ class Exchange(StreamMember):
 
     def inject_fault(self, **fault: Any) -> None:
         """For tests: delay, stop or kill this replica; see csrc/exchange/failure/faults.h."""
-        self._engine.inject_fault(**fault)
+        self.engine.inject_fault(**fault)
 
     def close(self) -> None:
         """Finish what is under way, take leave of the peers, end the engine thread; idempotent.
@@ -384,7 +388,7 @@ class Exchange(StreamMember):
         deadline = time.monotonic() + min(self.timeout, patience_s)
         if self._driver is not None:
             self._driver.close(deadline - time.monotonic())
-        self._engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
+        self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
 
     def __enter__(self) -> Exchange:
         return self

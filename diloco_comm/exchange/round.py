@@ -390,7 +390,7 @@ class Round:
             self._headers = [Header.of(header) for header in job.headers]
             self.digest = job.digest
         self.advance(state)
-        if state == "agreed":
+        if state == "agreed" and self.residuals.is_kept:
             self.residuals.turn(self.header.round)
 
     def wait(self, timeout: float | None = None) -> Mean:

@@ -66,6 +66,7 @@ class Residuals:
         device, reduces_on: The device of the fragment, and the device of the reduction.
 
     Attributes:
+        is_kept: Something may be added to an encoding; if not, there is nothing to keep.
         value: The residual of the encoding, [num_elements], or None.
         new: The residual that the next encoding writes.
         owed: fp32 [num_elements] of lost rounds, which the next encoding adds, or None; with error
@@ -86,6 +87,7 @@ class Residuals:
     ) -> None:
         self.num_elements, self.device, self.reduces_on = num_elements, device, reduces_on
         self.error_feedback, self.dtype, self.carries = error_feedback, dtype, carries
+        self.is_kept = error_feedback or carries
         self.decay = decay
         self.num_chains = num_under_way
         self.value = persistent(num_elements, dtype, device) if error_feedback else None
@@ -106,6 +108,7 @@ class Residuals:
 
     def owe(self, values: Tensor) -> None:
         """Let the next encoding add ``values`` (fp32 [num_elements]), too."""
+        self.is_kept = True
         if self.added is None:
             self.owed = torch.zeros(self.num_elements, device=self.device)
         assert self.added is not None

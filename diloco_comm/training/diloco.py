@@ -400,7 +400,8 @@ class DiLoCo:
         self._next_due = self._plan.next_due(self.inner_step, self._saved_writes)
 
     def _count_step(self, is_skipped: bool) -> None:
-        self.exchange.tell_of_lost_store()
+        if self.exchange.engine.is_store_lost:
+            self.exchange.tell_of_lost_store()
         self._skipped.observe(is_skipped=is_skipped)
         self._watch.stepped()
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..methods.overlap import Overlap
 from ..methods.settings import Settings
 from ..ops.wire import WireFormat
 from ..replica import sharding
@@ -42,7 +41,7 @@ class Plan:
         layout: Hash of names, shapes, fragments and schedule, of the elements of this worker.
         saved_layout: The same hash, of the whole parameters.
         shard_group: The replica's workers, when all of them hold the same parameters.
-        policy: When results are applied.
+        delay: Inner steps from a send to its outer step; None where a later send takes the step.
     """
 
     parts: list[SyncedPart]
@@ -54,7 +53,7 @@ class Plan:
     layout: int
     saved_layout: int
     shard_group: ShardGroup | None
-    policy: Overlap
+    delay: int | None
 
     def parameter_parts(self) -> list[SyncedFragment]:
         """Return the parts with parameters."""
@@ -81,12 +80,9 @@ class Plan:
         Args:
             saved: The parts with a round from a saved state, by the inner step that applies it.
         """
-        indices = {*self.schedule.due(inner_step - self._delay), *saved.get(inner_step, ())}
+        sent = inner_step - (self.delay or 0)
+        indices = {*self.schedule.due(sent), *saved.get(inner_step, ())}
         return [self.parts[index] for index in sorted(indices)]
-
-    @property
-    def _delay(self) -> int:
-        return 0 if self.policy.rounds else self.policy.steps()
 
     def next_due(self, inner_step: int, saved: Mapping[int, set[int]]) -> int:
         """Return the first inner step after this one that sends, or that may write or wait.
@@ -94,14 +90,15 @@ class Plan:
         Args:
             saved: As in ``written_at``.
         """
-        is_left_to_device = self.device.type != "cpu" and not self.policy.rounds
+        is_left_to_device = self.device.type != "cpu" and self.delay is not None
         if is_left_to_device and any(part.takes_verdict for part in self.parts):
             # A step looks whether the device has decided.
             return inner_step + 1
+        delay = self.delay or 0
         flights = [flight.apply_step for part in self.parts for flight in part.in_flight]
         return min(
             self.schedule.next(inner_step),
-            self.schedule.next(inner_step - self._delay) + self._delay,
+            self.schedule.next(inner_step - delay) + delay,
             *(step for step in flights if step >= 0),
             *(step for step in saved if step > inner_step),
         )
@@ -157,7 +154,7 @@ def make_plan(
         layout,
         saved_layout,
         shard_group,
-        settings.overlap,
+        None if settings.overlap.rounds else settings.overlap.steps(),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ROOT / "tests" / "support" / "typing"
+PROGRAMS = ROOT / "tests" / "data" / "typed_programs"
 # A line that a type checker must refuse, and the kind of its error.
 WRONG = {
     'DiLoCo(model, optimizer, sync_every="100")': "arg-type",

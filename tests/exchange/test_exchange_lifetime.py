@@ -258,7 +258,7 @@ _LAST_TO_END = """
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     ex = Exchange(store, rank, [0, 1])
     if rank == 1:
-        while not ex._engine.is_store_lost:
+        while not ex.engine.is_store_lost:
             time.sleep(0.01)
     ex.close()
 """

@@ -289,7 +289,7 @@ def wait_without_a_store(
     replica.train_to(H)
     other.set(f"ready/{rank}", "")
     other.wait(["store is gone"])
-    while not replica.diloco.exchange._engine.is_store_lost:
+    while not replica.diloco.exchange.engine.is_store_lost:
         time.sleep(0.01)
     if rank == 1:
         other.wait(["told"])

@@ -97,7 +97,7 @@ class Busy(StreamDriver):
 def exchange_of(group: Any, driver_type: type[StreamDriver], here: torch.device) -> Exchange:
     """Make an exchange with this group; closing takes two seconds at most."""
     exchange = Exchange(dist.HashStore(), 0, [0], timeout=2.0, device=here, collectives="nccl")
-    exchange._driver = driver_type(here, group, 0, 2, 60.0, "", exchange._engine)
+    exchange._driver = driver_type(here, group, 0, 2, 60.0, "", exchange.engine)
     return exchange
 
 

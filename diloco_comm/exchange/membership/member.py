@@ -172,7 +172,7 @@ class Member:
         name: str,
         line_name: str | None,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self.store = self._users_store = store
         self.replica, self.name = replica, name
         self.line_name = name if line_name is None else line_name
@@ -204,12 +204,12 @@ class Member:
     @property
     def address(self) -> str:
         """Where peers may try to reach this replica; empty where that is not known."""
-        return self._engine.address
+        return self.engine.address
 
     @property
     def is_dead(self) -> bool:
         """Whether this epoch failed, so that only ``change_group`` or ``close`` is left."""
-        return bool(self._engine.dead_reason)
+        return bool(self.engine.dead_reason)
 
     @property
     def all_buffers(self) -> list[ExchangeBuffers]:
@@ -226,7 +226,7 @@ class Member:
         Afterwards no vote of this replica leaves, and it hears none. Waits for no peer. Only
         ``change_group`` or ``close`` is left.
         """
-        self._engine.seal()
+        self.engine.seal()
 
     def guard_by(self, admission: Admission | None) -> None:
         """Let somebody decide on admission, and end the present epoch."""
@@ -258,7 +258,7 @@ class Member:
 
     def tell_of_lost_store(self) -> None:
         """Log once in an epoch that the connection to its store has broken."""
-        if self._logged_epoch == self.epoch or not self._engine.is_store_lost:
+        if self._logged_epoch == self.epoch or not self.engine.is_store_lost:
             return
         self._logged_epoch = self.epoch
         remedy = "all replicas call change_group(members, store=...) with another store"
@@ -281,7 +281,7 @@ class Member:
             is_end: This replica has ended a stretch of training, see ``ReplicaMismatch.ended``.
         """
         if self.size == 1:
-            self._engine.check_process()
+            self.engine.check_process()
             return [bytes(blob)]
         job = self._submit_blob(blob, is_end=is_end)
         _finish(job)
@@ -296,7 +296,7 @@ class Member:
         header = _C.Header("exchange_objects")
         header.blob_bytes, header.inner_step = len(blob), self.inner_step
         header.gap = END if is_end else header.gap
-        return self._begin(self._engine.submit, header, blob=tensor)
+        return self._begin(self.engine.submit, header, blob=tensor)
 
     def broadcast(self, tensors: list[Tensor], source_rank: int) -> None:
         """Copy the tensors of rank ``source_rank`` to all, exactly and in place; any dtype.
@@ -329,14 +329,14 @@ class Member:
         header.source_rank = source_rank
         header.num_elements, header.layout_hash = sum(sizes), _hash_sizes(sizes)
         if self.size == 1:
-            self._engine.check_process()
+            self.engine.check_process()
             return
         is_source, is_target = self.rank == source_rank, self.rank in target_ranks
         buffers = [_as_bytes(tensor) for tensor in tensors] if is_source or is_target else []
         sends = [(peer, b) for b in buffers for peer in target_ranks if b.numel()]
         recvs = [(source_rank, b) for b in buffers if b.numel()]
         job = self._begin(
-            self._engine.submit,
+            self.engine.submit,
             header,
             sends=sends if is_source else [],
             recvs=recvs if is_target else [],
@@ -349,7 +349,7 @@ class Member:
     def submit_header(self, buffers: ExchangeBuffers, header: Header, stochastic: bool) -> _C.Job:
         """Begin to exchange and compare headers of a round whose payload travels on streams."""
         native = header.native(buffers.layout, buffers.num_chunks, stochastic)
-        return self._begin(self._engine.submit, native, of=header)
+        return self._begin(self.engine.submit, native, of=header)
 
     def _begin(
         self,
@@ -370,7 +370,7 @@ class Member:
     def refusal(self, message: str, of: Header | None) -> SyncError:
         """Make the error of an exchange in a dead epoch, with the replicas of the first error."""
         fragment, round = (-1, -1) if of is None else (of.fragment, of.round)
-        failure = self._engine.dead_failure if self._engine.dead_reason else None
+        failure = self.engine.dead_failure if self.engine.dead_reason else None
         more = {} if failure is None else verdict_of(failure)
         kind = LeftBehind if "went_on_in" in more else SyncError
         return kind(message, fragment=fragment, round=round, stage="start", **more)

@@ -209,7 +209,7 @@ def attach(member: Member, agreement: Agreement, groups: list[dist.ProcessGroupG
     # An address that could not be reached at the meeting says nothing when it fails later.
     ways = [plan.infos[r]["address"] if r in plan.reached else "" for r in members]
     try:
-        member._engine.attach(
+        member.engine.attach(
             epoch=plan.epoch,
             rank=members.index(member.replica),
             replicas=list(members),

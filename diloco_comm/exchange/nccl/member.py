@@ -66,7 +66,7 @@ class StreamMember(Member):
                 store = dist.PrefixStore(f"{agreement.plan.epoch}/streams", self.store)
                 group = nccl_group.make_group(store, rank, size, self.device, self.timeout)
             self._driver = StreamDriver(
-                self.device, group, rank, size, self.timeout, self.impl, self._engine
+                self.device, group, rank, size, self.timeout, self.impl, self.engine
             )
             self._driver.connect(limit)
             self.fixed_weights = None
