@@ -260,8 +260,9 @@ class DiLoCo:
             self._close(is_finished=is_finished)
 
     def _share_rest(self) -> None:
-        """Flush at the end of a block, unless it has ended already or its group is broken."""
+        """Flush at the end of a block, unless training has ended already or cannot go on."""
         is_over = self._is_closed or self.exchange.last_error is not None
+        is_over |= self._rounds.uninterruptible.is_broken
         if is_over or self._elastic is not None:
             return
         try:

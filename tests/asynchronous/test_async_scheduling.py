@@ -158,7 +158,8 @@ def replica(rank: int, world: int, num_rounds: int) -> list[torch.Tensor]:
     with DiLoCo(model, optimizer, sync_every=3, outer=Nesterov(0.7, 0.9), wire="fp32"):
         for step in range(3 * num_rounds):
             train_step(model, optimizer, rank, step)
-    return parameters_of(model)
+        trained = parameters_of(model)
+    return trained
 
 
 @pytest.mark.nightly("up to 3 s each; they differ in the number of workers", but=["2"])

@@ -22,13 +22,13 @@ def test_profile_shows_stage_fragment_and_round() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             for step in range(4):
                 train_step(model, optimizer, 0, step)
-        assert len(diloco.metrics()) == 4
+        metrics = diloco.metrics()
+    assert len(metrics) == 4
     names = [e.name for e in profile.events() if e.name.startswith("diloco_comm::")]
     for stage in ("encode", "wait", "outer_step"):
         expected = [f"diloco_comm::{stage} fragment={f} round={r}" for r in (0, 1) for f in (0, 1)]
         assert [name for name in names if f"::{stage} fragment" in name] == expected
     exchanges = [name for name in names if "::exchange" in name]
-    metrics = diloco.metrics()
     assert exchanges == [
         f"diloco_comm::exchange fragment={m.fragment} round={m.round} us={1e6 * m.exchange_s:.0f}"
         for m in metrics

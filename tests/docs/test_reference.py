@@ -41,7 +41,8 @@ def rows_of_arguments() -> Iterator[tuple[list[str], str]]:
     for line in table.splitlines()[2:]:
         names, default, _ = re.split(r"(?<!\\)\|", line.strip("|"), maxsplit=2)
         yield re.findall(r"`(\w+)`", names), default.replace("`", "").strip()
-    table = text.split("### Groups of choices\n", 1)[1].split("\n\n")[1]
+    section = text.split("### Groups of choices\n", 1)[1]
+    table = next(block for block in section.split("\n\n") if block.startswith("|"))
     for line in table.splitlines()[2:]:
         choice, default, _, old = re.split(r"(?<!\\)\|", line.strip("|"))
         kind, field = re.findall(r"`(\w+)\.(\w+)`", choice)[0]

@@ -78,13 +78,14 @@ def test_separate_jobs_meet_at_a_store(zygote: Zygote, host: Any) -> None:
     import torch
     import torch.distributed as dist
     from fault_replicas import make_model, make_optimizer, take_inner_step
-    from diloco_comm import DiLoCo
+    from diloco_comm import DiLoCo, StorePeers
     torch.set_num_threads(1)
     port, replica = map(int, sys.argv[1:])
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     model = make_model()
     optimizer = make_optimizer(model)
-    with DiLoCo(model, optimizer, sync_every=4, store=store, replica=replica, num_replicas=3) as d:
+    peers = StorePeers(store, replica=replica, of=3)
+    with DiLoCo(model, optimizer, sync_every=4, peers=peers) as d:
         for step in range(12):
             take_inner_step(model, optimizer, replica, step)
         assert not dist.is_initialized()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import zlib
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -151,7 +152,7 @@ def take_again(rank: int, world: int, state: Any, group: Group) -> tuple[list[in
     parts, log = [], RoundLog(1 << 20)
     for is_logged in (True, False):
         _, _, diloco = attach(group)
-        with diloco:
+        with closing(diloco):
             diloco.load_state_dict(state)
             parts += diloco.parts
             if is_logged:
