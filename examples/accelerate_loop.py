@@ -27,7 +27,7 @@ options = parser.parse_args()
 
 # Before the Accelerator is made, which would take the processes for one group.
 replicas = replica_per_process()  # DiLoCo: 1
-replica = replicas.get("replica", 0)
+replica = replicas["peers"].replica if replicas else 0
 torch.manual_seed(0)
 
 x = torch.randn(4096, 8)

@@ -30,7 +30,8 @@ context = 64
 
 # Before anything asks how many processes there are: the Trainer would take them for one group.
 replicas = replica_per_process()  # DiLoCo: 1
-replica, num_replicas = replicas.get("replica", 0), replicas.get("num_replicas", 1)
+peers = replicas.get("peers")  # None for one process, which no launcher started
+replica, num_replicas = (peers.replica, peers.of) if peers else (0, 1)
 torch.set_num_threads(1)
 torch.manual_seed(0)
 

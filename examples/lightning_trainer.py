@@ -28,7 +28,7 @@ options = parser.parse_args()
 
 # Before anything asks how many processes there are: the Trainer would take them for one group.
 replicas = replica_per_process()  # DiLoCo: 1
-replica = replicas.get("replica", 0)
+replica = replicas["peers"].replica if replicas else 0
 torch.manual_seed(0)
 
 

@@ -504,7 +504,7 @@ class DiLoCo:
         """Go on with these replicas: the survivors of a failure, with or without newcomers.
 
         Every member calls this after the same failure or at the same inner step; a newcomer
-        constructs ``DiLoCo(..., init="join", store=, replica=, members=)`` meanwhile. Rounds under
+        constructs ``DiLoCo(..., init="join", peers=StorePeers(...))`` meanwhile. Rounds under
         way count, and are applied, if all survivors have voted for them: so no outer step is lost
         that any replica has taken. Once the members have met, the old group is at an end; after an
         error only another call, or ``close``, is left.

@@ -74,16 +74,17 @@ import os
 from diloco_comm.integrations.launch import replica_per_process
 replicas = replica_per_process()
 import torch, torch.distributed as dist
-from diloco_comm import SGD, DiLoCo
+from diloco_comm import SGD, DiLoCo, Link
 assert not dist.is_torchelastic_launched() and "WORLD_SIZE" not in os.environ
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.constant_(model.weight, 1.0)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-with DiLoCo(model, optimizer, sync_every=1, outer=SGD(1.0), wire="fp32", timeout=30, **replicas):
-    model.weight.grad = torch.full((1, 1), float(replicas["replica"] + 1))
+link, peers = Link(timeout=30), replicas["peers"]
+with DiLoCo(model, optimizer, sync_every=1, outer=SGD(1.0), wire="fp32", link=link, peers=peers):
+    model.weight.grad = torch.full((1, 1), float(peers.replica + 1))
     optimizer.step()
 with open(f"device-{os.environ['CUDA_VISIBLE_DEVICES']}", "w") as file:
-    print(replicas["num_replicas"], model.weight.item(), file=file)
+    print(peers.of, model.weight.item(), file=file)
 """
 
 

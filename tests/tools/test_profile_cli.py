@@ -142,12 +142,12 @@ def test_run_records_a_program_that_ends_early(tmp_path: Path) -> None:
 
 REPLICAS = """
 import torch
-from diloco_comm import DiLoCo
+from diloco_comm import DiLoCo, Link
 from diloco_comm.integrations.launch import replica_per_process
 replicas = replica_per_process()
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with DiLoCo(model, optimizer, sync_every=3, timeout=60, **replicas):
+with DiLoCo(model, optimizer, sync_every=3, link=Link(timeout=60), **replicas):
     for step in range(3):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()

@@ -60,8 +60,7 @@ class Replica:
         with self.log.writing(part):
             part.state.step(Update(mean.terms, part.tensors(), layout, 0.7))
             before = part.history
-            part.round = number + 1
-            history.applied(part, number, mean)
+            part.applied(number, mean, has_digest=True)
             self.log.add(part, number, before, mean)
 
     def shown(self) -> Any:

@@ -3,7 +3,8 @@
     python tests/support/quality/outer_step_trace.py [--files]
 
 Counted are Python functions of ``diloco_comm/`` on the training thread, between the call of the
-optimizer's step and its return. ``--files`` lists the files in the order of their first call.
+optimizer's step and its return. ``--files`` lists the files in the order of their first call. More
+files, functions or depth than ``MOST`` are an error.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ from diloco_comm.tools.common.workers import run_workers
 
 PACKAGE = str(Path(sys.modules["diloco_comm"].__file__ or "").parent) + os.sep
 SYNC_EVERY = 4
+# Most files, functions and open calls of the package in an outer step; the numbers may only shrink.
+MOST = {
+    "Blocking, fp32": (16, 131, 14),
+    "Blocking, int8": (16, 131, 14),
+    "Streaming, int8": (15, 101, 14),
+    "Eager, int8": (18, 151, 14),
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "Blocking, fp32": {"wire": "fp32"},
     "Blocking, int8": {"wire": "int8"},
@@ -103,16 +111,22 @@ def main() -> int:
         run_workers([sys.executable, __file__, *sys.argv[1:]], 2, preload=ranks.WITH_OPTIMIZER)
         return 0
     dist.init_process_group("gloo")
+    is_larger = False
     for name, arguments in SETTINGS.items():
         trace = trace_of(arguments)
         if dist.get_rank() == 0:
             figures = f"{len(trace.files)} files, {len(trace.functions)} functions, "
             figures += f"{trace.num_calls} calls, {trace.num_changes} changes of file, "
+            found = len(trace.files), len(trace.functions), trace.depth
+            grown = any(now > most for now, most in zip(found, MOST[name], strict=True))
+            is_larger |= grown
             print(f"{name:<16} {figures}depth {trace.depth}", flush=True)
+            if grown:
+                print(f"    expected at most {MOST[name]} (files, functions, depth)", flush=True)
             if options.files:
                 print("".join(f"    {path}\n" for path in trace.files), end="", flush=True)
     dist.destroy_process_group()
-    return 0
+    return int(is_larger)
 
 
 if __name__ == "__main__":
