@@ -153,7 +153,7 @@ def test_settings_out_of_their_range() -> None:
         ({"merge": "median"}, "merge must be one of mean, rda"),
         ({"quorum": 0}, "quorum must be an integer of at least 1"),
         ({"quorum": 1025}, "quorum must be at most 1024, the reports that one merge takes, got"),
-        ({"gamma": 2.0}, "grace must lie in [0, 1]"),
+        ({"gamma": 2.0}, "gamma must lie in [0, 1]"),
         ({"shard": "2/2"}, "shard must be i/S"),
         ({"wire_down": "sub4"}, "wire_down must be a wire that keeps its rounding errors"),
         ({"wire": "topk64"}, "needs error_feedback=True"),

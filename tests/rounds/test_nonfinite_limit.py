@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_the_count_begins_anew_after_the_error(
 def stuck_and_resumed(rank: int, world: int) -> list[Any]:
     """Two rounds are skipped before a save; the run that goes on from it is another group."""
     model, optimizer, diloco = attach(rank)
-    with diloco:
+    with closing(diloco):
         for step in range(3 * H + 1):
             if rank == VICTIM and step == 6:
                 spoil(model)
@@ -113,7 +114,7 @@ def stuck_and_resumed(rank: int, world: int) -> list[Any]:
         saved = {"diloco": diloco.state_dict(), "model": model.state_dict()}
         saved = copy.deepcopy(saved)
     model, optimizer, diloco = attach(rank)
-    with diloco:
+    with closing(diloco):
         model.load_state_dict(saved["model"])
         diloco.load_state_dict(saved["diloco"])
         for step in range(3 * H + 1, ROUNDS * H):

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -249,7 +250,7 @@ def test_a_learning_rate_of_a_function_is_checked_before_the_send(
     value: Any, error: type[Exception], sentence: str
 ) -> None:
     model, optimizer, diloco = attach(sync_every=1, outer=Nesterov(lambda round: value))
-    with diloco:
+    with closing(diloco):
         before = everything(model, diloco)[-2:]
         with pytest.raises(error, match=sentence):
             train_step(model, optimizer, 0, 0)

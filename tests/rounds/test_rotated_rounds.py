@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def survive(rank: int, world: int, wires: list[str]) -> list[Any]:
         for overlap in (Blocking(), Streaming(2, 0.5), Delayed(), Eager()):
             options = {"error_feedback": wire.startswith("topk"), "timeout": 60}
             model, optimizer, diloco = attach(wire=wire, overlap=overlap, **options)
-            with diloco:
+            with closing(diloco):
                 while diloco.inner_step < 18:
                     if rank == 1 and diloco.inner_step == 8:
                         break
