@@ -45,8 +45,8 @@ void* current_stream(c10::Device device) {
 class Call {
   public:
     // An empty `impl` is a caller's that leaves the choice to the dispatcher, which has come here
-    // by the tensors' device. The table of defaults (diloco_comm/ops/implementations.py) was asked before
-    // that: by diloco_comm.ops, and for the engine's encode by exchange.py.
+    // by the tensors' device. The table of defaults (diloco_comm/ops/implementations.py) was asked
+    // before that: by diloco_comm.ops, and for the engine's encode by exchange.py.
     Call(c10::string_view impl, const Tensor& tensor) : device(tensor.device()), guard_(device) {
         TORCH_CHECK_VALUE(impl.empty() || impl == kImpl, "impl '", impl,
                           "' does not run on tensors of ", device, "; available: ", kImpl);

@@ -43,8 +43,8 @@ _BEGINS = {
     Event.FLUSH_BROKE_OFF: Phase.FLUSHING_AGAIN,
 }
 _WORKS = {Event.ENDED: Phase.TRAINING, Event.VIEW_ENDED: Phase.CHANGING}
-# A Ctrl-C in a repetition, or on the way to the next view, changes no phase: the next call of the
-# program goes on with this phase.
+# A Ctrl-C in a repetition changes no phase: the next call of the program repeats it. After a Ctrl-C
+# on the way to the next view, the next step or flush finds that the view has ended.
 TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
     Phase.JOINING: _BEGINS,
     Phase.TRAINING: {
@@ -90,6 +90,14 @@ class Loop:
         if event is Event.VIEW_ENDED and self.phase is not Phase.CHANGING:
             self.before = self.phase
         self.phase = to
+
+    def leave_flush(self) -> None:
+        """Note that the program's flush has returned, or has raised an error."""
+        if self.phase is Phase.FLUSHING:
+            self.take(Event.ENDED)
+        elif self.phase is Phase.CHANGING:
+            # The program may go on to train: then this member was not in a flush.
+            self.before = Phase.TRAINING
 
     @property
     def is_done(self) -> bool:

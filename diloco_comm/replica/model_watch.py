@@ -187,11 +187,12 @@ class ModelWatch:
             self.refuse_replaced()
             self._refuse_left_out()
             self._refuse_frozen()
-            if self._is_first_send:
+            # Before the first step there are no gradients, and an optimizer has no state.
+            if self._is_first_send and self._num_steps:
                 self._is_first_send = False
                 if sentence := unheld_parameters(self._model, self._known):
                     warn(sentence, RuntimeWarning)
-            if self._copies is not None:
+            if self._copies is not None and self._num_steps:
                 self._copies.before_send()
         if self._refuses_new:
             refuse_new_parameters(self._model, self._optimizers, self._known)

@@ -260,7 +260,7 @@ class DiLoCo:
             self._close(is_finished=is_finished)
 
     def _share_rest(self) -> None:
-        """Flush at the end of a block, unless training has ended already or cannot go on."""
+        """Flush at the end of a block, unless it is closed or its last exchange has failed."""
         is_over = self._is_closed or self.exchange.last_error is not None
         is_over |= self._rounds.uninterruptible.is_broken
         if is_over or self._elastic is not None:
@@ -357,7 +357,7 @@ class DiLoCo:
         if self._elastic is None:
             self._take_step(is_skipped=is_skipped)
         elif not self.is_done:
-            self._refuse_if_closed()
+            self._refuse_if_alone()
             self._elastic.take_step(self, is_skipped=is_skipped)
 
     def _take_step(self, *, is_skipped: bool = False, again: Collection[int] | None = None) -> None:
@@ -370,8 +370,8 @@ class DiLoCo:
             again: The step is counted already, and the exchange of these parts broke off.
         """
         if again is None and self.inner_step + 1 < self._next_due:
-            self._count_step(is_skipped)
             self.inner_step += 1
+            self._count_step(is_skipped)
             return
         self._refuse_if_alone()
         self._refuse_if_unfit()
@@ -394,11 +394,13 @@ class DiLoCo:
                     # Encode and send what is due; wait for means that are due; outer step on each.
                     self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
+                # Before the callbacks, after which another call may look at everything anew.
+                self._next_due = self._plan.next_due(self.inner_step, self._saved_writes)
         except BaseException as error:
+            self._next_due = 0
             if again is None:
                 self._take_step_back(error, is_done)
             raise
-        self._next_due = self._plan.next_due(self.inner_step, self._saved_writes)
 
     def _count_step(self, is_skipped: bool) -> None:
         if self.exchange.engine.is_store_lost:
@@ -448,6 +450,7 @@ class DiLoCo:
         if self._elastic is None:
             self._flush(is_final=is_final)
         elif not self.is_done:
+            self._refuse_if_alone()
             self._elastic.flush(self, is_final=is_final)
 
     def _flush(self, *, is_final: bool | None) -> None:

@@ -213,6 +213,8 @@ class ElasticTraining:
         rounds = diloco._rounds
         # After an interrupt, what was to be sent again is still to be sent.
         self._repeat(diloco)
+        if self.is_done:
+            return
         if self._may_be_boundary and self.group.is_boundary(rounds):
             self._go_on(diloco, None)
         elif self.group.before_step(rounds, diloco.inner_step):
@@ -264,17 +266,17 @@ class ElasticTraining:
 
     def flush(self, diloco: Trained, *, is_final: bool) -> None:
         """Flush; in the next view again, where the present one ends before all is shared."""
-        self._repeat(diloco)
-        if self.is_done:
-            return
-        self._loop.take(Event.FLUSH_CALLED)
         self._own_flush = partial(diloco._flush, is_final=is_final)
+        # A Ctrl-C has interrupted the repetition of a flush: then this call is the repetition.
+        is_repetition = self._loop.phase is Phase.FLUSHING_AGAIN
         try:
-            self._unless_broken(diloco, self._own_flush)
+            self._repeat(diloco)
+            if not is_repetition and not self.is_done:
+                self._loop.take(Event.FLUSH_CALLED)
+                self._unless_broken(diloco, self._own_flush)
         finally:
             self._own_flush = None
-            if self._loop.phase is Phase.FLUSHING:
-                self._loop.take(Event.ENDED)
+            self._loop.leave_flush()
 
     def _go_on(self, diloco: Trained, error: SyncError | None, began: float | None = None) -> None:
         """Go to the next view, and repeat there what broke off; on to another if that breaks."""
@@ -302,16 +304,24 @@ class ElasticTraining:
         """
         num_broken = 0
         while self._loop.repeats:
-            broken = self._broken_off(partial(self._repeat_once, diloco))
+            try:
+                broken = self._broken_off(partial(self._repeat_once, diloco))
+            except BaseException:
+                if not self._loop.repeats:
+                    # The repetition has failed for good: nothing of it counts as shared.
+                    self._repetition = Repetition()
+                raise
             if broken is None:
                 break
             num_broken += 1
             if num_broken > _MOST_REPEATS:
+                self._repetition = Repetition()
                 self._loop.take(Event.ENDED)
                 raise broken[0]
             self._to_next_view(diloco, *broken)
         # A member whose last flush broke off has ended the flush here, together with all others.
-        if self._repetition.is_of_flush and self._has_all_steps(diloco) and not self.is_done:
+        has_flushed = self._loop.phase is Phase.TRAINING and self._repetition.is_of_flush
+        if has_flushed and self._has_all_steps(diloco):
             self._loop.take(Event.ALL_SHARED)
         self._repetition = Repetition()
 

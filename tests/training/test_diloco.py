@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -136,7 +137,8 @@ def train_fragments(
     model = Regression()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     arguments = {"fragments": fragments, "offsets": offsets, "outer": Nesterov(0.4, 0.9)}
-    with DiLoCo(model, optimizer, sync_every=6, **grouped({"wire": "fp32", **arguments})) as diloco:
+    made = DiLoCo(model, optimizer, sync_every=6, **grouped({"wire": "fp32", **arguments}))
+    with closing(made) as diloco:
         for step in range(1, num_steps + 1):
             train_step(model, optimizer, rank, step)
         state = diloco.state_dict()["outer"]

@@ -460,5 +460,7 @@ class DecoupledDiLoCo:
         try:
             if exception[:1] == (None,) and self._end.alive:
                 self.flush()
+                # A warning says so if steps are not in the shared model all the same.
+                self.close()
         finally:
             self._close()
