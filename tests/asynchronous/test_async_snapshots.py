@@ -222,3 +222,17 @@ def test_a_worker_that_was_stopped_asks_again(call: str, monkeypatch: pytest.Mon
         worker.step()
         assert stopped and worker.seq == 1
         worker.close()
+
+
+def test_a_block_ends_without_a_second_wait_for_a_lost_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving() as server:
+        model, worker = attach(server.address, "a", timeout=1.0)
+    model.descend(torch.ones(7))
+    exchange, calls = worker._exchange, []
+    monkeypatch.setattr(worker, "_exchange", lambda: (calls.append(1), exchange()))
+    with pytest.warns(RuntimeWarning, match="is lost, up to inner step 1"), worker:
+        with pytest.raises(ServerLost, match="has not answered for"):
+            worker.step()
+    assert len(calls) == 1

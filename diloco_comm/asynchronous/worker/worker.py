@@ -407,6 +407,10 @@ class AsyncDiLoCo:
         """Send the open round, but for an error, and leave the server."""
         try:
             if exception[:1] == (None,) and not self._is_closed:
-                self.flush()
+                # An update that no server has taken would make this call wait once more.
+                if not self._is_encoded:
+                    self.flush()
+                self.close()
         finally:
-            self._close()
+            if not self._is_closed:
+                self._close()
