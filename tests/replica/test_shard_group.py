@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -258,7 +259,7 @@ def regroup(rank: int, world: int) -> tuple[tuple[int, ...], list[Tensor]]:
     mesh = make_mesh(world, 3)
     replica = mesh["replica"].get_local_rank()
     model, optimizer, diloco = attach(mesh, is_shared=True, timeout=60)
-    with diloco:
+    with closing(diloco):
         for step in range(8):
             if replica == 2 and step == 3:
                 return (), []

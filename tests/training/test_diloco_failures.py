@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -201,7 +202,7 @@ def test_a_weight_that_raises_sends_nothing() -> None:
         raise LookupError("no tokens")
 
     model, optimizer, diloco = attach(fragments=2, offsets=[1, 1], weight=weight)
-    with diloco:
+    with closing(diloco):
         with pytest.raises(LookupError, match="no tokens"):
             train_step(model, optimizer, 0, 0)
         assert not any(part.in_flight for part in diloco.parts) and not diloco.metrics()
@@ -252,7 +253,7 @@ def test_parameters_that_are_trained_later_are_named() -> None:
     model = Regression()
     model.head.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with DiLoCo(model, optimizer, sync_every=2, wire="fp32") as diloco:
+    with closing(DiLoCo(model, optimizer, sync_every=2, wire="fp32")) as diloco:
         train_step(model, optimizer, 0, 0)
         model.head.bias.requires_grad_(True)
         with pytest.raises(ValueError, match=r"trains parameters that are not .*: 'head\.bias'; "):

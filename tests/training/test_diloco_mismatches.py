@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -135,7 +136,7 @@ def test_buffers_that_are_averaged_are_counted(workers) -> None:
 
 def one_calls(rank: int, world: int, call: str, steps: list[int]) -> str:
     """Replica 1 calls something else while replica 0 takes the step that sends."""
-    with attach(attach=False, timeout=30.0, checks="off")[2] as diloco:
+    with closing(attach(attach=False, timeout=30.0, checks="off")[2]) as diloco:
         for _ in range(steps[rank]):
             diloco.step()
         with pytest.raises(ReplicaMismatch) as info:

@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -249,7 +250,8 @@ def test_memory_that_was_laid_out_anew_is_refused(change: str, use: str) -> None
     model = Convolution()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     make, sentence = CHANGES[change]
-    with DiLoCo(model, optimizer, sync_every=1, average_buffers=True, attach=False) as diloco:
+    made = DiLoCo(model, optimizer, sync_every=1, average_buffers=True, attach=False)
+    with closing(made) as diloco:
         convolve(model, optimizer)
         diloco.step()
         make(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def measure(rank: int, world: int) -> list[dict[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Any] = []
     arguments = {"fragments": 2, "wire": "int8", "norms": True}
-    with DiLoCo(model, optimizer, sync_every=2, **grouped(arguments)) as diloco:
+    with closing(DiLoCo(model, optimizer, sync_every=2, **grouped(arguments))) as diloco:
         diloco.on_sync(seen.append)
         for step in range(4):
             train_step(model, optimizer, rank, step)
