@@ -54,10 +54,11 @@ def test_the_names_of_the_glossary_exist() -> None:
 
 def test_retired_names_do_not_occur() -> None:
     sources = (ROOT / "diloco_comm").rglob("*.py")
+    # The page of the commands is generated from the sources, and may be of older ones.
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in [*PAGES, *sources, *(ROOT / "benchmarks").rglob("*.py")]
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if RETIRED.search(line) and path.name != "CHANGELOG.md"
+        if RETIRED.search(line) and path.name not in ("CHANGELOG.md", "command-line.md")
     ]
     assert found == []
