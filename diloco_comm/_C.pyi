@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 MAX_REPLICAS: int
 CHANGE: int

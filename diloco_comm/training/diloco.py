@@ -206,13 +206,14 @@ class DiLoCo:
             on_reset=chosen["on_reset"],
         )
         try:
+            place = Place.of(chosen, init, timeout_s)
             if chosen["membership"] is None:
-                joined = join(replica, Place.of(chosen, init, timeout_s))
+                joined = join(replica, place)
             else:
                 from .views import ElasticTraining
 
                 self._elastic = ElasticTraining(chosen["membership"], replica)
-                joined = self._elastic.enter(Place.of(chosen, init, timeout_s))
+                joined = self._elastic.enter(place)
         except BaseException:
             if workers is not None:
                 workers.close()

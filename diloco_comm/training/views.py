@@ -380,7 +380,7 @@ class ElasticTraining:
         self._failed = []
         self.group.copied_bytes = diloco._agreement.copied_bytes
         self._ask_what_broke_off(rounds, diloco.inner_step, form.view)
-        self.leasing.change(diloco.exchange, diloco._rounds.parts, form.view.number)
+        self.leasing.change(diloco.exchange, rounds.parts, form.view.number)
 
     def _ask_what_broke_off(self, rounds: RoundRunner, step: int, view: View) -> None:
         """Find out whether a flush, or a send at this step, is to be repeated; every member asks.
