@@ -6,18 +6,19 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 
 
+@dataclass
 class _Deferred:
     """A handler of SIGINT that remembers the first signal and handles the second at once."""
 
-    def __init__(self, handler: Handler) -> None:
-        self.handler = handler
-        self.first: tuple[int, FrameType | None] | None = None
+    handler: Handler
+    first: tuple[int, FrameType | None] | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.first is not None:

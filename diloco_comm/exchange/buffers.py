@@ -149,11 +149,8 @@ class ExchangeBuffers:
     def residual(self) -> Tensor | None:
         return self.residuals.value
 
-    def open_round(self, header: Header, kind: type[Round] = Round) -> Round:
+    def open_round(self, header: Header) -> Round:
         """Choose buffers for a new round that no earlier round still needs.
-
-        Args:
-            kind: The class of the round.
 
         Raises:
             RuntimeError: If error feedback would need the verdict of the round before.
@@ -170,7 +167,7 @@ class ExchangeBuffers:
         if self.world_size > 1:
             result = self._take(self._results, busy, self._result_bytes)
         layouts = self.layout, self.mean_layout
-        return kind(header, *layouts, self.num_phases, own, result, self.residuals, rank=self.rank)
+        return Round(header, *layouts, self.num_phases, own, result, self.residuals, rank=self.rank)
 
     def add_round(self, round: Round) -> None:
         """Take in a round whose payload is encoded, or is being encoded."""

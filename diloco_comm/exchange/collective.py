@@ -160,7 +160,7 @@ class AllReduceWork:
         if self._is_given_back:
             raise RuntimeError("sent() must be called before wait(), and it was called after it")
         if self._tensor.numel():
-            decode_terms([(self._work.payload, 1.0)], self._work.layout, [out])
+            decode_terms([(self._work.own.tensor, 1.0)], self._work.layout, [out])
         return out
 
     def _give_back(self) -> None:

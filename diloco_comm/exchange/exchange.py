@@ -29,8 +29,7 @@ from .membership.plans import announce
 from .membership.regroup import Repair
 from .membership.sealing import LastRounds
 from .nccl.member import StreamMember
-from .nccl.sending import Sending, StreamRound
-from .round import Header, Round
+from .round import Header, Round, Sending
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WINDOW = 2
@@ -236,7 +235,7 @@ class Exchange(StreamMember):
         """
         self.engine.check_process()
         self.inner_step = header.inner_step
-        round = buffers.open_round(header, StreamRound if buffers.is_streamed else Round)
+        round = buffers.open_round(header)
         round.epoch = self.epoch
         keys = 0, 0
         if stochastic or buffers.wire.is_random:
@@ -283,7 +282,7 @@ class Exchange(StreamMember):
 
     def ship(self, round: Round) -> None:
         """Send a round that ``start`` holds; one that cannot be sent fails like any other."""
-        if isinstance(round, StreamRound):
+        if round.sending is not None:
             self._ship_on_streams(round)
             return
         assert isinstance(round.job, _C.Job)

@@ -14,19 +14,25 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf, isnan, nan
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from .. import _C, ops
 from ..base.errors import ERRORS, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError, named
 from ..base.memory import Payload
+from ..ops.offload import chunks_of
 from ..ops.residuals import Residuals
 from ..ops.wire import Layout
 from . import waiting
+
+if TYPE_CHECKING:
+    from .nccl.jobs import StreamJob
 
 Kind = Literal["sync", "flush", "all_reduce"]
 # Pairs of a payload, uint8, and its coefficient: their sum is the weighted mean.
@@ -141,7 +147,7 @@ class Mean:
             These payloads are the fragment's buffers: a ``start`` after ``commit`` overwrites them.
         headers: One a rank.
         weights: Normalised, one a rank, as used.
-        verdict: None; or, from ``Round.offer``, int64 [1] on the device: 0 once all votes
+        verdict: None; or, with ``leaves_verdict``, int64 [1] on the device: 0 once all votes
             are here and good, which is when the round counts.
         seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
             and total (on the engine thread).
@@ -246,6 +252,39 @@ class Job(Protocol):
         ...
 
 
+@dataclass
+class Sending:
+    """The arguments of an encoding on streams; ``offered`` are the weights of all ranks."""
+
+    outer: Tensor | None
+    params: list[Tensor]
+    offered: list[float]
+    stochastic: bool
+    encode_key: int
+    reduce_key: int
+    loader: _C.ChunkLoader | None = None
+
+    @property
+    def weights(self) -> list[float]:
+        """Normalised, in rank order."""
+        return shares(self.offered)
+
+    def pieces(self, layout: Layout, begin: int, end: int) -> list[tuple[int, int]]:
+        """Cut the range of a chunk as far as outer parameters in host memory ask for that."""
+        if self.loader is None:
+            return [(begin, end)] if begin < end else []
+        return chunks_of(layout, begin=begin, end=end)
+
+    @contextmanager
+    def outer_of(self, begin: int, end: int) -> Iterator[tuple[Tensor | None, int]]:
+        """Have the outer parameters of a range on the device, and the element they begin with."""
+        if self.loader is None or self.outer is None:
+            yield self.outer, 0
+            return
+        yield self.loader.load([self.outer], begin, end)[0], begin
+        self.loader.release([self.outer], begin, end, False)
+
+
 @dataclass(eq=False)
 class Round:
     """One exchange of a fragment, from its start until it is applied or dropped.
@@ -255,7 +294,8 @@ class Round:
     Attributes:
         layout, mean_layout: Layout of the own payload, and of the mean's; see ``ExchangeBuffers``.
         num_phases: See ``ExchangeBuffers``; 0 in a saved round.
-        own: The own encoded values; complete as soon as ``Exchange.start`` has returned.
+        own: The own encoded values, uint8, laid out as ``layout``; complete as soon as
+            ``Exchange.start`` has returned.
         result: The other payloads in the order of ranks, or the mean; None with one rank, and in a
             saved round.
         residuals: The fragment's; they take over what this round's encoding lost.
@@ -263,6 +303,8 @@ class Round:
         terms: The mean, laid out as ``mean_layout``, once the round is agreed or voted.
         digest: Digest of the payloads, once the round is agreed or voted.
         job: The exchange; None in a saved round, and in a round on streams that is held.
+        sending: The arguments of an encoding on streams; None elsewhere.
+        encoded: The end of an encoding on streams; None elsewhere.
         error: Why there is no result; set in a round that is voted, rejected or failed.
     """
 
@@ -279,6 +321,8 @@ class Round:
     digest: int = 0
     rank: int = 0
     job: Job | None = None
+    sending: Sending | None = None
+    encoded: torch.Event | None = None
     error: SyncError | None = None
     _headers: list[Header] = field(default_factory=list, init=False)
     _num_collected: int = field(default=0, init=False)  # runs of the result
@@ -289,11 +333,6 @@ class Round:
     def key(self) -> tuple[int, int]:
         """Fragment and number."""
         return self.header.fragment, self.header.round
-
-    @property
-    def payload(self) -> Tensor:
-        """The own encoded values, uint8, laid out as ``layout``."""
-        return self.own.tensor
 
     @property
     def headers(self) -> list[Header]:
@@ -336,12 +375,11 @@ class Round:
         return count > 0
 
     def _num_bad_encoded(self) -> int | None:
-        return self._sent.num_bad_encoded
-
-    @property
-    def _sent(self) -> Job:
-        assert self.job is not None, "the exchange is held, and was not sent"
-        return self.job
+        if self.encoded is None:
+            assert self.job is not None
+            return self.job.num_bad_encoded
+        assert self.own.ballot is not None
+        return int(self.own.ballot.host_bad) if self.encoded.query() else None
 
     def forgo(self) -> None:
         """Make the payload zeros of weight 0, before it is sent; ``has_bad_values`` said why."""
@@ -378,7 +416,8 @@ class Round:
         """
         if self.state != "started":
             return
-        job = self._sent
+        job = self.job
+        assert job is not None, "the exchange is held, and was not sent"
         job.block_caller()
         state: RoundState = "agreed"
         if job.failure is not None:
@@ -393,10 +432,16 @@ class Round:
         if state == "agreed" and self.residuals.is_kept:
             self.residuals.turn(self.header.round)
 
-    def wait(self, timeout: float | None = None) -> Mean:
+    def wait(self, timeout: float | None = None, *, leaves_verdict: bool = False) -> Mean:
         """Wait for the vote and return the mean.
 
         On a device, the caller's stream is made to wait for the mean; the host is not.
+
+        Args:
+            timeout: In seconds.
+            leaves_verdict: Return a mean whose verdict is open, if the device finds the verdict. A
+                caller who applies such a mean passes the verdict on to the operator, and calls
+                ``wait`` again later.
 
         Raises:
             ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
@@ -404,20 +449,21 @@ class Round:
             TimeoutError: After ``timeout`` seconds; the exchange goes on.
             RuntimeError: In a forked child.
         """
-        return self._wait(inf if timeout is None else timeout, timeout)
-
-    def _wait(self, seconds: float, timeout: float | None) -> Mean:
-        """Wait for as many seconds as are left of a timeout."""
+        job = self.job
         if self.state == "started":
+            assert job is not None, "the exchange is held, and was not sent"
+            if leaves_verdict and self.sending is not None:
+                mean = self._open_mean(cast("StreamJob", job))
+                if mean is not None:
+                    return mean
             begin = time.perf_counter()
-            if not wait_for_job(self._sent, seconds):
+            if not wait_for_job(job, inf if timeout is None else timeout):
                 raise TimeoutError(f"the exchange was not done after {timeout} s")
             wait_s = time.perf_counter() - begin
             self.resolve()
             self._wait_s = wait_s
         if self.error is not None:
             raise self.error
-        job = self.job
         assert job is not None
         job.block_caller()
         if self._mean is None:
@@ -435,16 +481,23 @@ class Round:
             )
         return self._mean
 
-    def offer(self) -> Mean:
-        """Return the mean, with its verdict still open where the device finds the verdict.
-
-        A caller who applies such a mean passes the verdict on to the operator, and calls ``wait``
-        later.
-
-        Raises:
-            SyncError: As ``wait``, if the exchange is known to have failed.
-        """
-        return self.wait()
+    def _open_mean(self, job: StreamJob) -> Mean | None:
+        """Return a mean whose verdict the device will find; None once the exchange has ended."""
+        assert self.own.ballot is not None
+        job.wait_for_headers()
+        if job.is_done:
+            return None
+        job.block_caller()
+        return Mean(
+            terms=self.combine(job.weights),
+            layout=self.mean_layout,
+            headers=[Header.of(header) for header in job.headers],
+            weights=list(job.weights),
+            seconds={},
+            sent_bytes=0,
+            received_bytes=0,
+            verdict=self.own.ballot.verdict,
+        )
 
     def collect(self, out: Tensor, timeout: float | None = None, *, impl: str = "") -> Mean:
         """Write the mean into ``out``, part by part as it arrives, and wait for the vote.
@@ -461,7 +514,8 @@ class Round:
                 next call goes on after a timeout, with the same ``out``.
         """
         deadline = inf if timeout is None else time.perf_counter() + timeout
-        job = self._sent
+        job = self.job
+        assert job is not None, "the exchange is held, and was not sent"
         while not job.is_done:
             left = min(deadline - time.perf_counter(), _LONG_S)
             landed = job.wait_landed(self._num_collected, left)
@@ -470,7 +524,10 @@ class Round:
             self._collect(landed, self.combine(job.weights), out, impl)
             if time.perf_counter() >= deadline:
                 break
-        mean = self._wait(deadline - time.perf_counter(), timeout)
+        try:
+            mean = self.wait(max(0.0, deadline - time.perf_counter()))
+        except TimeoutError:
+            raise TimeoutError(f"the exchange was not done after {timeout} s") from None
         # The last part is left; on a device, or with one rank, all of them are.
         self._collect(self.layout.num_runs, mean.terms, out, impl)
         return mean

@@ -112,20 +112,14 @@ class StepHooks:
         def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if may_nest and _is_within_step(optimizer):
                 return
-            if index in self._stepped:
-                self._complete({index})
-                return
+            begins_next = index in self._stepped
             self._stepped.add(index)
-            if len(self._stepped) == self._num_optimizers:
-                self._complete(set())
+            if begins_next or len(self._stepped) == self._num_optimizers:
+                self._stepped = {index} if begins_next else set()
+                self.num_steps += 1
+                self._on_step()
 
         return uncompiled(count, "diloco_step_hook")
-
-    def _complete(self, stepped: set[int]) -> None:
-        """End a logical step; the optimizers in ``stepped`` have begun the next one."""
-        self._stepped = stepped
-        self.num_steps += 1
-        self._on_step()
 
     def remove(self) -> None:
         """Stop counting; idempotent."""

@@ -182,11 +182,15 @@ class ModelWatch:
             RuntimeError: With ``checks="raise"``.
             ValueError: If the optimizers train parameters that were not there, or frozen.
         """
+        if self._read_late is not None:
+            self.read_late(is_last=True)
         if self.checks != "off":
-            self._look_at_load()
+            if self._before is not None:
+                self._look_at_load(self._before)
             self.refuse_replaced()
             self._refuse_left_out()
-            self._refuse_frozen()
+            if self._frozen:
+                self._refuse_frozen()
             # Before the first step there are no gradients, and an optimizer has no state.
             if self._is_first_send and self._num_steps:
                 self._is_first_send = False
@@ -220,7 +224,7 @@ class ModelWatch:
         """Look at the parameters after an inner step, before anything is exchanged."""
         self._num_steps += 1
         self._is_expected = False  # Without hooks of the optimizer nothing else ends a resume.
-        if self._copies is not None:
+        if self._copies is not None and self._copies.is_written:
             self._copies.stepped()
 
     # ------------------------------------------------------------------------------------- loads
@@ -278,7 +282,7 @@ class ModelWatch:
             self._is_expected = False
             self._look_at_resume()
         if self._before is not None:
-            self._look_at_load()
+            self._look_at_load(self._before)
 
     def _look_at_groups(self) -> None:
         """Raise before a step on parameters that were added to an optimizer or unfrozen.
@@ -296,10 +300,9 @@ class ModelWatch:
         if self._others and any(param.requires_grad for param in self._others[begin:end]):
             refuse_new_parameters(self._model, self._optimizers, self._known)
 
-    def _look_at_load(self) -> None:
-        if self._before is None:
-            return
-        before, self._before = self._before, None
+    def _look_at_load(self, before: int) -> None:
+        """Report a load that goes wrong; ``before`` is the digest of the values before the load."""
+        self._before = None
         self.refuse_replaced()
         if self._digest() != before and (sentence := self._on_loaded()):
             self._report(sentence)
@@ -380,7 +383,7 @@ class ModelWatch:
 
         Loops that train one network against another freeze parameters for a part of each step.
         """
-        params = dict(self._named) if self._frozen else {}
+        params = dict(self._named)
         for name, (_, digest) in list(self._frozen.items()):
             shard = held(params[name])
             if params[name].requires_grad or not shard.numel() or digest_of([shard]) != digest:
@@ -420,6 +423,9 @@ class CopyWatch:
     Args:
         sync_every: Inner steps of a round.
         report: Called with the sentence about a copy.
+
+    Attributes:
+        is_written: A block may have written the parameters, and no inner step came after it.
     """
 
     def __init__(
@@ -442,7 +448,7 @@ class CopyWatch:
         self._is_looked_at = False
         # The elements before the last write, after it, and one step later.
         self._before, self._after, self._moved = (_Copies(self._sample) for _ in range(3))
-        self._is_written = self._is_measured = False
+        self.is_written = self._is_measured = False
         self._num_undone = 0
 
     @contextmanager
@@ -454,17 +460,16 @@ class CopyWatch:
         self._before.take()
         yield
         self._after.take()
-        self._is_written, self._is_measured = True, False
+        self.is_written, self._is_measured = True, False
 
     def forget(self) -> None:
         """Measure nothing of the last write."""
-        self._is_written = self._is_measured = False
+        self.is_written = self._is_measured = False
 
     def stepped(self) -> None:
-        """Keep the elements one inner step after the last write."""
-        if self._is_written:
-            self._is_written, self._is_measured = False, True
-            self._moved.take()
+        """Keep the elements, one inner step after the last write."""
+        self.is_written, self._is_measured = False, True
+        self._moved.take()
 
     def before_send(self) -> None:
         """Look at the optimizer's state once, and at the undone share of each write."""
@@ -495,8 +500,10 @@ class CopyWatch:
 
         NaN for a write that changed nothing.
         """
-        after = self._after.values()
-        change, moved = self._before.values() - after, self._moved.values() - after
+        before, after, moved = (
+            torch.cat(copies.host) for copies in (self._before, self._after, self._moved)
+        )
+        change, moved = before - after, moved - after
         along = torch.dot(moved, change)
         undone = along / torch.dot(change, change)
         return float(undone), float(undone * along / torch.dot(moved, moved))
@@ -525,11 +532,15 @@ class CopyWatch:
 
 
 class _Copies:
-    """Copies of some elements of parameters in host memory; ``take`` does not wait for a device."""
+    """Copies of some elements of parameters in host memory; ``take`` does not wait for a device.
+
+    Attributes:
+        host: The elements of each parameter, fp32, once they are there.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
-        self._host: list[Tensor] = []
+        self.host: list[Tensor] = []
         self._event: torch.Event | None = None
 
     def take(self) -> None:
@@ -538,10 +549,10 @@ class _Copies:
         begins = [max(0, flat.numel() - _ELEMENTS) // 2 for flat in flats]
         pieces = [flat[b : b + _ELEMENTS] for flat, b in zip(flats, begins, strict=True)]
         device = pieces[0].device
-        if not self._host:
+        if not self.host:
             make = torch.empty if device.type == "cpu" else page_locked
-            self._host = [make(piece.numel(), dtype=torch.float32) for piece in pieces]
-        for host, piece in zip(self._host, pieces, strict=True):
+            self.host = [make(piece.numel(), dtype=torch.float32) for piece in pieces]
+        for host, piece in zip(self.host, pieces, strict=True):
             host.copy_(piece, non_blocking=True)
         if device.type != "cpu":
             self._event = torch.Event(device)
@@ -550,10 +561,6 @@ class _Copies:
     def is_there(self) -> bool:
         """Whether the device has made the copies."""
         return self._event is None or self._event.query()
-
-    def values(self) -> Tensor:
-        """Return the elements, fp32 [n], once they are there."""
-        return torch.cat(self._host)
 
 
 def _is_wider_copy(value: Any, param: nn.Parameter) -> bool:

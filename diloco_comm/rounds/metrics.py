@@ -90,16 +90,6 @@ class SyncTotals:
         """Part of all exchange time during which the training loop went on."""
         return overlap_fraction(self.exchange_s, self.exposed_s)
 
-    def add(self, metrics: SyncMetrics) -> None:
-        """Count one more exchange."""
-        self.num_syncs += 1
-        self.num_skipped += not metrics.is_applied
-        self.num_reset += metrics.is_reset
-        for field in fields(self):
-            if hasattr(metrics, field.name):
-                total = getattr(self, field.name) + getattr(metrics, field.name)
-                setattr(self, field.name, total)
-
 
 def overlap_fraction(exchange_s: float, exposed_s: float) -> float:
     """Return the hidden part of an exchange, between 0 and 1; 0 when nothing was exchanged."""
@@ -109,21 +99,33 @@ def overlap_fraction(exchange_s: float, exposed_s: float) -> float:
 
 
 class Recorder:
-    """Keep the latest metrics and all sums, and tell the callbacks."""
+    """Keep the latest metrics and all sums, and tell the callbacks.
+
+    Attributes:
+        is_telling: A callback is being called.
+    """
 
     def __init__(self) -> None:
         self.latest: deque[SyncMetrics] = deque(maxlen=NUM_KEPT)
         self.totals = SyncTotals()
         self.callbacks: list[Callable[[SyncMetrics], None]] = []
         self._untold: deque[SyncMetrics] = deque()
-        self._is_telling = False
+        self.is_telling = False
         self._has_warned_of_skips = False
 
     def add(self, metrics: SyncMetrics) -> None:
         """Take in one exchange, applied or skipped."""
         self.latest.append(metrics)
-        self.totals.add(metrics)
-        self._untold.append(metrics)
+        totals = self.totals
+        totals.num_syncs += 1
+        totals.num_skipped += not metrics.is_applied
+        totals.num_reset += metrics.is_reset
+        for field in fields(totals):
+            if hasattr(metrics, field.name):
+                total = getattr(totals, field.name) + getattr(metrics, field.name)
+                setattr(totals, field.name, total)
+        if self.callbacks:
+            self._untold.append(metrics)
 
     def applied(
         self, flight: RoundInFlight, mean: Mean, inner_step: int, reset: tuple[int, ...]
@@ -193,30 +195,30 @@ class Recorder:
         try:
             yield
         except Exception as failure:
-            error = self._tell()
+            error = self._tell() if self._untold else None
             if error is not None:
                 raise failure from error
             raise
-        error = self._tell()
+        error = self._tell() if self._untold else None
         if error is not None:
             raise error
 
     def _tell(self) -> Exception | None:
         """Call the callbacks; an exchange that ends during a callback is told after it."""
-        if self._is_telling:
+        if self.is_telling:
             return None
         try:
             try:
                 return self._call_all()
             finally:
-                self._is_telling = False
+                self.is_telling = False
         finally:
             # A Ctrl-C may come just before the same line in the inner ``finally``.
-            self._is_telling = False
+            self.is_telling = False
 
     def _call_all(self) -> Exception | None:
         # Set here: Python 3.11 runs no ``finally`` after a Ctrl-C at the line of an inner ``try``.
-        self._is_telling = True
+        self.is_telling = True
         first: Exception | None = None
         while self._untold:
             metrics = self._untold.popleft()
@@ -226,14 +228,6 @@ class Recorder:
                 except Exception as error:
                     first = first or error
         return first
-
-    def refuse_in_callback(self) -> None:
-        """Raise RuntimeError inside a callback."""
-        if self._is_telling:
-            raise RuntimeError(
-                "an on_sync callback cannot call what needs the other replicas, which may call "
-                "theirs at another step: do it in the training loop"
-            )
 
 
 def _log_reset(flight: RoundInFlight, replicas: tuple[int, ...]) -> None:

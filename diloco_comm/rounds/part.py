@@ -133,18 +133,24 @@ class RoundInFlight:
             return []
         return [Own(self.own, self.coefficient, self.layout)]
 
-    def wait(self) -> Mean:
+    def wait(self, *, leaves_verdict: bool = False) -> Mean:
         """Wait for the vote; repeatable.
+
+        Args:
+            leaves_verdict: Return a mean whose verdict is open, if the device finds the verdict.
 
         Raises:
             SyncError: There is no result.
         """
-        if self.mean is None:
-            assert self.work is not None
-            self.mean = self.work.wait()
+        if self.mean is not None:
+            return self.mean
+        assert self.work is not None
+        mean = self.work.wait(leaves_verdict=leaves_verdict)
+        if mean.verdict is None:
+            self.mean = mean
             if self.state == "sent":
                 self.state = "agreed"
-        return self.mean
+        return mean
 
 
 def weight_sum(mean: Mean) -> float:
@@ -268,23 +274,9 @@ class SyncedPart(ABC):
         self.buffers: ExchangeBuffers | None = None
 
     @property
-    def next_round(self) -> int:
-        """Number of the next round to be sent."""
-        return self.in_flight[-1].number + 1 if self.in_flight else self.round
-
-    @property
     def outer(self) -> Tensor | None:
         """The outer parameters; None for averaged buffers."""
         return None
-
-    @property
-    def outer_at_rest(self) -> Tensor | None:
-        """The outer parameters where they are stored, without waiting for ``loader``."""
-        return None
-
-    def outer_lr(self, optimizer: OuterOptimizer, round: int) -> float:
-        """Return the outer learning rate of a round; 0 without outer parameters."""
-        return 0.0
 
     def applied(self, number: int, mean: Mean, *, has_digest: bool) -> None:
         """Count a round as applied, and mix its digest, numbers and coefficients into the history.
@@ -407,13 +399,6 @@ class SyncedFragment(SyncedPart):
         if self.loader is not None:
             self.loader.finish()
         return self.state.outer
-
-    @property
-    def outer_at_rest(self) -> Tensor:
-        return self.state.outer
-
-    def outer_lr(self, optimizer: OuterOptimizer, round: int) -> float:
-        return optimizer.lr_at(round, self.state)
 
     def count(self, is_counted: Sequence[bool]) -> None:
         """Say which of the parameters count in norms of the replica."""

@@ -245,7 +245,7 @@ def _pieces(tensors: Sequence[Tensor], begin: int, end: int) -> Iterator[Tensor]
 
 def state_tensors(part: SyncedFragment) -> list[Tensor]:
     """Return outer parameters and buffers of a fragment, fp32 [num_elements] each, in order."""
-    return [part.outer_at_rest, *(tensor for _, tensor in sorted(part.state.tensors().items()))]
+    return [part.state.outer, *(tensor for _, tensor in sorted(part.state.tensors().items()))]
 
 
 def can_replay(parts: Sequence[SyncedPart]) -> bool:
@@ -283,5 +283,5 @@ def replay(part: SyncedFragment, entry: LoggedRound, payloads: Tensor, impl: str
     there = payloads.to(part.device).split(layout.payload_bytes)
     terms = list(zip(there, entry.coefficients, strict=True))
     # The operator wants parameters to write: without a merge, outer ones become what they are.
-    part.state.step(Update(terms, [part.outer_at_rest], layout, entry.outer_lr, impl=impl))
+    part.state.step(Update(terms, [part.state.outer], layout, entry.outer_lr, impl=impl))
     part.round, part.history = entry.number + 1, entry.after

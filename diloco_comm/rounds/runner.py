@@ -217,8 +217,9 @@ class RoundRunner(ABC):
             SyncError: The group died before.
         """
         settings, policy = self.settings, self.settings.overlap
-        number = part.next_round
-        lr = part.outer_lr(settings.outer, number)
+        number = part.in_flight[-1].number + 1 if part.in_flight else part.round
+        state = part.state if isinstance(part, SyncedFragment) else None
+        lr = 0.0 if state is None else settings.outer.lr_at(number, state)
         gap, digest = self._gap, 0
         if gap is None:
             gap = policy.gap_for(*part.step_norms.read())
@@ -251,7 +252,8 @@ class RoundRunner(ABC):
         with span("encode", part.index, number) if is_traced else NO_BLOCK:
             work = self.exchange.start(
                 part.buffers,
-                outer=part.outer_at_rest,
+                # As it is stored: the loader brings what lies in host memory.
+                outer=None if state is None else state.outer,
                 params=part.tensors(),
                 loader=part.loader,
                 header=header,
@@ -269,7 +271,7 @@ class RoundRunner(ABC):
             # A round without a weight counts as nothing here too, before it has failed.
             weight=0.0 if math.isnan(weight) else weight,
             lr=lr,
-            own=work.payload,
+            own=work.own.tensor,
             layout=work.layout,
             reading=reading,
             members=self.exchange.members,
@@ -361,15 +363,9 @@ class RoundRunner(ABC):
         result: Mean | SyncError
         is_traced = _profiler_enabled() or self._has_nvtx
         try:
+            leaves_verdict = self.leaves_verdict and flight.part.takes_verdict
             with span("wait", index, number) if is_traced else NO_BLOCK:
-                if flight.mean is None and self.leaves_verdict and flight.part.takes_verdict:
-                    assert work is not None
-                    # The verdict may be left to the device.
-                    result = work.offer()
-                    if result.verdict is None:
-                        flight.mean, flight.state = result, "agreed"
-                else:
-                    result = flight.wait()
+                result = flight.wait(leaves_verdict=leaves_verdict)
             if is_traced and result.verdict is None and work is not None:
                 exchanged(index, number, result.seconds.get("total", 0.0))
         except SyncError as error:

@@ -847,7 +847,11 @@ class DiLoCo:
     def _refuse_if_alone(self) -> None:
         """Raise if the other replicas, or workers, may not make the same call now."""
         self._refuse_if_closed()
-        self._recorder.refuse_in_callback()
+        if self._recorder.is_telling:
+            raise RuntimeError(
+                "an on_sync callback cannot call what needs the other replicas, whose callbacks "
+                "may run at another step: do it in the training loop"
+            )
 
     def _refuse_if_unfit(self) -> None:
         """Raise if the model does not hold its local parameters.
@@ -866,9 +870,10 @@ class DiLoCo:
             is_sending: Raise too if the optimizers train parameters that were not there, or
                 frozen, or if the model has other parameters under their names.
         """
-        self._watch.read_late(is_last=is_sending)
         if is_sending:
             self._watch.before_send()
+        else:
+            self._watch.read_late()
         for part in parts:
             part.refuse_changes()
 

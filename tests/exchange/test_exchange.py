@@ -163,9 +163,9 @@ def _overlapping_rounds(rank: int, world: int) -> tuple[int, int]:
                 old, copy, old_inputs = previous
                 expected = reference_digest(old_inputs, buffers.layout, [1.0] * world)
                 assert digest(old.wait(40)) == expected
-                assert torch.equal(old.payload, copy)
+                assert torch.equal(old.own.tensor, copy)
                 buffers.commit()
-            previous = (work, work.payload.clone(), inputs)
+            previous = (work, work.own.tensor.clone(), inputs)
         return len(buffers._owns), len(buffers._results)
 
 

@@ -46,7 +46,7 @@ def _miss_the_vote(rank: int, world: int, address: tuple[str, int]) -> Any:
     if rank == world - 1:
         ex.inject_fault(action="kill", stage="vote", num_peers=1)
     work = ex.start(buffers, outer=None, params=[params], header=Header("sync", round=1))
-    expected = params + owed - _sent(work.payload, work.layout)
+    expected = params + owed - _sent(work.own.tensor, work.layout)
     last = 0
     try:
         terms = work.wait(20).terms

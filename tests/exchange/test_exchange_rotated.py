@@ -202,7 +202,7 @@ def _sparse_feedback(rank: int, world: int) -> tuple[bool, float]:
         for round in range(30):
             header = Header("sync", round=round)
             work = ex.start(buffers, outer=None, params=[x], header=header)
-            own = decode_own(work.payload, work.layout)
+            own = decode_own(work.own.tensor, work.layout)
             residual = 0.95 * (x + residual - own)
             total += decode(work.wait(40))
             buffers.commit()
@@ -232,7 +232,7 @@ def _repeated_round(rank: int, world: int) -> tuple[bool, bool]:
         for round in (4, 4, 5):
             header = Header("sync", round=round)
             work = ex.start(buffers, outer=None, params=[values(0, rank, n)], header=header)
-            payloads.append(work.payload.clone())
+            payloads.append(work.own.tensor.clone())
             work.wait(40)
             buffers.commit()
         return torch.equal(payloads[0], payloads[1]), torch.equal(payloads[1], payloads[2])

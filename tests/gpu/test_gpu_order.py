@@ -18,7 +18,7 @@ from test_gpu_streams import on_streams, use_streams
 import diloco_comm
 from diloco_comm.base.futures import Finisher, for_native
 from diloco_comm.base.memory import current
-from diloco_comm.exchange.nccl.sending import Sending
+from diloco_comm.exchange.round import Sending
 from diloco_comm.ops import offload
 
 CHUNK_ELEMENTS = 4096

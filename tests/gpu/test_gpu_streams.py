@@ -335,7 +335,8 @@ def changed(rank: int, world: int, device: str, library: str, names: list[str]) 
             arguments = METHODS[name] if there.type == "cpu" else on_streams(METHODS[name])
             replica = Replica(rank, there, num_steps=24, **{**arguments, "lanes": 1})
             replica.steps(0, 8)
-            sent = [part.next_round for part in replica.diloco.parts]
+            parts = replica.diloco.parts
+            sent = [p.in_flight[-1].number + 1 if p.in_flight else p.round for p in parts]
             replica.diloco.change_group(range(world))
             rounds = [part.round for part in replica.diloco.parts]
             replica.steps(8, 20)

@@ -19,10 +19,9 @@ from ...base.errors import NonFiniteError, SyncError
 from ..buffers import ExchangeBuffers
 from ..membership import regroup
 from ..membership.member import Member
-from ..round import Header, Round
+from ..round import Header, Round, Sending
 from . import group as nccl_group
 from .jobs import StreamJob
-from .sending import Sending, StreamRound
 from .streams import StreamDriver
 
 # The least that NCCL has to connect a changed group, however short the ``join_timeout``.
@@ -95,7 +94,7 @@ class StreamMember(Member):
     ) -> Round:
         """Enqueue an exchange; of one that is held, the encoding alone."""
         driver, header = self._driver, round.header
-        assert driver is not None and isinstance(round, StreamRound)
+        assert driver is not None
         if driver.failure:
             raise self.refusal(
                 f"epoch {self.epoch} of this replica's group is dead: {driver.failure}. Call "
@@ -124,7 +123,7 @@ class StreamMember(Member):
             raise ValueError(f"weights must be finite and not all zero, got {weights}")
         return weights
 
-    def _ship_on_streams(self, round: StreamRound) -> None:
+    def _ship_on_streams(self, round: Round) -> None:
         """Agree on the weights, then enqueue the rest; ``Round.wait`` raises what failed."""
         driver, sending = self._driver, round.sending
         assert driver is not None and sending is not None

@@ -18,9 +18,8 @@ from ... import _C, ops
 from ...base.memory import Ballot, current, vote_token
 from ...ops.wire import Layout
 from ..buffers import ExchangeBuffers
-from ..round import Round
+from ..round import Round, Sending
 from .connections import Connections
-from .sending import Sending
 
 # Kernels on the side stream get three blocks for each four multiprocessors of a device: 99 on an
 # H200, at most one on each of the 132 multiprocessors, where most of the registers stay free for

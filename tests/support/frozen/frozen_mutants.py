@@ -43,12 +43,10 @@ def step_twice(apply: Callable[..., None], part: Any, update: Any, **named: Any)
         part.state.step(update)
 
 
-def drop_a_residual(
-    open_round: Callable[..., Round], buffers: Any, header: Any, kind: type[Round]
-) -> Round:
+def drop_a_residual(open_round: Callable[..., Round], buffers: Any, header: Any) -> Round:
     if header.round == CHANGED_ROUND and buffers.residual is not None:
         buffers.residual.zero_()
-    return open_round(buffers, header, kind)
+    return open_round(buffers, header)
 
 
 def add_in_reverse(combine: Callable[..., Any], round: Round, weights: Any) -> Any:

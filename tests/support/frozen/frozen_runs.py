@@ -132,7 +132,7 @@ class Member:
 
         def start_and_record(buffers: Any, **arguments: Any) -> Any:
             work, header = start(buffers, **arguments), arguments["header"]
-            used = [work.payload[begin:end] for begin, end in work.layout.filled()]
+            used = [work.own.tensor[begin:end] for begin, end in work.layout.filled()]
             self.payloads.append(f"{header.fragment}.{header.round}:{short_digest(used)}")
             return work
 
