@@ -54,6 +54,26 @@ class ReplicaWorkers:
         group = sharding.workers_group(params, timeout)
         return None if group is None or group.size() == 1 else cls(group, timeout)
 
+    @classmethod
+    def with_same_parameters(cls, group: Any, timeout: float) -> ReplicaWorkers:
+        """Return the workers of a process group, or of a one-dimensional DeviceMesh.
+
+        Raises:
+            TypeError: If ``group`` is neither, or this process is not in the group.
+        """
+        group = group.get_group() if hasattr(group, "get_group") else group
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "shard_group must be a ProcessGroup or a one-dimensional DeviceMesh that has this "
+                f"worker as a member, got {group!r}"
+            )
+        return cls(group, timeout)
+
+    @property
+    def worker(self) -> str:
+        """This worker's name among the replica's workers, see ``sharding.worker``."""
+        return f"{self.rank}of{self.size}" if self.size > 1 else ""
+
     def close(self) -> None:
         """Close the group that was made for the messages of these workers; idempotent."""
         self._control.close()
@@ -100,6 +120,43 @@ class ReplicaWorkers:
         with self._while_all_live():
             return self._control.any(flags)
 
+    # ------------------------------------------------------------------------ the same parameters
+
+    def share(self, fragment: Fragment, block_size: int) -> SharedFragment:
+        """Return the fragment as this worker has it.
+
+        Raises:
+            ValueError: If its parameters are sharded already.
+        """
+        if any(sharding.is_sharded(param) for param in fragment.params):
+            raise ValueError(
+                "shard_group is for workers that hold the same parameters, but these are DTensors: "
+                "leave it away, their shards are exchanged as they are"
+            )
+        return SharedFragment(
+            fragment.index,
+            fragment.names,
+            fragment.params,
+            alignment=fragment.alignment,
+            group=self,
+            block_size=block_size,
+        )
+
+    def broadcast(self, tensors: Sequence[Tensor], owner: int) -> None:
+        """Give the 1-D tensors of one worker to all, in place, one message for each dtype."""
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = same[0] if len(same) == 1 else torch.cat(same)
+            dist.broadcast(flat, group=self.group, group_src=owner)
+            if len(same) > 1 and owner != self.rank:
+                torch._foreach_copy_(same, list(flat.split([t.numel() for t in same])))
+
+    def hand_out(self, fragments: Sequence[Fragment]) -> None:
+        """Give the other workers the parameters that this worker has written."""
+        for fragment in fragments:
+            if isinstance(fragment, SharedFragment):
+                fragment.give()
+
     # --------------------------------------------------------------------------- failures
 
     @contextmanager
@@ -134,9 +191,6 @@ class ReplicaWorkers:
             raise others from failure
         if failure is not None:
             raise failure
-
-    def hand_out(self, fragments: Sequence[Fragment]) -> None:
-        """Give the other workers the parameters that this worker has written."""
 
     def _hear(self, failure: Exception | None) -> SyncError | None:
         """Tell the other workers of a failure; return the worst one if another worker has it."""
@@ -189,71 +243,11 @@ def _error_of(worker: int, kind: str, message: str, attributes: dict[str, Any]) 
 # ----------------------------------------------------------------------------- shared outer state
 
 
-class ShardGroup(ReplicaWorkers):
-    """The workers of one replica.
-
-    Args:
-        group: A process group, or a one-dimensional DeviceMesh.
-        timeout: Seconds; see ``WorkerMessages``.
-
-    Raises:
-        TypeError: If it is neither, or this process is not in it.
-    """
-
-    def __init__(self, group: Any, timeout: float) -> None:
-        group = group.get_group() if hasattr(group, "get_group") else group
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                "shard_group must be a ProcessGroup or a one-dimensional DeviceMesh that has this "
-                f"worker as a member, got {group!r}"
-            )
-        super().__init__(group, timeout)
-
-    @property
-    def worker(self) -> str:
-        """This worker's name among the replica's workers, see ``sharding.worker``."""
-        return f"{self.rank}of{self.size}" if self.size > 1 else ""
-
-    def share(self, fragment: Fragment, block_size: int) -> SharedFragment:
-        """Return the fragment as this worker has it.
-
-        Raises:
-            ValueError: If its parameters are sharded already.
-        """
-        if any(sharding.is_sharded(param) for param in fragment.params):
-            raise ValueError(
-                "shard_group is for workers that hold the same parameters, but these are DTensors: "
-                "leave it away, their shards are exchanged as they are"
-            )
-        return SharedFragment(
-            fragment.index,
-            fragment.names,
-            fragment.params,
-            alignment=fragment.alignment,
-            group=self,
-            block_size=block_size,
-        )
-
-    def broadcast(self, tensors: Sequence[Tensor], owner: int) -> None:
-        """Give the 1-D tensors of one worker to all, in place, one message for each dtype."""
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = same[0] if len(same) == 1 else torch.cat(same)
-            dist.broadcast(flat, group=self.group, group_src=owner)
-            if len(same) > 1 and owner != self.rank:
-                torch._foreach_copy_(same, list(flat.split([t.numel() for t in same])))
-
-    def hand_out(self, fragments: Sequence[Fragment]) -> None:
-        for fragment in fragments:
-            assert isinstance(fragment, SharedFragment)
-            fragment.give()
-
-
 @dataclass(frozen=True)
 class SharedFragment(Fragment):
     """A fragment with a range of elements, of whole blocks, that this worker exchanges."""
 
-    group: ShardGroup = None  # type: ignore[assignment]
+    group: ReplicaWorkers = None  # type: ignore[assignment]
     block_size: int = 256
 
     def _needs_filler(self) -> bool:

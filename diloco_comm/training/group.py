@@ -24,7 +24,7 @@ from ..replica.fragments import (
     uncopied_tensors,
     unexchanged_tensors,
 )
-from ..replica.workers import ReplicaWorkers, ShardGroup
+from ..replica.workers import ReplicaWorkers
 from ..rounds import handshake, history, joining
 from ..rounds.metrics import Recorder
 from ..rounds.nonfinite import OnReset
@@ -175,9 +175,11 @@ def _connect(replica: Replica, place: Place) -> Exchange:
     )
 
 
-def shard_group_of(shard_group: Any, timeout_s: float) -> ShardGroup | None:
+def shard_group_of(shard_group: Any, timeout_s: float) -> ReplicaWorkers | None:
     """Return the argument ``shard_group`` as workers of one replica; None if it is not given."""
-    return None if shard_group is None else ShardGroup(shard_group, timeout_s)
+    if shard_group is None:
+        return None
+    return ReplicaWorkers.with_same_parameters(shard_group, timeout_s)
 
 
 def workers_of(plan: Plan, timeout_s: float) -> ReplicaWorkers | None:

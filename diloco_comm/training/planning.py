@@ -24,7 +24,7 @@ from ..replica.fragments import (
     layout_hash,
     trainable_parameters,
 )
-from ..replica.workers import ShardGroup
+from ..replica.workers import ReplicaWorkers
 from ..rounds.part import SyncedBuffers, SyncedFragment, SyncedPart
 
 
@@ -52,7 +52,7 @@ class Plan:
     description: list[str]
     layout: int
     saved_layout: int
-    shard_group: ShardGroup | None
+    shard_group: ReplicaWorkers | None
     delay: int | None
 
     def parameter_parts(self) -> list[SyncedFragment]:
@@ -109,7 +109,7 @@ def make_plan(
     optimizers: list[torch.optim.Optimizer],
     settings: Settings,
     *,
-    shard_group: ShardGroup | None,
+    shard_group: ReplicaWorkers | None,
     offload: str | None,
 ) -> Plan:
     """Cut the parameters that the optimizers train into parts.

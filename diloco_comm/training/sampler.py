@@ -24,7 +24,7 @@ from ..base.checks import choice, flag, integer
 from ..elastic.leases import REPEAT, SKIP, Account, Plan
 from ..methods.settings import Settings
 from ..replica import sharding
-from ..replica.workers import ReplicaWorkers, ShardGroup
+from ..replica.workers import ReplicaWorkers
 from .leasing import Leasing
 
 # Number of a part, from 0, and how many parts there are.
@@ -236,7 +236,7 @@ def _data_parallel_worker(diloco: Trained) -> Place:
             )
         return workers.rank, workers.size
     groups = [group for one in sharding.around(diloco._model) for group in one.groups]
-    groups += [workers.group] if isinstance(workers, ShardGroup) else []
+    groups += [] if workers is None else [workers.group]
     found = {tuple(sorted(dist.get_process_group_ranks(group))) for group in groups}
     found = {ranks for ranks in found if len(ranks) > 1}
     if not found:
