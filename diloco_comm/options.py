@@ -125,8 +125,8 @@ class StorePeers:
     name: str = "default"
 
 
-# The choices that were arguments of their own in 0.1: the argument that has each now, and the name
-# of the choice there; "" is the argument itself.
+# Every choice by its name in a configuration: the argument that has the choice, and the name of the
+# choice there; "" is the argument itself. Most of these names were arguments of DiLoCo in 0.1.
 HOMES = {
     "block_size": ("wire", "block_size"),
     "rounding": ("wire", "rounding"),

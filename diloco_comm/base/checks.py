@@ -109,7 +109,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def timeout_seconds(timeout: float | timedelta, name: str = "timeout") -> float:
-    """Return a timeout in seconds, at most ten years.
+    """Return a timeout in seconds; more than ten years become ten years.
 
     Raises:
         ValueError: If the timeout is not positive, or infinite.

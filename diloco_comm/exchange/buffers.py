@@ -141,7 +141,8 @@ class ExchangeBuffers:
         if self._owner == owner:
             return
         self._owner = owner
-        # An encoding on a wire of its own keeps no errors.
+        # Where owners encode the mean on another wire than the payloads, the rounding errors of
+        # that encoding are not kept.
         keeps_errors = reduces and self.mean_layout == layout
         self.residuals.plan_reduction(num_chunks * layout.run_elements if keeps_errors else 0)
 

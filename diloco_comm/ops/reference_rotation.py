@@ -14,8 +14,9 @@ from .reference_codec import HUGE, SMALLEST_SCALE, philox
 from .wire import KEY_BYTES, WireFormat
 
 LARGEST = 2.0**116  # a larger magnitude is refused: a decoded value might not be finite
-# Levels of int2r, a small and a large magnitude, and the border between them: 315/65536 of the sum
-# of all magnitudes, which is 1.2305 times their mean.
+# The two levels of int2r, in units of the block's scale. An element of the rotated block has the
+# large level if its magnitude exceeds 315/65536 of the sum of the block's magnitudes; with 256
+# elements that is 1.2305 times their mean.
 _SMALL, _LARGE, _BORDER = 3, 10, 315
 _BIT = 1 << torch.arange(8)
 

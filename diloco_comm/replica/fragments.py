@@ -97,7 +97,7 @@ class Fragment:
 
     @property
     def num_elements(self) -> int:
-        """Elements that this worker holds; with 0 elements nothing is exchanged."""
+        """Elements that this worker exchanges, with padding and filler; 0 means no exchange."""
         return sum(tensor.numel() for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
@@ -640,8 +640,11 @@ def inner_steps(offsets: Any) -> list[int]:
 def describe_parameters(fragments: Sequence[Fragment], *, whole: bool = False) -> list[str]:
     """Describe every parameter in one line: fragment, name, shape, strides, dtype.
 
+    A shard's line also has its position. Further lines name a fragment's alignment, and the range
+    that this worker exchanges. Replicas compare these lines.
+
     Args:
-        whole: Describe DTensors as wholes, however they are sharded, not this worker's shards.
+        whole: Describe the whole tensors, without positions and ranges.
     """
     lines = []
     for fragment in fragments:

@@ -367,7 +367,7 @@ class ModelWatch:
             )
 
     def _refuse_left_out(self) -> None:
-        """Report parameters that are exchanged and that no optimizer holds any more."""
+        """Raise or warn, once, if an exchanged parameter is in no optimizer any more."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         held = {id(param) for group in groups for param in group["params"]}
         names = [name for name, param in self._named if id(param) not in held]

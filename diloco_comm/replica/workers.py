@@ -245,7 +245,10 @@ def _error_of(worker: int, kind: str, message: str, attributes: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class SharedFragment(Fragment):
-    """A fragment with a range of elements, of whole blocks, that this worker exchanges."""
+    """A fragment that the workers of a replica divide: each exchanges one range of its elements.
+
+    A range begins at the start of a block; a range may be empty.
+    """
 
     group: ReplicaWorkers = None  # type: ignore[assignment]
     block_size: int = 256

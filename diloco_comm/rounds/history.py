@@ -91,7 +91,10 @@ def refuse_other_past(
 
 
 def unsent(parts: Sequence[SyncedPart], inner_step: int) -> list[int]:
-    """Say for each part, by a number other than 0, that this replica holds something unsent."""
+    """Return a number for each part: 0 if this replica has nothing of the part left to share.
+
+    Else the number is the inner steps after ``last_sent``, or 1 where a lost round alone is owed.
+    """
     return [inner_step - part.last_sent or int(part.owed.is_lost) for part in parts]
 
 

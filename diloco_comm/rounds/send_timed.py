@@ -219,7 +219,11 @@ class SendTimed(RoundRunner):
             self._finish(part, due, None, inner_step)
 
     def _equalize(self) -> None:
-        """Make the outer parameters of all replicas equal, unless they are; a collective call."""
+        """Set outer parameters and momenta of all replicas to their means; a collective call.
+
+        The local parameters are written from them. A fragment is left alone if no replica has
+        taken an outer step on that fragment since the last such call.
+        """
         parts = [part for part in self.parts if isinstance(part, SyncedFragment)]
         own = [[part.state.num_steps, part.state.equal_at, part.state.last_lr] for part in parts]
         each = list(zip(*handshake.gather_json(self.exchange, own), strict=True))

@@ -52,7 +52,11 @@ class StepTimed(RoundRunner):
     def _send_all(
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind
     ) -> Exception | None:
-        """Send the parts, as many as can be; return the first failure."""
+        """Send the parts in order, up to the first that fails; return the first failure.
+
+        If the function of the weight fails, all parts are sent with the weight NaN, so that the
+        other replicas do not wait.
+        """
         weight, first = self._offered_weight(inner_step) if parts else (0.0, None)
         sent: list[RoundInFlight] = []
         with self.uninterruptible():

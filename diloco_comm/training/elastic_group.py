@@ -201,7 +201,13 @@ class ElasticGroup:
     # ------------------------------------------------------------------- from view to view
 
     def enter(self, attempt: Attempt[T]) -> T:
-        """Come to the group, as a founder or a newcomer; return what the attempt has returned."""
+        """Enter the group, as a founder or a newcomer; return the result of ``attempt``.
+
+        ``attempt`` is called again after each failure that concerns the group.
+
+        Raises:
+            SyncError: If this replica was asked to leave first.
+        """
         results = self._attempt_until_done(attempt, time.monotonic())
         if not results:
             raise SyncError(

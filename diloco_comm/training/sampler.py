@@ -217,7 +217,8 @@ def _worker_of(diloco: Trained) -> Place:
         ValueError: If it is not certain that the workers are data parallel.
     """
     worker, num_workers = _data_parallel_worker(diloco)
-    # Where a trainer divides the batches, the samplers of all workers give the replica's samples.
+    # If a trainer divides each batch among the workers, the sampler of every worker must yield all
+    # samples of the replica.
     return (worker, num_workers) if diloco._batches_at_once is None else (0, 1)
 
 

@@ -154,7 +154,7 @@ class ElasticTraining:
         source_rank = view.rank_of(view.source) if form.role == "broadcast" else 0
         if form.role == "broadcast" and self.transfer is not None:
             self.transfer.forget()
-        # A failed earlier attempt may have left an inner state here.
+        # A failed earlier attempt may have given the optimizers another replica's inner state.
         self._forget_inner()
         there = replace(
             place,

@@ -162,11 +162,11 @@ def test_an_interrupted_wait_keeps_the_exchange(monkeypatch: pytest.MonkeyPatch)
     model, optimizer, diloco = attach(fragments=2, offsets=[2, 2])
     wait, calls = Round.wait, []
 
-    def interrupted(work: Round, timeout: float | None = None) -> Any:
+    def interrupted(work: Round, **options: Any) -> Any:
         calls.append(work)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return wait(work, timeout)
+        return wait(work, **options)
 
     with diloco:
         train_step(model, optimizer, 0, 0)

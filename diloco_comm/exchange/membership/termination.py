@@ -64,12 +64,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Ack:
-    """What a survivor has done, and will not add to.
+    """How far a survivor is with its rounds; it gives and takes no more votes in these epochs.
 
     Attributes:
         epoch, members: The newest group that this replica has agreed to enter.
         applied_epoch: The newest epoch whose rounds its outer parameters hold, 0 for none.
-        fragments: By index; the same on all survivors.
+        fragments: The progress of each fragment, by index. All survivors name the same fragments.
     """
 
     epoch: int
@@ -176,10 +176,15 @@ def _refuse_other_lines(epochs: Mapping[int, int], lineage: int) -> None:
 
 
 class _Fragment:
-    """The decision on one fragment.
+    """Decides which rounds of one fragment count, and which are discarded.
+
+    Args:
+        electors: The survivors whose state counts.
+        most: Rounds of a fragment that may be under way at a time.
 
     Attributes:
-        epochs: By replica: the newest epoch whose rounds it holds once the commits are applied.
+        epochs: By replica, the newest epoch whose rounds that replica will hold. All fragments
+            share this mapping; each adds the rounds that it commits.
     """
 
     def __init__(

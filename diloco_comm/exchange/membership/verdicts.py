@@ -40,7 +40,10 @@ class Workers(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The members of an epoch that go on, and those that do not."""
+    """The members of an epoch that go on to the next group, and those that do not.
+
+    A missing member may be dead, or alive and left out.
+    """
 
     survivors: tuple[int, ...]
     missing: tuple[int, ...]

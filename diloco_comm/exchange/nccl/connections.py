@@ -52,16 +52,19 @@ class Watched(Protocol):
 
 
 class Connections:
-    """A group of devices, with the stream that its collectives are enqueued on.
+    """This replica's device, connected with those of the other replicas for one epoch.
+
+    All collectives are enqueued on one side stream.
 
     Args:
-        group: Of the replicas; its collectives run on streams of its own (NCCL). None for one.
+        group: The replicas' NCCL group, which runs its collectives on streams of NCCL; None if
+            there is one replica.
         timeout: Seconds that an exchange may take.
-        engine: Exchanges small messages meanwhile, and looks after the other replicas.
+        engine: Exchanges small messages while collectives run, and watches the other replicas.
 
     Attributes:
-        failure: Why no more exchanges are possible; "" while they are. After a seal the last ones
-            have ended, after an abort they were given up.
+        failure: Why no new exchange may start; "" while one may. ``abort`` gives up the exchanges
+            under way.
     """
 
     def __init__(

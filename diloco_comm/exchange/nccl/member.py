@@ -24,7 +24,8 @@ from . import group as nccl_group
 from .jobs import StreamJob
 from .streams import StreamDriver
 
-# The least that NCCL has to connect a changed group, however short the ``join_timeout``.
+# NCCL gets so many seconds to connect a group, even if ``join_timeout`` is shorter; but never more
+# than ``timeout``.
 _CONNECT_S = 30.0
 
 
