@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf, isnan, nan
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from ..ops.offload import chunks_of
 from ..ops.residuals import Residuals
 from ..ops.wire import Layout
 from . import waiting
-
-if TYPE_CHECKING:
-    from .nccl.jobs import StreamJob
 
 Kind = Literal["sync", "flush", "all_reduce"]
 # Pairs of a payload, uint8, and its coefficient: their sum is the weighted mean.
@@ -453,7 +450,7 @@ class Round:
         if self.state == "started":
             assert job is not None, "the exchange is held, and was not sent"
             if leaves_verdict and self.sending is not None:
-                mean = self._open_mean(cast("StreamJob", job))
+                mean = self._open_mean(job)
                 if mean is not None:
                     return mean
             begin = time.perf_counter()
@@ -481,8 +478,12 @@ class Round:
             )
         return self._mean
 
-    def _open_mean(self, job: StreamJob) -> Mean | None:
-        """Return a mean whose verdict the device will find; None once the exchange has ended."""
+    def _open_mean(self, job: Any) -> Mean | None:
+        """Return a mean whose verdict the device will find; None once the exchange has ended.
+
+        Args:
+            job: A job on streams (``nccl.jobs``).
+        """
         assert self.own.ballot is not None
         job.wait_for_headers()
         if job.is_done:
