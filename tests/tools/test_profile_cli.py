@@ -127,7 +127,7 @@ def profile_run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[st
 def test_run_records_a_program_that_ends_early(tmp_path: Path) -> None:
     """Seven steps: three are skipped, and the rest is written when the program ends.
 
-    The last encoding is that of the flush at the end of the block.
+    The flush at the end of the block encodes once more.
     """
     (tmp_path / "train.py").write_text(SCRIPT + "print('trained')\n")
     command = [sys.executable, "train.py", "7"]
