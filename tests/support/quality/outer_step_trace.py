@@ -3,7 +3,8 @@
     python tests/support/quality/outer_step_trace.py [--files]
 
 Counted are Python functions of ``diloco_comm/`` on the training thread, between the call of the
-optimizer's step and its return. A comprehension is a part of its function, as in Python 3.12.
+optimizer's step and its return. A comprehension counts as a part of its function, and so does a
+generator expression.
 ``--files`` lists the files in the order of their first call. More files, functions or depth than
 ``MOST`` are an error.
 """
