@@ -24,8 +24,8 @@ from . import group as nccl_group
 from .jobs import StreamJob
 from .streams import StreamDriver
 
-# NCCL gets so many seconds to connect a changed group, even if ``join_timeout`` is shorter; but never
-# more than ``timeout``.
+# NCCL gets so many seconds to connect a changed group, even if ``join_timeout`` is shorter; but
+# never more than ``timeout``.
 _CONNECT_S = 30.0
 
 
