@@ -252,7 +252,7 @@ class RoundRunner(ABC):
         with span("encode", part.index, number) if is_traced else NO_BLOCK:
             work = self.exchange.start(
                 part.buffers,
-                # As it is stored: the loader brings what lies in host memory.
+                # As the tensor is stored: the loader brings the elements that lie in host memory.
                 outer=None if state is None else state.outer,
                 params=part.tensors(),
                 loader=part.loader,
