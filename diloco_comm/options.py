@@ -333,7 +333,7 @@ def choices_in(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         name: The configuration's name, for messages.
 
     Raises:
-        ValueError: If it has a choice twice.
+        ValueError: If it has a choice twice, or an unknown one in a group.
     """
     found = dict(config)
     for argument in ("wire", "link", "nonfinite"):
@@ -343,10 +343,16 @@ def choices_in(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
             group = {fields(kind)[0].name: group}
         elif isinstance(group, kind):
             group = {field.name: getattr(group, field.name) for field in fields(group)}
-        names = _names_of(argument)
-        # A mapping of wires has patterns of names.
-        if not isinstance(group, Mapping) or not group or group.keys() - names.keys():
+        if not isinstance(group, Mapping) or not group:
             continue
+        names = _names_of(argument)
+        unknown = [field for field in group if field not in names]
+        if unknown and argument == "wire":
+            continue  # A mapping of patterns of parameters' names to wires.
+        if unknown:
+            raise ValueError(
+                f"{name} has {unknown[0]!r} in {argument}, where only {', '.join(names)} can be"
+            )
         del found[argument]
         for field, choice in group.items():
             if names[field] in found:

@@ -191,10 +191,12 @@ class Refusals:
 
 
 class Signs:
-    """All that says which members have ended.
+    """Signs that silent members have ended: refused connections, and the user's detector.
+
+    A sign may be wrong.
 
     Args:
-        detector: Of the user; None without.
+        detector: The user's; None if the user gave none.
     """
 
     def __init__(self, detector: Detector | None) -> None:

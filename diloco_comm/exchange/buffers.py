@@ -31,10 +31,10 @@ _STREAM_CHUNK = 16 << 20
 
 
 class ExchangeBuffers:
-    """Buffers of one fragment, allocated once and reused for ever.
+    """Buffers of one fragment: ``plan`` makes them for a group, whose rounds reuse them.
 
-    A round's payloads are free as soon as the round is applied or rejected. The payloads of a voted
-    round stay as they are until ``settle``.
+    A round's payloads are free once the round is applied or rejected. After this replica's vote
+    they stay as they are until the other votes, or ``settle``, end the round.
 
     Attributes:
         device: The fragment's. On a GPU, the engine's own buffers are in page-locked host memory.
@@ -44,8 +44,8 @@ class ExchangeBuffers:
             the mean on a wire of its own (``phases``).
         num_phases: 0 for one rank; 1: all payloads go to all ranks; 2: runs are reduced by their
             owners, then gathered.
-        residuals: Values that encoding loses. With three ranks and more, the residuals of the
-            reduction have [num_chunks * run_elements]: the runs that this rank owns, in order.
+        residuals: Values that encoding loses. With two phases, the residuals of the reduction have
+            [num_chunks * run_elements]: the runs that this rank owns, in order.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf, isnan, nan
 from typing import Any, Literal, Protocol, cast
 
@@ -100,32 +100,20 @@ class Header:
     @classmethod
     def of(cls, native: _C.Header) -> Header:
         """Return a header that the engine has got from a replica."""
+        numbers = {name: getattr(native, name) for name in _NUMBERS}
         return cls(
             kind=cast(Kind, native.kind),
-            layout_hash=native.layout_hash,
-            fragment=native.fragment,
-            round=native.round,
-            sync_every=native.sync_every,
-            num_fragments=native.num_fragments,
-            weight=native.weight,
-            outer_lr=native.outer_lr,
-            inner_step=native.inner_step,
-            gap=native.gap,
-            history=native.history,
             is_reset=native.is_reset,
             is_change_due=native.is_change_due,
             digest=native.blob_bytes,
+            **numbers,
         )
 
     def native(self, layout: Layout, num_chunks: int, stochastic: bool) -> _C.Header:
         """Return the header as the engine takes it, with the layout of the payload."""
         native = _C.Header(self.kind)
-        for name in ("fragment", "round", "sync_every", "num_fragments", "inner_step"):
+        for name in _NUMBERS:
             setattr(native, name, getattr(self, name))
-        native.layout_hash = self.layout_hash & (1 << 64) - 1
-        native.history = self.history
-        native.weight, native.outer_lr = float(self.weight), float(self.outer_lr)
-        native.gap = float(self.gap)
         native.wire, native.block_size = layout.wire.name, layout.wire.block_size
         native.num_elements, native.num_chunks = layout.num_elements, num_chunks
         native.flags = int(stochastic) | (_C.RESET if self.is_reset else 0)
@@ -133,6 +121,14 @@ class Header:
         # A round has no blob: the length's place is free.
         native.blob_bytes = self.digest
         return native
+
+
+# The fields that the engine's header has under the same names.
+_NUMBERS = tuple(
+    field.name
+    for field in fields(Header)
+    if field.name not in ("kind", "is_reset", "is_change_due", "digest")
+)
 
 
 @dataclass
@@ -633,7 +629,10 @@ def _kinds(headers: Sequence[_C.Header]) -> tuple[list[_C.Header], list[_C.Heade
 
 
 def _are_near(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> bool:
-    """Whether no replica has trained a whole round longer than another."""
+    """Whether no replica that trains is ``sync_every`` steps ahead of one that has ended.
+
+    Then a flush can share the rest.
+    """
     latest = max(header.inner_step for header in training)
     return latest - min(header.inner_step for header in ended) < training[0].sync_every
 

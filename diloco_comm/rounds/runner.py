@@ -149,7 +149,7 @@ class RoundRunner(ABC):
             end_like_others(self.exchange, self.parts, self.impl, self._writing)
 
     def has_ended(self) -> bool:
-        """Whether no outer parameters are ahead of their iterate."""
+        """Whether no outer parameters hold the look-ahead of Nesterov's momentum."""
         return all(map(has_ended, self.parts))
 
     def _writing(self, part: SyncedPart) -> AbstractContextManager[None]:

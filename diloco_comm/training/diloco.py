@@ -262,7 +262,7 @@ class DiLoCo:
 
     def _share_rest(self) -> None:
         """Flush at the end of a block, unless it is closed or its last exchange has failed."""
-        is_over = self._is_closed or self.exchange.last_error is not None
+        is_over = self._is_closed or self.exchange.has_failed
         is_over |= self._rounds.uninterruptible.is_broken
         if is_over or self._elastic is not None:
             return
@@ -287,7 +287,7 @@ class DiLoCo:
     def _warn_of_unshared_steps(self) -> None:
         """Warn when training ends in good order, and without a flush."""
         is_alone = self._elastic is not None or self.exchange.size == 1
-        is_open = not self._is_closed and self.exchange.last_error is None and not is_alone
+        is_open = not (self._is_closed or self.exchange.has_failed or is_alone)
         if is_open and self._rounds.has_unsent(self.inner_step):
             name = f"replica {self.exchange.replica}"
             self._watch.warn_of_unshared_steps(name, self.inner_step)

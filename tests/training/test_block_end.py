@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from problems import attach, train_step
 
-from diloco_comm import Nesterov, PeerLeft, ReplicaMismatch
+from diloco_comm import Nesterov, NonFiniteError, PeerLeft, ReplicaMismatch
 
 # Between two sends.
 NUM_STEPS = 5
@@ -61,6 +63,31 @@ def test_no_replica_waits_for_one_that_ends_otherwise(
     ending: str, heard: list[str], workers
 ) -> None:
     assert workers(2).run(ended_otherwise, ending) == heard
+
+
+def ended_after_bad_values(rank: int, world: int) -> tuple[int, int, bool]:
+    """Replica 1 has a NaN in a round; return the sends before and after the end of the block."""
+    model, optimizer, diloco = attach(sync_every=3, on_nonfinite="raise", timeout=30)
+    with diloco:
+        for step in range(NUM_STEPS):
+            train_step(model, optimizer, rank, step)
+        parameter, healthy = next(model.parameters()), next(model.parameters()).detach().clone()
+        if rank == 1:
+            parameter.data.fill_(math.nan)
+        with pytest.raises(NonFiniteError):
+            train_step(model, optimizer, rank, NUM_STEPS)
+        parameter.data.copy_(healthy)
+        num_sent = diloco.totals().num_syncs
+    local = torch.cat([param.detach().flatten() for param in model.parameters()])
+    outer = torch.cat([part.outer.flatten() for part in diloco.parts])
+    return num_sent, diloco.totals().num_syncs, torch.equal(local, outer)
+
+
+def test_a_caught_error_of_bad_values_does_not_keep_a_block_from_sharing(workers) -> None:
+    (before, after, is_shared), other = workers(2).run(ended_after_bad_values)
+    assert other == (before, after, is_shared)
+    assert after == before + 1
+    assert is_shared
 
 
 def test_a_block_of_one_replica_applies_the_rest() -> None:

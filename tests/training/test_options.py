@@ -217,6 +217,8 @@ def test_a_configuration_has_old_names_or_groups() -> None:
     assert diloco.config() == found[0]
     patterns = {"sync_every": 2, "wire": {"bias": "int4", "rest": "int8"}}
     assert choices_in("config", patterns) == patterns
+    with pytest.raises(ValueError, match="config has 'lane' in link, where only backend, lanes,"):
+        choices_in("config", {"link": {"lane": 4}})
     with pytest.raises(ValueError, match="config has seed twice: in wire and beside it"):
         choices_in("config", {"wire": {"seed": 3}, "seed": 3})
 

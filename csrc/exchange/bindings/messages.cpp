@@ -11,7 +11,8 @@ namespace py = pybind11;
 namespace diloco {
 
 void register_messages(py::module_& m) {
-    py::class_<Header>(m, "Header")
+    py::class_<Header> header(m, "Header");
+    header
         .def(py::init([](const std::string& kind) {
                  Header header;
                  header.kind = static_cast<uint8_t>(kind_from_name(kind));
@@ -32,22 +33,10 @@ void register_messages(py::module_& m) {
         .def_property_readonly("is_change_due",
                                [](const Header& h) { return (h.flags & kChange) != 0; })
         .def_readonly("replica", &Header::replica)
-        .def_readonly("epoch", &Header::epoch)
-        .def_readwrite("block_size", &Header::block_size)
-        .def_readwrite("num_elements", &Header::num_elements)
-        .def_readwrite("num_chunks", &Header::num_chunks)
-        .def_readwrite("layout_hash", &Header::layout_hash)
-        .def_readwrite("history", &Header::history)
-        .def_readwrite("fragment", &Header::fragment)
-        .def_readwrite("round", &Header::round)
-        .def_readwrite("sync_every", &Header::sync_every)
-        .def_readwrite("num_fragments", &Header::num_fragments)
-        .def_readwrite("inner_step", &Header::inner_step)
-        .def_readwrite("blob_bytes", &Header::blob_bytes)
-        .def_readwrite("source_rank", &Header::source_rank)
-        .def_readwrite("weight", &Header::weight)
-        .def_readwrite("outer_lr", &Header::outer_lr)
-        .def_readwrite("gap", &Header::gap);
+        .def_readonly("epoch", &Header::epoch);
+    visit_numbers([&](const char* name, auto member, const char*) {
+        header.def_readwrite(name, member);
+    });
     m.attr("RESET") = int{kReset};
     m.attr("CHANGE") = int{kChange};
     m.def("find_mismatch", &find_mismatch, py::arg("headers"));

@@ -1,11 +1,12 @@
 // One piece of work for the engine thread: what goes in, how far it is, what came out.
 //
-// The engine's buffers are in host memory. Where the fragment is on a device, the job is staged: it
-// is encoded there, and payload and result have twins on the device; only these bytes are copied.
+// The engine's buffers are in host memory. Where the fragment is on a device, the job is staged:
+// the fragment is encoded there, and payload, result and the count of bad elements have twins on
+// the device. These alone are copied, and the outer parameters where a loader brings them.
 //
 // The calling thread makes a job and encodes into its payload, chunk by chunk; the engine thread
-// ships what is encoded. Tensors are aliases without a Python object, so that dropping the last
-// reference on the engine thread never needs the GIL.
+// ships what is encoded. The job's tensors are detached aliases, which have no Python object: the
+// engine thread drops the last reference without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -6,6 +6,7 @@
 #include <functional>
 #include <sstream>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 
 namespace diloco {
@@ -16,15 +17,17 @@ struct Field {
     std::function<std::string(const Header&)> value;
 };
 
-std::string hex(uint64_t value) {
-    char text[24];
-    std::snprintf(text, sizeof(text), "0x%016" PRIx64, value);
-    return text;
-}
-
-std::string number(double value) {
+// The numbers of 64 bits without a sign are hashes.
+template <typename Number>
+std::string text_of(Number value) {
     char text[32];
-    std::snprintf(text, sizeof(text), "%.9g", value);
+    if constexpr (std::is_same_v<Number, uint64_t>) {
+        std::snprintf(text, sizeof(text), "0x%016" PRIx64, value);
+    } else if constexpr (std::is_same_v<Number, double>) {
+        std::snprintf(text, sizeof(text), "%.9g", value);
+    } else {
+        return std::to_string(value);
+    }
     return text;
 }
 
@@ -32,28 +35,22 @@ std::string wire_name(const Header& header) {
     return std::string(header.wire, strnlen(header.wire, sizeof(header.wire)));
 }
 
-// The most telling difference comes first: a different configuration explains a different size, not
-// the other way round.
-const std::vector<Field>& compared_fields() {
-    static const std::vector<Field> fields = {
+std::vector<Field> make_fields() {
+    std::vector<Field> fields = {
         {"protocol version", [](const Header& h) { return std::to_string(h.protocol); }},
         {"kind", [](const Header& h) { return std::string(kind_name(Kind(h.kind))); }},
         {"wire", wire_name},
-        {"block_size", [](const Header& h) { return std::to_string(h.block_size); }},
-        {"number of fragments", [](const Header& h) { return std::to_string(h.num_fragments); }},
-        {"sync_every", [](const Header& h) { return std::to_string(h.sync_every); }},
-        {"fragment", [](const Header& h) { return std::to_string(h.fragment); }},
-        {"round", [](const Header& h) { return std::to_string(h.round); }},
-        {"num_elements", [](const Header& h) { return std::to_string(h.num_elements); }},
-        {"layout_hash", [](const Header& h) { return hex(h.layout_hash); }},
-        {"outer_lr", [](const Header& h) { return number(h.outer_lr); }},
-        {"outer state", [](const Header& h) { return hex(h.history); }},
         {"rounding",
          [](const Header& h) { return std::string(h.flags & 1 ? "stochastic" : "nearest"); }},
-        {"number of chunks (chunk_bytes)",
-         [](const Header& h) { return std::to_string(h.num_chunks); }},
-        {"source_rank", [](const Header& h) { return std::to_string(h.source_rank); }},
     };
+    visit_numbers([&](const char*, auto member, const char* label) {
+        if (label) fields.push_back({label, [=](const Header& h) { return text_of(h.*member); }});
+    });
+    return fields;
+}
+
+const std::vector<Field>& compared_fields() {
+    static const std::vector<Field> fields = make_fields();
     return fields;
 }
 

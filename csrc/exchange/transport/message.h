@@ -60,6 +60,28 @@ struct Header {
 };
 static_assert(sizeof(Header) == 120, "the header is a wire format");
 
+// Call visit(name, member, label) for each number that Python may write. Numbers with a label must
+// be equal on all replicas, and the label names the number in an error. The most telling number
+// comes first: a different configuration explains a different size, not the other way round.
+template <typename Visit>
+void visit_numbers(Visit&& visit) {
+    visit("block_size", &Header::block_size, "block_size");
+    visit("num_fragments", &Header::num_fragments, "number of fragments");
+    visit("sync_every", &Header::sync_every, "sync_every");
+    visit("fragment", &Header::fragment, "fragment");
+    visit("round", &Header::round, "round");
+    visit("num_elements", &Header::num_elements, "num_elements");
+    visit("layout_hash", &Header::layout_hash, "layout_hash");
+    visit("outer_lr", &Header::outer_lr, "outer_lr");
+    visit("history", &Header::history, "outer state");
+    visit("num_chunks", &Header::num_chunks, "number of chunks (chunk_bytes)");
+    visit("source_rank", &Header::source_rank, "source_rank");
+    visit("weight", &Header::weight, nullptr);
+    visit("inner_step", &Header::inner_step, nullptr);
+    visit("gap", &Header::gap, nullptr);
+    visit("blob_bytes", &Header::blob_bytes, nullptr);
+}
+
 struct Vote {
     uint64_t sequence = 0;
     int64_t num_bad = 0;       // elements that were NaN, Inf or out of range on this rank

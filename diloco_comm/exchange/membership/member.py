@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import _C
 from ...base import env
 from ...base.checks import timeout_seconds
-from ...base.errors import LeftBehind, SyncError
+from ...base.errors import LeftBehind, NonFiniteError, SyncError
 from ...base.memory import memory_order
 from ..buffers import ExchangeBuffers
 from ..round import END, Header, error_from, verdict_of, wait_for_job
@@ -210,6 +210,11 @@ class Member:
     def is_dead(self) -> bool:
         """Whether this epoch failed, so that only ``change_group`` or ``close`` is left."""
         return bool(self.engine.dead_reason)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last exchange failed; after a NonFiniteError the group simply goes on."""
+        return not isinstance(self.last_error, NonFiniteError | None)
 
     @property
     def all_buffers(self) -> list[ExchangeBuffers]:

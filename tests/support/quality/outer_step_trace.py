@@ -108,6 +108,21 @@ def trace_of(arguments: dict[str, Any]) -> Trace:
     return found
 
 
+def look(name: str, trace: Trace, *, with_files: bool = False) -> bool:
+    """Print the figures of a trace; whether all are within ``MOST``."""
+    found = len(trace.files), len(trace.functions), trace.depth
+    print(
+        f"{name:<16} {found[0]} files, {found[1]} functions, {trace.num_calls} calls, "
+        f"{trace.num_changes} changes of file, depth {trace.depth}"
+    )
+    is_small = all(now <= most for now, most in zip(found, MOST[name], strict=True))
+    if not is_small:
+        print(f"    expected at most {MOST[name]} (files, functions, depth)")
+    if with_files:
+        print("".join(f"    {path}\n" for path in trace.files), end="")
+    return is_small
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", action="store_true", help="list the files of each")
@@ -116,22 +131,13 @@ def main() -> int:
         run_workers([sys.executable, __file__, *sys.argv[1:]], 2, preload=ranks.WITH_OPTIMIZER)
         return 0
     dist.init_process_group("gloo")
-    is_larger = False
-    for name, arguments in SETTINGS.items():
-        trace = trace_of(arguments)
-        if dist.get_rank() == 0:
-            figures = f"{len(trace.files)} files, {len(trace.functions)} functions, "
-            figures += f"{trace.num_calls} calls, {trace.num_changes} changes of file, "
-            found = len(trace.files), len(trace.functions), trace.depth
-            grown = any(now > most for now, most in zip(found, MOST[name], strict=True))
-            is_larger |= grown
-            print(f"{name:<16} {figures}depth {trace.depth}", flush=True)
-            if grown:
-                print(f"    expected at most {MOST[name]} (files, functions, depth)", flush=True)
-            if options.files:
-                print("".join(f"    {path}\n" for path in trace.files), end="", flush=True)
+    traces = {name: trace_of(arguments) for name, arguments in SETTINGS.items()}
+    rank = dist.get_rank()
     dist.destroy_process_group()
-    return int(is_larger)
+    if rank:
+        return 0
+    looks = [look(name, trace, with_files=options.files) for name, trace in traces.items()]
+    return int(not all(looks))
 
 
 if __name__ == "__main__":

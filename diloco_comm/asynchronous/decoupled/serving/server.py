@@ -122,7 +122,9 @@ class DecoupledServer(Service):
         }
 
     def parameters(self) -> list[list[Tensor]]:
-        """Return copies of the shared parameters, by fragment and piece.
+        """Return copies of the shared parameters: for each fragment one flat tensor a piece.
+
+        A piece is the tensors of a fragment that are merged together.
 
         Raises:
             RuntimeError: If the server runs, or has no parameters yet.

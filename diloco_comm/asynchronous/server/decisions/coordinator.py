@@ -34,8 +34,8 @@ class Update:
         seq: Sequence number: 1 for the worker's first update, then one more each.
         version: Version of the parameters that the round started from.
         steps, seconds: Inner steps of the round and how long they took.
-        payloads, layouts: The encoded pseudo-gradient of each fragment.
-        garbage: What is wrong with the payloads, "" if nothing is; None if they are not checked.
+        payloads, layouts: For each fragment the encoded pseudo-gradient, and how it is laid out.
+        garbage: What is wrong with the payloads, "" if nothing is; None: ``arrive`` still checks.
     """
 
     worker: str

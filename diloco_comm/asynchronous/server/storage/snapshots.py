@@ -361,7 +361,7 @@ class Storage:
     # ---------------------------------------------------------------------------- the journal
 
     def begin_journal(self, version: int) -> None:
-        """Begin the journal of the snapshot of this version, and remove all others.
+        """Begin the journal of the snapshot of this version; remove the former ones, if not kept.
 
         Raises:
             OSError: If the journal or the folder cannot be written; no journal is removed then.

@@ -126,7 +126,7 @@ class Crew:
     # ----------------------------------------------------------------------------- registry
 
     def start_registry(self) -> None:
-        """Start the registry with its journal, at the same address as before."""
+        """Start the registry, first or again, at the crew's address with its journal."""
         ours, theirs = _forks.Pipe(duplex=False)
         self._registry = self._fork(_registry_main, theirs, self._address, self.folder)
         theirs.close()
