@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -247,6 +249,59 @@ def test_threads_of_an_exchange_leave_the_core_to_threads_that_compute() -> None
     assert set(threads.values()) == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     ex.close()
+
+
+_Ends = dict[tuple[object, object], tuple[int, ...]]
+
+
+def _keepalive(connection: socket.socket) -> tuple[int, ...]:
+    """Whether the kernel probes, and the idle seconds, the interval and the number of probes."""
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    numbers = [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+    return (connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *numbers)
+
+
+def _connections() -> _Ends:
+    """The keepalive options of this process's TCP connections, by own address and peer's."""
+    found: _Ends = {}
+    for name in os.listdir("/proc/self/fd"):
+        # The descriptor may be closed meanwhile, or its socket have no peer.
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family != socket.AF_UNIX and one.type == socket.SOCK_STREAM:
+                    found[one.getsockname(), one.getpeername()] = _keepalive(one)
+    return found
+
+
+def _new_connections(rank: int, world: int, lanes: int) -> tuple[_Ends, list[tuple[int, ...]]]:
+    """The connections since a group was formed, and the options of sockets from before."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+        server.accept()[0] as accepted,
+    ):
+        before = _connections()
+        with exchange(rank, world, lanes=lanes) as ex:
+            sync(ex, ex.buffers(3000, WireFormat("int8")), [values(0, rank, 3000)])
+            after = _connections()
+            # No peer closes its ends while they are read.
+            dist.barrier()
+        new = {ends: after[ends] for ends in after.keys() - before.keys()}
+        return new, [_keepalive(one) for one in (server, client, accepted)]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's /proc")
+def test_the_kernel_probes_idle_connections_of_a_group(workers: Workers) -> None:
+    world, lanes = 3, 2
+    results = workers(world).run(_new_connections, lanes)
+    ends_of_all = {ends for new, _ in results for ends in new}
+    for new, from_before in results:
+        to_peers = [options for (own, peer), options in new.items() if (peer, own) in ends_of_all]
+        # Two groups for each lane.
+        assert to_peers == [(1, 30, 30, 127)] * (2 * lanes * (world - 1)), new
+        assert [probed for probed, *_ in from_before] == [0, 0, 0]
 
 
 _LAST_TO_END = """
