@@ -34,9 +34,8 @@ void register_messages(py::module_& m) {
                                [](const Header& h) { return (h.flags & kChange) != 0; })
         .def_readonly("replica", &Header::replica)
         .def_readonly("epoch", &Header::epoch);
-    visit_numbers([&](const char* name, auto member, const char*) {
-        header.def_readwrite(name, member);
-    });
+    visit_numbers(
+        [&](const char* name, auto member, const char*) { header.def_readwrite(name, member); });
     m.attr("RESET") = int{kReset};
     m.attr("CHANGE") = int{kChange};
     m.def("find_mismatch", &find_mismatch, py::arg("headers"));
