@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -71,12 +72,13 @@ def ended_after_bad_values(rank: int, world: int) -> tuple[int, int, bool]:
     with diloco:
         for step in range(NUM_STEPS):
             train_step(model, optimizer, rank, step)
-        parameter, healthy = next(model.parameters()), next(model.parameters()).detach().clone()
+        healthy = copy.deepcopy(model.state_dict())
         if rank == 1:
-            parameter.data.fill_(math.nan)
+            next(model.parameters()).data.fill_(math.nan)
         with pytest.raises(NonFiniteError):
             train_step(model, optimizer, rank, NUM_STEPS)
-        parameter.data.copy_(healthy)
+        for parameter, value in zip(model.parameters(), healthy.values(), strict=True):
+            parameter.data.copy_(value)
         num_sent = diloco.totals().num_syncs
     local = torch.cat([param.detach().flatten() for param in model.parameters()])
     outer = torch.cat([part.outer.flatten() for part in diloco.parts])
