@@ -58,6 +58,7 @@ struct Header {
     int32_t source_rank = 0;  // kBroadcast
     uint32_t blob_bytes = 0;  // kObjects: length of this rank's blob; else a digest, or 0
 };
+// Another size needs another HANDSHAKE in diloco_comm/base/extension.py, and has no padding.
 static_assert(sizeof(Header) == 120, "the header is a wire format");
 
 // Call visit(name, member, label) for each number that Python may write. Numbers with a label must
