@@ -266,8 +266,13 @@ class DiLoCo:
         is_over |= self._rounds.uninterruptible.is_broken
         if is_over or self._elastic is not None:
             return
+        was_caught = isinstance(self.exchange.last_error, NonFiniteError)
         try:
             self.flush(final=True)
+        except NonFiniteError:
+            # The program knows of bad values, and goes on all the same.
+            if not was_caught:
+                raise
         except (PeerLeft, LeftBehind):
             # The flush before was the last one of the others, or they go on without this replica.
             if self._rounds.has_unsent(self.inner_step):
