@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from ..options import DEFAULTS, check_names, choices_of, in_groups, with_defaults
 from ..replica.sharding import is_sharded, local
-from ..rounds.handshake import check_place
+from ..rounds.handshake import check_place, gather_json
 from ..rounds.nonfinite import check_on_reset
 from ..rounds.part import SyncedFragment
 from ..training.arguments import check_arguments, seconds_of, settings_of, weight_of
@@ -188,6 +190,27 @@ def with_total_steps(arguments: Mapping[str, Any], num_steps: int) -> dict[str, 
         return dict(arguments)
     name = "peers" if arguments.get("membership") is None else "membership"
     return {**arguments, name: replace(elastic, total_steps=num_steps)}
+
+
+def refuse_same_folder(diloco: DiLoCo, folder: str | None, remedy: str) -> None:
+    """Make sure that no two replicas of a fixed group save into one folder; a collective call.
+
+    Args:
+        folder: Where this replica's trainer saves checkpoints; None if it saves none.
+        remedy: How to give the trainer another folder.
+
+    Raises:
+        ValueError: On all replicas, if two replicas have the same folder of one machine.
+    """
+    place = None if folder is None else [socket.gethostname(), os.path.realpath(folder)]
+    places = gather_json(diloco.exchange, place)
+    for one in places:
+        same = [diloco.members[rank] for rank, other in enumerate(places) if other == one]
+        if one is not None and len(same) > 1:
+            raise ValueError(
+                f"replicas {same} save their checkpoints into one folder, here {folder!r}, where "
+                f"each would overwrite the other's: {remedy}"
+            )
 
 
 def finish(diloco: DiLoCo) -> None:

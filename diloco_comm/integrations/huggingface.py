@@ -33,6 +33,7 @@ from .attaching import (
     check,
     choices_for,
     finish,
+    refuse_same_folder,
     savable,
     state_with_local,
     with_norms,
@@ -53,6 +54,7 @@ _REMEDY = (
     "write `replicas = replica_per_process()` (of diloco_comm.integrations.launch) before "
     "TrainingArguments and the Trainer are made, and DiLoCoCallback(..., **replicas)"
 )
+_FOLDER = "give each replica its own TrainingArguments(output_dir=...)"
 _RESUME = "give DiLoCoCallback(resume_from=...) the checkpoint's folder"
 
 
@@ -192,7 +194,7 @@ class DiLoCoCallback(TrainerCallback):
             self._move_to_group(state, kwargs.get("lr_scheduler"))
         self._steps = TrainerSteps(self.diloco, state.global_step)
         self._figures = Figures(self.diloco, self._choice)
-        self._agree_on_the_end(state)
+        self._agree_on_the_end(args, state)
         self._division.check(self.diloco)
         # With several workers the trainer does not tell the loader the epoch of a resumed run.
         self._division.begin_at(int(state.epoch or 0))
@@ -256,11 +258,13 @@ class DiLoCoCallback(TrainerCallback):
         """Whether the training loop that called ``on_train_begin`` still runs."""
         return self._loop is None or _calling_trainer(self._loop)[0] is self._trainer
 
-    def _agree_on_the_end(self, state: TrainerState) -> None:
+    def _agree_on_the_end(self, args: TrainingArguments, state: TrainerState) -> None:
         assert self.diloco is not None
         if self._choices["membership"] is not None:
             return
         left = self.diloco.agree_on_steps(max(0, state.max_steps - state.global_step))
+        saves = args.save_strategy != "no"
+        refuse_same_folder(self.diloco, args.output_dir if saves else None, _FOLDER)
         end = state.global_step + left
         if end < state.max_steps:
             _logger.warning(

@@ -32,6 +32,7 @@ from .attaching import (
     check,
     choices_for,
     finish,
+    refuse_same_folder,
     state_with_local,
     with_norms,
     with_total_steps,
@@ -51,6 +52,7 @@ _REMEDY = (
     "write `replicas = replica_per_process()` (of diloco_comm.integrations.launch) before the "
     "Trainer is made, DiLoCoCallback(..., **replicas) and Trainer(..., devices=1)"
 )
+_FOLDER = "give each replica its own Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...)"
 
 
 class DiLoCoCallback(pl.Callback):
@@ -198,6 +200,9 @@ class DiLoCoCallback(pl.Callback):
         end = sys.maxsize if steps < 0 or math.isinf(steps) else int(steps)
         own = max(0, end - trainer.global_step)
         left = self.diloco.agree_on_steps(own)
+        saving = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        folder = saving[0].dirpath if saving else None
+        refuse_same_folder(self.diloco, None if folder is None else str(folder), _FOLDER)
         self._last_step = sys.maxsize
         self._refuse_minimum(trainer, left < own, trainer.global_step + left)
         if left < own:

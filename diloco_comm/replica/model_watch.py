@@ -327,16 +327,17 @@ class ModelWatch:
     def _digest(self) -> int:
         return digest_of([tensor for part in self._fragments for tensor in part.tensors()])
 
-    def warn_of_unshared_steps(self, name: str, inner_step: int) -> None:
+    def warn_of_unshared_steps(self, name: str, inner_step: int, remedy: str = "") -> None:
         """Warn of an end in good order without a flush; not while an exception is handled.
 
         Args:
             name: The replica or the worker, for the message.
+            remedy: By default: to flush.
         """
         if self.checks != "off" and sys.exc_info()[0] is None:
             warn(
                 f"what {name} learned since its last exchange is lost, up to inner step "
-                f"{inner_step}: call flush() before close(), on all replicas of a DiLoCo",
+                f"{inner_step}: {remedy or 'call flush() before close()'}",
                 RuntimeWarning,
             )
 

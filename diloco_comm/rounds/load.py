@@ -169,7 +169,8 @@ class Restore:
                 raise ValueError(
                     "the saved state holds no error-feedback residuals that fit replica "
                     f"{self._scope.replica} in a group of this size: it was saved without error "
-                    "feedback or by other replicas; strict=False starts them at zero"
+                    "feedback or by another replica: give each replica the file that it saved "
+                    "itself; strict=False starts them at zero"
                 )
             whole, runs = None, None
         # Without the older residuals, a round that is lost later leaves its rounding error.

@@ -126,6 +126,8 @@ class DiLoCo:
     # The inner steps before this one send nothing, apply nothing, and are only counted.
     _next_due = 0
     _is_swapped = _is_closed = False
+    # The inner step of the newest ``state_dict()``.
+    _saved_step = -1
 
     def __init__(
         self,
@@ -282,7 +284,7 @@ class DiLoCo:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent.
 
         Parameters, metrics and ``state_dict`` may still be looked at. A warning says so if inner
-        steps were not shared.
+        steps were neither shared nor saved by ``state_dict``.
         """
         try:
             self._warn_of_unshared_steps()
@@ -293,9 +295,11 @@ class DiLoCo:
         """Warn when training ends in good order, and without a flush."""
         is_alone = self._elastic is not None or self.exchange.size == 1
         is_open = not (self._is_closed or self.exchange.has_failed or is_alone)
-        if is_open and self._rounds.has_unsent(self.inner_step):
+        is_saved = self._saved_step == self.inner_step
+        if is_open and not is_saved and self._rounds.has_unsent(self.inner_step):
             name = f"replica {self.exchange.replica}"
-            self._watch.warn_of_unshared_steps(name, self.inner_step)
+            remedy = "call flush() before close(), on all replicas, or save a state_dict()"
+            self._watch.warn_of_unshared_steps(name, self.inner_step, remedy)
 
     def _close(self, *, is_finished: bool) -> None:
         """As ``close``; ``is_finished`` if this replica has taken all its steps."""
@@ -771,6 +775,7 @@ class DiLoCo:
             self._refuse_if_alone()
         self._rounds.uninterruptible.refuse_if_broken()
         self._look_at_parts()
+        self._saved_step = self.inner_step
         return collect(self.parts, self._scope(), inner_step=self.inner_step, shared=shared)
 
     def _scope(self) -> Scope:

@@ -130,6 +130,39 @@ def test_hugging_face_trainer(replicas: Callable[[int], Pool], tmp_path: Path) -
     assert first[1] == second[1]
 
 
+def hf_same_folder(
+    rank: int, world: int, address: tuple[str, int], folder: Path, options: dict[str, Any]
+) -> str:
+    """Train with the same ``output_dir`` on all replicas; return what is said of the folder."""
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
+
+    from diloco_comm.integrations.huggingface import DiLoCoCallback
+
+    arguments = settings(**on_store(rank, world, address, f"folder {options}"))
+    callback = DiLoCoCallback(shard=False, **grouped(arguments))
+    args = quiet_arguments(folder, max_steps=2, **options)
+    trainer = Trainer(WithLoss(rank), args, train_dataset=Rows(rank), callbacks=[callback])
+    try:
+        trainer.train()
+    except ValueError as error:
+        callback.close()
+        return str(error)
+    return ""
+
+
+@needs("transformers")
+def test_two_replicas_do_not_save_into_one_folder(
+    replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    pool = replicas(2)
+    for said in pool.run(hf_same_folder, pool.store, tmp_path, {"save_steps": 1}):
+        assert said.startswith("replicas [0, 1] save their checkpoints into one folder, here ")
+        assert said.endswith("give each replica its own TrainingArguments(output_dir=...)")
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert pool.run(hf_same_folder, pool.store, tmp_path, {"save_strategy": "no"}) == ["", ""]
+
+
 def hf_refusals(rank: int, world: int, folder: Path) -> list[str]:
     """Return the callback's errors about settings of the trainer that it refuses."""
     from transformers import TrainerState, TrainingArguments

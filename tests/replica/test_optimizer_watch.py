@@ -378,7 +378,9 @@ def end(rank: int, world: int, way: str) -> list[str]:
                     train_step(model, optimizer, rank, step, WIDTH)
                 if way == "flush":
                     diloco.flush()
-                if way == "close":
+                if way == "saved":
+                    diloco.state_dict()
+                if way in ("close", "saved"):
                     diloco.close()
                 if way == "error":
                     raise KeyError(way)
@@ -403,7 +405,8 @@ def test_a_warning_that_is_an_error_closes_all_the_same(workers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "is_told"), [("flush", False), ("", False), ("close", True), ("error", False)]
+    ("way", "is_told"),
+    [("flush", False), ("", False), ("close", True), ("saved", False), ("error", False)],
 )
 def test_an_end_without_flush_is_told(way: str, is_told: bool, workers) -> None:
     for rank, told in enumerate(workers(2).run(end, way)):
