@@ -64,7 +64,8 @@ def test_failures_with_a_model_and_a_link() -> None:
     ended = run_cli("plan", *own)
     assert "128 s of these are the 8 GB of outer parameters and momentum on 1 Gbit/s" in ended.out
     names: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "optimizer": None}
-    imported, line = (text.strip() for text in ended.out.splitlines() if text.startswith("    "))
+    lines = [text.strip() for text in ended.out.splitlines()]
+    imported, line = (text for text in lines if text.startswith(("from ", "diloco = ")))
     exec(imported, names)
     # The line is right but for the placeholder of the registry.
     made = mock.Mock()

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.convergence import wires_report
 from benchmarks.support.common import RESULTS
 from diloco_comm import SGD, Nesterov
+from diloco_comm.ops.wire import WIRES
 from diloco_comm.tools.plan import losses
 from diloco_comm.tools.plan.request import Request
 from diloco_comm.tools.plan.settings import WIRES_CHOSEN
@@ -83,6 +84,11 @@ def test_outer_learning_rates() -> None:
     assert rates == {wire: {lr} for wire, lr in losses.SGD_LR.items()}
 
 
+@pytest.mark.parametrize("wire", WIRES)
+def test_each_wire_has_an_outer_optimizer(wire: str) -> None:
+    assert losses.outer_of(wire).config()["lr"] > 0
+
+
 @pytest.mark.parametrize(
     ("wire", "outer"), [("int4", Nesterov(0.4)), ("int2r", Nesterov(0.4)), ("topk64", SGD(2.8))]
 )
@@ -97,7 +103,8 @@ def expected(**changes: Any) -> dict[str, Any]:
 def test_a_recorded_setting_is_not_extrapolated() -> None:
     terms = {"sync_every": 0.0, "wire": 0.0, "overlap": 0.0}
     assert expected() == {"nats": 0.0, "terms": terms, "extrapolated": []}
-    assert expected(sync_every=30, wire="sub8")["nats"] == 0.017 + 0.036
+    assert expected(sync_every=30)["nats"] == 0.017
+    assert expected(wire="sub8")["nats"] == 0.036
 
 
 def test_the_terms_by_hand() -> None:
@@ -117,6 +124,10 @@ def test_the_terms_by_hand() -> None:
         ({"workers": 8}, "8 replicas (recorded: 4)"),
         ({"workers": 32, "wire": "sub8"}, "32 replicas (recorded: 16)"),
         ({"sync_every": 5}, "H=5 (recorded: 10 and 30)"),
+        (
+            {"wire": "sub8", "sync_every": 30},
+            "sub8 with H=30 (recorded: 10; longer rounds lose more)",
+        ),
         ({"wire": "int8"}, "int8 (recorded: int4, which has fewer bits)"),
         (
             {"method": "streaming", "fragment_layers": 1, "delay": 6},

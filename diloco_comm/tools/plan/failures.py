@@ -178,7 +178,7 @@ def print_failures(console: Console, report: dict[str, Any]) -> None:
 def _print_own(console: Console, own: dict[str, Any]) -> None:
     title = (
         f"{own['chips']:,.0f} chips, {own['failures_a_year']:g} failures of a chip a year, "
-        f"{own['lost_s']:g} s lost at a failure"
+        f"{own['lost_s']:.4g} s lost at a failure"
     )
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("learners", justify="right")
@@ -200,8 +200,8 @@ def _print_link(console: Console, link: dict[str, Any]) -> None:
         console.print("No setting that was tried reaches --target on this link.", highlight=False)
         return
     console.print(
-        f"Settings chosen for the link train {link['utilisation']:.1%} of the time without "
-        f"failures, {link['trained']:.1%} with them:",
+        f"Settings chosen for the link train {link['utilisation']:.2%} of the time without "
+        f"failures, {link['trained']:.2%} with them:",
         highlight=False,
     )
     print_program(console, link["program"])

@@ -146,6 +146,10 @@ def _beyond(request: Request) -> list[str]:
                 f"a delay of {request.delay} of {request.sync_every} steps (recorded: up to "
                 f"{longest:g} of H)"
             )
+    if not request.wire_format.has_element_codes and request.sync_every > few:
+        found.append(
+            f"{request.wire} with H={request.sync_every} (recorded: {few}; longer rounds lose more)"
+        )
     if request.wire != "fp32" and _is_finer_than_int4(request):
         found.append(f"{request.wire} (recorded: int4, which has fewer bits)")
     return found
