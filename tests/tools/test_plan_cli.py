@@ -297,7 +297,7 @@ def test_what_settings_cost_by_hand(
     words: str, share: float, sync_every: int, gpu_hours: float, sent_gb: float
 ) -> None:
     """4 GPUs of 2.5 USD an hour in a replica, and 0.09 USD for a GB."""
-    own = ["--tokens-per-step", 1e4, "--gpu-usd-per-hour", 2.5, "--gpus-per-replica", 4]
+    own = ["--tokens-per-step", 10_000, "--gpu-usd-per-hour", 2.5, "--gpus-per-replica", 4]
     own += ["--egress-usd-per-gb", 0.09, *words.split()]
     plan = plan_json("--params", "1e9", "--layers", 24, *own)
     chosen = plan["link"]["chosen"]
@@ -463,7 +463,7 @@ def test_size_comes_from_a_model_config(
         ),
         (
             [*SMALL, "--gbps", 1, "--gpu-usd-per-hour", 1, "--tokens-per-step", 0],
-            "--tokens-per-step must be a positive number, got 0",
+            "--tokens-per-step must be at least 1, got 0",
         ),
         ([*SMALL, "--syncer-gbps", 2], "--syncer-gbps needs --decoupled"),
         ([*SMALL, "--bits", 0], "--bits must be a positive number, got 0"),

@@ -31,7 +31,7 @@ def plan_json(*arguments: object) -> dict[str, Any]:
 AUTO = [
     # A fast link needs nothing below int4; a slow one takes the first that is fast enough.
     (2, 10.0, "int4", "4.062 bits a parameter"),
-    (2, 0.05, "int2r", "int4 reaches"),
+    (2, 0.12, "int4", "4.062 bits a parameter"),
     (2, 0.02, "int1r", "int2r reaches"),
     (2, 0.005, "sub4", "sub2 reaches"),
     # With many replicas owners encode the mean of sub2 on int1r; of sub4 from nine replicas on.

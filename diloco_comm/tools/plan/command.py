@@ -128,7 +128,7 @@ def plan(
         int, typer.Option(help="GPUs of a replica, for --gpu-usd-per-hour.")
     ] = 1,
     tokens_per_step: Annotated[
-        float | None,
+        int | None,
         typer.Option(help="Tokens of one replica's inner step, for the prices and --decoupled."),
     ] = None,
     all_wires: Annotated[
@@ -376,7 +376,7 @@ def _print_decoupled(
     numbers: tuple[float, float, int, int, int, str, str],
     rule: tuple[int, float, int],
     links: tuple[float, float | None, float | None],
-    tokens: float | None,
+    tokens: int | None,
     as_json: bool,
 ) -> None:
     from rich.console import Console

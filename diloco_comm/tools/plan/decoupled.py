@@ -134,7 +134,7 @@ def make_report(
     request: DecoupledRequest,
     gbps: float | None,
     syncer_gbps: float | None = None,
-    tokens: float | None = None,
+    tokens: int | None = None,
 ) -> dict[str, Any]:
     """Return what ``plan --decoupled`` prints, as JSON types.
 
@@ -146,8 +146,9 @@ def make_report(
     Raises:
         ValueError: If a link or the number of tokens is impossible.
     """
-    numbers = {"gbps": gbps, "syncer-gbps": syncer_gbps, "tokens-per-step": tokens}
-    for name, value in numbers.items():
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"--tokens-per-step must be at least 1, got {tokens}")
+    for name, value in (("gbps", gbps), ("syncer-gbps", syncer_gbps)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name} must be a positive number, got {value:g}")
     syncer_gbps = gbps if syncer_gbps is None else syncer_gbps
@@ -217,12 +218,12 @@ def _serve_lines(request: DecoupledRequest, syncers: int) -> list[str]:
     ]
 
 
-def _learner_lines(syncers: int, tokens: float | None) -> list[str]:
+def _learner_lines(syncers: int, tokens: int | None) -> list[str]:
     """Return the lines of a learner's program."""
     hosts = [""] if syncers == 1 else [str(i) for i in range(syncers)]
     addresses = ", ".join(f'"tcp://HOST{host}:29500"' for host in hosts)
     server = addresses if syncers == 1 else f"[{addresses}]"
-    counted = "" if tokens is None else f", tokens={tokens:.0f}"
+    counted = "" if tokens is None else f", tokens={tokens}"
     return [
         "from diloco_comm.asynchronous import DecoupledDiLoCo",
         f'diloco = DecoupledDiLoCo(model, optimizer, server={server}{counted}, keys="keys")',

@@ -31,18 +31,16 @@ class Prices:
         gpus: GPUs of one replica.
     """
 
-    tokens_per_step: float
+    tokens_per_step: int
     egress_usd_per_gb: float = 0.0
     gpu_usd_per_hour: float = 0.0
     gpus: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.tokens_per_step < float("inf"):
-            raise ValueError(
-                f"--tokens-per-step must be a positive number, got {self.tokens_per_step:g}"
-            )
-        if self.gpus < 1:
-            raise ValueError(f"--gpus-per-replica must be at least 1, got {self.gpus}")
+        counts = {"tokens-per-step": self.tokens_per_step, "gpus-per-replica": self.gpus}
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"--{name} must be at least 1, got {count}")
         for name in ("egress-usd-per-gb", "gpu-usd-per-hour"):
             usd = getattr(self, name.replace("-", "_"))
             if not 0 <= usd < float("inf"):
