@@ -17,6 +17,7 @@ from diloco_comm.tools.plan import model as plan_model
 from diloco_comm.tools.plan.settings import Setting, choose
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
+PAID = ["--gbps", 1, "--tokens-per-step", 8192]
 SETTING = {
     "method": str,
     "delay": int,
@@ -24,6 +25,24 @@ SETTING = {
     "sync_every": int,
     "fragment_layers": int,
     "utilisation": float,
+}
+CHOSEN = {
+    "setting": SETTING,
+    "config": {...: object},
+    "imports": str,
+    "line": str,
+    "bytes_per_day": float,
+    "bytes_per_month": float,
+    "extra_memory_bytes": float,
+    "usd_per_1e9_tokens": ({"gpus": float, "egress": float, "total": float}, None),
+    "loss": (
+        {
+            "nats": (float, None),
+            "terms": {"sync_every": float, "wire": (float, None), "overlap": float},
+            "extrapolated": [str],
+        },
+        None,
+    ),
 }
 GBPS = {key: (float, None) for key in ("0.5", "0.8", "0.9", "0.95", "0.99")}
 SCHEMA: dict[str, Any] = {
@@ -42,6 +61,7 @@ SCHEMA: dict[str, Any] = {
         "block_size": int,
         "bits": (float, None),
         "rtt_ms": float,
+        "efficiency": (float, None),
     },
     "bits_per_param": float,
     "bandwidth_gbps": GBPS,
@@ -66,6 +86,7 @@ SCHEMA: dict[str, Any] = {
         {
             "gbps": float,
             "rtt_ms": float,
+            "efficiency": float,
             "utilisation": float,
             "layer_utilisation": float,
             "lost_s_per_day": float,
@@ -74,7 +95,7 @@ SCHEMA: dict[str, Any] = {
             "wires_tried": [str],
             "chosen_wires": [str],
             "settings": [SETTING],
-            "chosen": ({"setting": SETTING, "config": {...: object}, "line": str}, None),
+            "chosen": (CHOSEN, None),
         },
         None,
     ),
@@ -107,7 +128,7 @@ def test_json_has_the_documented_schema(method: str) -> None:
     check_schema(plan, SCHEMA)
     assert len(plan["curve"]["gbps"]) == len(plan["curve"]["step"]) == 50
     keys = [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["curve"]]
-    keys += SCHEMA["wires"][0]
+    keys += [*SCHEMA["wires"][0], *CHOSEN, *CHOSEN["loss"][0], *CHOSEN["usd_per_1e9_tokens"][0]]
     check_documented(keys, "reference/plan.md")
 
 
@@ -148,7 +169,13 @@ def test_link_agrees_with_the_totals() -> None:
 @pytest.mark.parametrize(
     ("gbps", "others", "written"),
     [
-        (100, [], 'DiLoCo(model, optimizer, sync_every=20, wire="int8")'),
+        (100, [], 'DiLoCo(model, optimizer, sync_every=10, wire="int4")'),
+        (100, ["--wire", "int8"], 'DiLoCo(model, optimizer, sync_every=20, wire="int8")'),
+        (
+            100,
+            ["--choose"],
+            'sync_every=10, wire="int4", outer=Nesterov(lr=0.4, momentum=0.9))',
+        ),
         (3, [], 'fragments="layers:3", overlap=Streaming(delay=5, alpha=0.5))'),
         (
             3,
@@ -198,8 +225,9 @@ def setting(method: str, delay: int, wire: str, sync_every: int) -> Setting:
         ([setting("dp", 0, "int8", 1), setting("eager", 0, "int8", 10)], None),
         ([setting("streaming", 1, "int8", 10), setting("diloco", 0, "int8", 100)], 1),
         ([setting("diloco", 0, "int8", 200), setting("streaming", 5, "int8", 100)], 1),
-        ([setting("diloco", 0, "int4", 10), setting("streaming", 5, "int8", 100)], 1),
+        ([setting("streaming", 5, "int8", 10), setting("diloco", 0, "int4", 100)], 1),
         ([setting("diloco", 0, "int8", 500), setting("streaming", 5, "int4", 200)], 1),
+        ([setting("diloco", 0, "int4", 500), setting("streaming", 5, "int8", 200)], 1),
         ([setting("diloco", 0, "fp32", 10)], None),
     ],
 )
@@ -211,7 +239,7 @@ def test_a_link_for_which_there_is_no_setting_is_one_sentence(tmp_path: Path) ->
     path = tmp_path / "diloco.json"
     ended = run_cli("plan", *SMALL, "--gbps", 0.001, "--write", path)
     assert ended.status == 1 and not path.exists()
-    sentence = "No setting of DiLoCo or Streaming over int8 or int4 that was tried reaches 95%."
+    sentence = "No setting of DiLoCo or Streaming over int4 or int8 that was tried reaches 95%."
     assert f"{sentence} --wire auto tries shorter wires, too." in ended.out
     sentence = f"nothing is written to {path}: no setting that was tried reaches --target"
     assert ended.err == f"diloco-comm: {sentence}\n"
@@ -227,8 +255,92 @@ def test_published_tables_as_json() -> None:
         "gbps": (float, None),
         "grid_steps": (int, None),
     }
-    published = {"streaming_table_4": [entry], "eager_table_5": [entry]}
+    published: dict[str, Any] = {"streaming_table_4": [entry], "eager_table_5": [entry]}
+    measured = {name: float for name in ("gbps", "published", "predicted", "error")}
+    published |= {key: [{"row": str, **measured}] for key in ("measured_grid", "intellect_1")}
     check_schema(tables, {"schema": int, "published": published})
+
+
+# ------------------------------------------------------------------------ cost of the settings
+
+# 1e9 tokens are 1e5 steps of 1e4 tokens. Hours of a GPU, GB sent, and parts of the cost by hand.
+COSTS = [
+    # 4.0625 bits for each of 1e9 parameters, every 10 steps: 1e4 rounds, a wait of 4 ms in 36 s.
+    (
+        "--step-time 3.6 --gbps 1000 --efficiency 1",
+        36 / 36.0040625,
+        10,
+        100.0 * 36.0040625 / 36,
+        1e4 * 0.5078125,
+    ),
+    # On 1 Gbit/s an exchange lasts 4.0625 s, and 10 steps 36: a utilisation of 0.8986.
+    (
+        "--step-time 3.6 --gbps 1 --efficiency 1 --target 0.8",
+        36 / 40.0625,
+        10,
+        100.0 * 40.0625 / 36,
+        1e4 * 0.5078125,
+    ),
+    # Half of that link, and int8: 8.0625e9 bits take 16.125 s, for which 20 steps are enough.
+    (
+        "--step-time 3.6 --gbps 1 --efficiency 0.5 --target 0.8 --wire int8",
+        72 / 88.125,
+        20,
+        100.0 * 88.125 / 72,
+        5e3 * 1.0078125,
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "share", "sync_every", "gpu_hours", "sent_gb"), COSTS)
+def test_what_settings_cost_by_hand(
+    words: str, share: float, sync_every: int, gpu_hours: float, sent_gb: float
+) -> None:
+    """4 GPUs of 2.5 USD an hour in a replica, and 0.09 USD for a GB."""
+    own = ["--tokens-per-step", 10_000, "--gpu-usd-per-hour", 2.5, "--gpus-per-replica", 4]
+    own += ["--egress-usd-per-gb", 0.09, *words.split()]
+    plan = plan_json("--params", "1e9", "--layers", 24, *own)
+    chosen = plan["link"]["chosen"]
+    setting = chosen["setting"]
+    assert (setting["method"], setting["sync_every"]) == ("diloco", sync_every)
+    assert setting["utilisation"] == pytest.approx(share)
+    usd = chosen["usd_per_1e9_tokens"]
+    assert usd["gpus"] == pytest.approx(gpu_hours * 4 * 2.5)
+    assert usd["egress"] == pytest.approx(sent_gb * 0.09)
+    assert usd["total"] == pytest.approx(usd["gpus"] + usd["egress"])
+    # A day has 24000 steps of 3.6 s.
+    sent_a_day = 24000 * share * sent_gb * 1e9 / 1e5
+    assert chosen["bytes_per_day"] == pytest.approx(sent_a_day)
+    assert chosen["bytes_per_month"] == pytest.approx(30 * sent_a_day)
+    # Outer parameters and momentum, and two payloads.
+    payload_bytes = sent_gb / 1e5 * sync_every * 1e9
+    assert chosen["extra_memory_bytes"] == pytest.approx(8e9 + 2 * payload_bytes)
+
+
+def test_cost_traffic_and_memory_are_printed_for_the_chosen_settings() -> None:
+    own = ["--gpu-usd-per-hour", 2.5, "--egress-usd-per-gb", 0.09, "--target", 0.8]
+    words = [*"--params 1e9 --layers 24 --step-time 3.6 --efficiency 1".split(), *PAID, *own]
+    shown = run_cli("plan", *words).out.split("Chosen for this link (utilisation 89.9%)")[1]
+    assert "a replica sends 1.1 TB a day, 32.9 TB in 30 days, and needs 9.02 GB beside" in shown
+    # 122,070.3 steps of 3.6 s / 0.8986 and 2.5 USD; 12,207.03 times 0.5078125 GB and 0.09 USD.
+    assert "1e9 tokens cost 897.51 USD: GPUs 339.61, egress 557.90." in shown
+
+
+# ------------------------------------------------------------------------ the loss to expect
+
+
+def test_choose_prints_the_choice_alone() -> None:
+    words = [*SMALL, "--gbps", 3, "--rtt-ms", 50]
+    ended = run_cli("plan", *words, "--choose")
+    assert ended.status == 0 and ended.out.startswith("Chosen for this link")
+    assert "Gbit/s needed" not in ended.out
+    assert "Expected loss over DiLoCo on fp32 with H=10, by the recorded runs: +0.0" in ended.out
+    assert "Extrapolated beyond these runs: 1e+09 parameters" in ended.out
+    chosen = plan_json(*words, "--choose")["link"]["chosen"]
+    assert chosen["config"]["outer"] == {"name": "Nesterov", "lr": 0.4, "momentum": 0.9}
+    assert plan_json(*words)["link"]["chosen"]["loss"] is None
+    none = run_cli("plan", *SMALL, "--gbps", 0.001, "--choose")
+    assert none.status == 0 and none.out.startswith("No setting of DiLoCo or Streaming")
 
 
 # ------------------------------------------------------------------------ sizes
@@ -323,6 +435,37 @@ def test_size_comes_from_a_model_config(
         ([*SMALL, "--sync-every", 0], "--sync-every must be at least 1, got 0"),
         ([*SMALL, "--fragment-layers", 25], "--fragment-layers must be between 0 and --layers 24"),
         ([*SMALL, "--method", "streaming", "--delay", 100], "below --sync-every 100, got 100"),
+        ([*SMALL, "--efficiency", 0], "--efficiency must be above 0 and at most 1, got 0"),
+        ([*SMALL, "--efficiency", 1.1], "--efficiency must be above 0 and at most 1, got 1.1"),
+        ([*SMALL, "--choose"], "--choose needs --gbps: the bandwidth of the link"),
+        ([*SMALL, "--gbps", 1, "--choose", "--wires"], "settings alone: leave out --wires"),
+        ([*SMALL, "--gpu-usd-per-hour", 2], "--gpu-usd-per-hour needs --gbps"),
+        (
+            [*SMALL, "--gbps", 1, "--egress-usd-per-gb", 1],
+            "--egress-usd-per-gb needs --tokens-per-step: the tokens of one replica's inner step",
+        ),
+        (
+            [*SMALL, "--gbps", 1, "--tokens-per-step", 8],
+            "--tokens-per-step needs --egress-usd-per-gb or --gpu-usd-per-hour",
+        ),
+        (
+            [*SMALL, *PAID, "--egress-usd-per-gb", -1],
+            "--egress-usd-per-gb must be a number of at least 0, got -1",
+        ),
+        ([*SMALL, *PAID, "--gpu-usd-per-hour", "nan"], "must be a number of at least 0, got nan"),
+        (
+            [*SMALL, *PAID, "--egress-usd-per-gb", 1, "--gpus-per-replica", 8],
+            "--gpus-per-replica needs --gpu-usd-per-hour: the price of a GPU",
+        ),
+        (
+            [*SMALL, *PAID, "--gpu-usd-per-hour", 1, "--gpus-per-replica", 0],
+            "--gpus-per-replica must be at least 1, got 0",
+        ),
+        (
+            [*SMALL, "--gbps", 1, "--gpu-usd-per-hour", 1, "--tokens-per-step", 0],
+            "--tokens-per-step must be at least 1, got 0",
+        ),
+        ([*SMALL, "--syncer-gbps", 2], "--syncer-gbps needs --decoupled"),
         ([*SMALL, "--bits", 0], "--bits must be a positive number, got 0"),
         ([*SMALL, "--rtt-ms", -1], "--rtt-ms must not be negative, got -1"),
         ([*SMALL, "--gbps", 0], "--gbps must be a positive number, got 0"),

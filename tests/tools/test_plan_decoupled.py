@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import pytest
-from cli_helpers import check_documented, check_misuse, check_schema, run_cli
+from cli_helpers import check_arguments, check_documented, check_misuse, check_schema, run_cli
 from decoupled_helpers import Setting, counting
 
 from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
@@ -53,6 +56,9 @@ SCHEMA: dict[str, Any] = {
         },
         None,
     ),
+    "syncer": {"gbps": (float, None), "load": (float, None), "syncers": (int, None)},
+    "serve": [str],
+    "program": [str],
 }
 
 
@@ -78,7 +84,8 @@ def test_numbers_by_hand() -> None:
     assert (link["quorum_s"], link["sync_s"]) == (pytest.approx(1.45), pytest.approx(1.1))
     assert (link["slack_s"], link["window_s"]) == (pytest.approx(0.45), pytest.approx(0.225))
     assert link["steps_late"] == pytest.approx(1.45 + 0.225 + 1.1)
-    check_documented([*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0]], "reference/plan.md")
+    keys = [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["syncer"]]
+    check_documented(keys, "reference/plan.md")
 
 
 def test_each_wire_counts_in_its_direction() -> None:
@@ -98,6 +105,68 @@ def test_tables() -> None:
     assert "slack 0.45 s. The grace window lasts 0.225 s" in shown
     slow = run_cli("plan", "--decoupled", *BY_HAND, "--gbps", 0.001).out
     assert "0.001 Gbit/s are too few: the busier direction needs 160% of them" in slow
+
+
+SYNCER = [*BY_HAND, "--gbps", 0.0032]
+
+
+@pytest.mark.parametrize(
+    ("gbps", "load", "syncers", "words"),
+    [
+        (0.0064, 1.0, 1, None),
+        # Half of ten fragments each.
+        (0.0032, 2.0, 2, "4 learners needs 200% of its 0.0032 Gbit/s. Take 2 syncers"),
+        # Three syncers would have 4, 3 and 3 fragments: the first one needs 0.4 of the whole.
+        (0.0064 / 2.9, 2.9, 4, "Take 4 syncers on links of their own, or raise --sync-every."),
+        (0.0005, 12.8, None, "Not even one syncer for each fragment is enough: raise"),
+    ],
+)
+def test_a_syncer_that_is_the_bottleneck(
+    gbps: float, load: float, syncers: int | None, words: str | None
+) -> None:
+    syncer = planned(*SYNCER, "--syncer-gbps", gbps)["syncer"]
+    assert syncer == {"gbps": gbps, "load": pytest.approx(load), "syncers": syncers}
+    shown = run_cli("plan", "--decoupled", *SYNCER, "--syncer-gbps", gbps).out
+    assert ("The syncer is the bottleneck" in shown) == (words is not None)
+    assert words is None or words in shown
+
+
+def test_the_link_of_a_syncer_is_as_wide_as_a_learners() -> None:
+    assert planned(*SYNCER)["syncer"] == planned(*SYNCER, "--syncer-gbps", 0.0032)["syncer"]
+    assert planned(*BY_HAND)["syncer"] == {"gbps": None, "load": None, "syncers": 1}
+
+
+@pytest.mark.parametrize("syncers", [1, 2])
+def test_the_lines_to_paste(syncers: int) -> None:
+    own = [*BY_HAND, "--gbps", 0.0064 / syncers, "--tokens-per-step", 4096]
+    plan = planned(*own)
+    assert len(plan["serve"]) == syncers
+    for i, line in enumerate(plan["serve"]):
+        arguments = shlex.split(line)[1:]
+        check_arguments(arguments, "serve")
+        given = dict(zip(arguments[2::2], arguments[3::2], strict=True))
+        assert given["--sync-every"] == "20" and given["--delay"] == "3"
+        assert (given["--wire"], given["--wire-down"]) == ("fp32", "fp32")
+        assert given.get("--shard") == (f"{i}/{syncers}" if syncers > 1 else None)
+    learner = mock.Mock()
+    imported, line = plan["program"]
+    names: dict[str, Any] = {"model": None, "optimizer": None}
+    exec(imported, names)
+    exec(line, names | {"DecoupledDiLoCo": learner})
+    hosts = ["HOST"] if syncers == 1 else ["HOST0", "HOST1"]
+    servers = [f"tcp://{host}:29500" for host in hosts]
+    server = servers[0] if syncers == 1 else servers
+    learner.assert_called_once_with(None, None, server=server, tokens=4096, keys="keys")
+    shown = run_cli("plan", "--decoupled", *own).out
+    assert all(f"    {line}\n" in shown for line in [*plan["serve"], *plan["program"]])
+
+
+def test_the_model_may_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"n_embd": 24, "n_layer": 3, "vocab_size": 50, "n_positions": 16}
+    path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    plan = planned("--model-config", path, "--step-time", 1, "--fragments", 3)
+    assert plan["request"]["params"] == 23_304
 
 
 def times_of_rounds(run: DecoupledRun, seconds: float) -> list[float]:
@@ -165,6 +234,8 @@ def test_more_learners_and_fragments() -> None:
             [*BY_HAND, "--layers", 3, "--bits", 4, "--target", 0.9],
             "--decoupled does not take --layers, --bits, --target: leave out those options",
         ),
+        ([*BY_HAND, "--syncer-gbps", 0], "--syncer-gbps must be a positive number, got 0"),
+        ([*BY_HAND, "--tokens-per-step", 0], "--tokens-per-step must be at least 1, got 0"),
         ([*BY_HAND, "--gbps", 0], "--gbps must be a positive number, got 0"),
         ([*BY_HAND, "--rtt-ms", -1], "--rtt-ms must not be negative, got -1"),
         ([*BY_HAND, "--sync-every", 2000000], "--sync-every must be at most 1000000"),

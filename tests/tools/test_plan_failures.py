@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from cli_helpers import check_documented, run_cli
 
+from diloco_comm import Elastic
 from diloco_comm.tools.plan.failures import PUBLISHED, YEAR_S, compare, goodput
 
 
@@ -44,13 +48,60 @@ def test_failures_of_the_table_are_printed() -> None:
     check_documented([*entries[0], "published_failures"], "reference/plan.md")
 
 
+MODEL = "--params 1e9 --layers 24 --step-time 1 --gbps 1 --efficiency 0.5".split()
+
+
+def test_failures_with_a_model_and_a_link() -> None:
+    """8 GB of outer parameters and momentum on half a Gbit/s: 128 s beside the 22 of a restart."""
+    own = ["--failures", "--chips", "20000", "--replicas", "4", *MODEL]
+    report = json.loads(run_cli("plan", *own, "--json").out)["failures"]
+    link = report["link"]
+    assert (link["state_bytes"], link["copy_s"]) == (8e9, pytest.approx(128.0))
+    assert report["lost_s"] == pytest.approx(150.0)
+    assert report["goodput"] == goodput(20_000, 4, 150.0)
+    assert link["trained"] == pytest.approx(link["utilisation"] * report["goodput"])
+    check_documented(link, "reference/plan.md")
+    ended = run_cli("plan", *own)
+    assert "128 s of these are the 8 GB of outer parameters and momentum on 1 Gbit/s" in ended.out
+    names: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "optimizer": None}
+    lines = [text.strip() for text in ended.out.splitlines()]
+    imported, line = (text for text in lines if text.startswith(("from ", "diloco = ")))
+    exec(imported, names)
+    # The line is right but for the placeholder of the registry.
+    made = mock.Mock()
+    names |= {"DiLoCo": made}
+    exec(line, names)
+    peers = made.call_args.kwargs["peers"]
+    assert isinstance(peers, Elastic) and peers.registry == "tcp://HOST:29400"
+
+
+def test_failures_on_a_link_that_is_too_slow() -> None:
+    own = ["--failures", "--chips", "64", *MODEL, "--gbps", "0.001"]
+    assert "No setting that was tried reaches --target on this link" in run_cli("plan", *own).out
+    link = json.loads(run_cli("plan", *own, "--json").out)["failures"]["link"]
+    assert link["program"] is None and link["trained"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--chips", "8"], "--chips needs --failures"),
         (
+            ["--failures", "--chips", "9", "--bits", "4", "--quorum", "9"],
+            "--failures does not take --bits, --quorum: leave out those options",
+        ),
+        (
             ["--failures", "--chips", "9", "--params", "1B", "--layers", "9"],
-            "--failures does not take --params, --layers: leave out those options",
+            "--step-time is missing: the seconds of an inner step without communication",
+        ),
+        (["--failures", "--chips", "9", "--gbps", "1"], "--params and --layers missing"),
+        (
+            ["--failures", "--chips", "9", *"--params 1B --layers 9 --step-time 1".split()],
+            "--failures with a model needs --gbps: the bandwidth of the link of a replica",
+        ),
+        (
+            ["--failures", *"--params 1B --layers 9 --step-time 1 --gbps 1".split()],
+            "--params, --layers, --step-time, --gbps needs --chips",
         ),
         (
             ["--failures", "--replicas", "4", "--json"],

@@ -14,6 +14,7 @@ from cli_helpers import run_cli
 import diloco_comm
 from benchmarks.support.common import RESULTS
 from diloco_comm.ops.wire import WIRES, WireFormat
+from diloco_comm.tools.plan import losses as plan_losses
 from diloco_comm.tools.plan import wires as plan_wires
 from diloco_comm.tools.plan.request import Request
 from diloco_comm.tools.plan.settings import Setting, as_arguments
@@ -28,9 +29,9 @@ def plan_json(*arguments: object) -> dict[str, Any]:
 
 
 AUTO = [
-    # A fast link needs nothing below eight bits; a slow one takes the first that is fast enough.
-    (2, 10.0, "int8", "8.062 bits a parameter"),
-    (2, 0.12, "int4", "int8 reaches"),
+    # A fast link needs nothing below int4; a slow one takes the first that is fast enough.
+    (2, 10.0, "int4", "4.062 bits a parameter"),
+    (2, 0.12, "int4", "4.062 bits a parameter"),
     (2, 0.02, "int1r", "int2r reaches"),
     (2, 0.005, "sub4", "sub2 reaches"),
     # With many replicas owners encode the mean of sub2 on int1r; of sub4 from nine replicas on.
@@ -46,6 +47,7 @@ def test_auto_takes_the_most_precise_wire_that_is_fast_enough(
 ) -> None:
     words = ["--params", 1e9, "--layers", 24, "--step-time", 1, "--sync-every", 500]
     words += ["--replicas", replicas, "--gbps", gbps, "--wire", "auto", "--target", 0.9]
+    words += ["--efficiency", 1]
     path = tmp_path / "diloco.json"
     plan = plan_json(*words, "--write", path)
     assert (plan["request"]["wire"], plan["link"]["utilisation"] >= 0.9) == (wire, True)
@@ -101,7 +103,7 @@ def test_a_named_wire_is_kept(wire: str, written: str) -> None:
 
 def test_auto_keeps_the_block_size() -> None:
     plan = plan_json(*SMALL, "--gbps", 1000, "--wire", "auto", "--block-size", 64)
-    assert plan["bits_per_param"] == 8.25
+    assert plan["bits_per_param"] == 4.25
     assert plan["link"]["chosen"]["config"]["block_size"] == 64
 
 
@@ -136,7 +138,7 @@ def test_the_losses_are_those_that_were_measured() -> None:
         for wire in measured
         if wire in WIRES
     }
-    assert losses == plan_wires.LOSS_OVER_FP32
+    assert losses == plan_losses.LOSS_OVER_FP32
     many = cells["118k", 16, 10, 30, wires_report.BLOCKING]
     request = {wire: Request(1e9, 24, 0.1, workers=16, wire=wire) for wire in many}
     losses = {
@@ -144,7 +146,7 @@ def test_the_losses_are_those_that_were_measured() -> None:
         for wire in many
         if request[wire].has_owners
     }
-    assert losses == plan_wires.LOSS_BY_OWNERS
+    assert losses == plan_losses.LOSS_BY_OWNERS
 
 
 def test_all_wires_are_compared() -> None:

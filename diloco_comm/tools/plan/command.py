@@ -26,23 +26,35 @@ diloco-comm plan --params 100e9 --layers 108 --step-time 4.9 --method streaming 
 diloco-comm plan --params 7B --layers 32 --step-time 2 --gbps 1 --rtt-ms 50 --plot plan.png
 diloco-comm plan --params 350M --layers 24 --step-time 0.5 --gbps 1 --write diloco.json
 diloco-comm plan --params 1B --layers 24 --step-time 0.5 --gbps 0.1 --wire auto --wires
+diloco-comm plan --params 1B --layers 24 --step-time 0.5 --gbps 1 --rtt-ms 50 --choose
 diloco-comm plan --published
 diloco-comm plan --failures --chips 20000 --replicas 4
+diloco-comm plan --failures --chips 64 --replicas 4 --params 7B --layers 32 --step-time 2 --gbps 1
 diloco-comm plan --decoupled --params 7B --step-time 2 --replicas 8 --sync-every 24 --gbps 20
 """
 # The options of each mode beside --json.
 _TAKEN_BY = {
     "--published": (),
-    "--failures": ("chips", "replicas", "workers", "lost_seconds", "failures_per_year"),
+    "--failures": (
+        *("chips", "replicas", "workers", "lost_seconds", "failures_per_year"),
+        *("params", "layers", "model_config", "safetensors", "step_time"),
+        *("wire", "rtt_ms", "gbps", "target", "efficiency"),
+    ),
     "--decoupled": (
-        *("params", "step_time", "replicas", "workers", "sync_every", "wire", "rtt_ms", "gbps"),
+        *("params", "model_config", "safetensors", "step_time", "replicas", "workers"),
+        *("sync_every", "wire", "rtt_ms", "gbps", "syncer_gbps", "tokens_per_step"),
         *("fragments", "wire_down", "quorum", "gamma", "delay"),
     ),
 }
 _OF_MODE_ALONE = {
     "--failures": ("chips", "lost_seconds", "failures_per_year"),
-    "--decoupled": ("fragments", "wire_down", "quorum", "gamma"),
+    "--decoupled": ("fragments", "wire_down", "quorum", "gamma", "syncer_gbps"),
 }
+# Options of --failures that only settings for a link need.
+_OF_MODEL_AND_LINK = (
+    *("params", "layers", "model_config", "safetensors", "step_time"),
+    *("wire", "rtt_ms", "gbps", "target", "efficiency"),
+)
 
 
 def plan(
@@ -82,7 +94,7 @@ def plan(
         str | None,
         typer.Option(
             help="Wire format (int8, or fp32 for dp); a named one is that of the settings chosen "
-            "for --gbps, too. auto chooses among int8, int4 and the rotated wires."
+            "for --gbps, too. auto chooses among int4 and the rotated wires."
         ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Elements that share a scale.")] = 256,
@@ -94,6 +106,31 @@ def plan(
     target: Annotated[
         float, typer.Option(help="Utilisation that settings for the link must reach.")
     ] = 0.95,
+    efficiency: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the link's rate that payloads get; by default as measured at that rate."
+        ),
+    ] = None,
+    choose: Annotated[
+        bool,
+        typer.Option(
+            "--choose",
+            help="Print only the settings chosen for --gbps, with an outer learning rate and the "
+            "loss to expect.",
+        ),
+    ] = False,
+    egress_usd_per_gb: Annotated[
+        float | None, typer.Option(help="Price of 1e9 bytes that a replica sends.")
+    ] = None,
+    gpu_usd_per_hour: Annotated[float | None, typer.Option(help="Price of a GPU.")] = None,
+    gpus_per_replica: Annotated[
+        int, typer.Option(help="GPUs of a replica, for --gpu-usd-per-hour.")
+    ] = 1,
+    tokens_per_step: Annotated[
+        int | None,
+        typer.Option(help="Tokens of one replica's inner step, for the prices and --decoupled."),
+    ] = None,
     all_wires: Annotated[
         bool, typer.Option("--wires", help="Print bytes, memory and loss of all wires, too.")
     ] = False,
@@ -122,6 +159,10 @@ def plan(
     wire_down: Annotated[
         str, typer.Option(help="Wire format of the commits, for --decoupled.")
     ] = "fp32",
+    syncer_gbps: Annotated[
+        float | None,
+        typer.Option(help="The syncer's link, for --decoupled; by default as wide as --gbps."),
+    ] = None,
     quorum: Annotated[int, typer.Option(help="Learners of a quorum, for --decoupled.")] = 1,
     gamma: Annotated[
         float, typer.Option(help="Share of the slack that the window takes, for --decoupled.")
@@ -134,28 +175,32 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Predict compute utilisation, bandwidth, traffic and memory of a run before it is started."""
-    from .estimate import AUTO, Request, make_plan
-
-    _check_given(given_options(context))
+    given = given_options(context)
+    _check_given(given)
     if workers is not None:
         note("--workers is deprecated: its name is --replicas")
         replicas = workers
     if published:
         _print_published(as_json)
         return
-    if failures:
-        _print_failures(chips, replicas, lost_seconds, failures_per_year, as_json)
-        return
     if decoupled:
-        if params is None or step_time is None:
+        if step_time is None or not {"params", "model_config", "safetensors"} & set(given):
             misuse("--decoupled needs --params and --step-time")
-        numbers = (step_time, replicas, sync_every, fragments, wire or "int4", wire_down)
+        count, _ = _size(params, 1, model_config, safetensors)
+        numbers = (count, step_time, replicas, sync_every, fragments, wire or "int4", wire_down)
         rule = (quorum, gamma, 2 if delay is None else delay)
-        _print_decoupled(params, numbers, rule, rtt_ms, gbps, as_json)
+        links = (rtt_ms, gbps, syncer_gbps)
+        _print_decoupled(numbers, rule, links, tokens_per_step, as_json)
+        return
+    has_model = any(name in given for name in _OF_MODEL_AND_LINK)
+    if failures and not has_model:
+        _print_failures(chips, replicas, lost_seconds, failures_per_year, None, as_json)
         return
     size = _size(params, layers, model_config, safetensors)
     if step_time is None:
         misuse("--step-time is missing: the seconds of an inner step without communication")
+    if failures and gbps is None:
+        misuse("--failures with a model needs --gbps: the bandwidth of the link of a replica")
     if fragment_layers is None:
         fragment_layers = min(3, size[1]) if method == "streaming" else 0
     if write is not None and gbps is None:
@@ -163,6 +208,8 @@ def plan(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         misuse("--plot needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'")
     plot = plot_file(plot)
+    from .estimate import AUTO, Prices, Request, make_plan
+
     try:
         check_plot("--plot", plot)
         check_file("--write", write)
@@ -179,12 +226,20 @@ def plan(
             block_size=block_size,
             bits=bits,
             rtt_ms=rtt_ms,
+            efficiency=efficiency,
         )
         named = {} if wire in (None, AUTO) else {"chosen_wires": (request.wire,)}
-        made = make_plan(request, gbps, target, **named)
+        prices = None
+        if tokens_per_step is not None:
+            usd = (egress_usd_per_gb or 0.0, gpu_usd_per_hour or 0.0)
+            prices = Prices(tokens_per_step, *usd, gpus_per_replica)
+        made = make_plan(request, gbps, target, prices=prices, with_outer=choose, **named)
     except ValueError as error:
         misuse(in_options(str(error), ("block_size",)))
-    _show(made, plot, as_json, all_wires=all_wires)
+    if failures:
+        _print_failures(chips, replicas, lost_seconds, failures_per_year, made, as_json)
+        return
+    _show(made, plot, as_json, all_wires=all_wires, only_chosen=choose)
     if write is not None:
         _write(made["link"], write, as_json)
 
@@ -210,6 +265,18 @@ def _check_given(given: Mapping[str, str]) -> None:
             misuse(f"{found[0]} needs {mode}")
     if "target" in given and "gbps" not in given:
         misuse("--target needs --gbps: the bandwidth of the link that must reach it")
+    prices = [given[name] for name in ("egress_usd_per_gb", "gpu_usd_per_hour") if name in given]
+    for option in [*prices, "--choose"]:
+        if option in given.values() and "gbps" not in given:
+            misuse(f"{option} needs --gbps: the bandwidth of the link to choose settings for")
+    if "choose" in given and "all_wires" in given:
+        misuse("--choose prints the chosen settings alone: leave out --wires")
+    if prices and "tokens_per_step" not in given:
+        misuse(f"{prices[0]} needs --tokens-per-step: the tokens of one replica's inner step")
+    if "tokens_per_step" in given and not prices:
+        misuse("--tokens-per-step needs --egress-usd-per-gb or --gpu-usd-per-hour")
+    if "gpus_per_replica" in given and "gpu_usd_per_hour" not in given:
+        misuse("--gpus-per-replica needs --gpu-usd-per-hour: the price of a GPU")
 
 
 def _write(link: dict[str, Any], path: Path, as_json: bool) -> None:
@@ -225,7 +292,14 @@ def _write(link: dict[str, Any], path: Path, as_json: bool) -> None:
         print(f"\n{path} holds the same: DiLoCo(model, optimizer, config={str(path)!r})")
 
 
-def _show(made: dict[str, Any], plot: Path | None, as_json: bool, *, all_wires: bool) -> None:
+def _show(
+    made: dict[str, Any],
+    plot: Path | None,
+    as_json: bool,
+    *,
+    all_wires: bool,
+    only_chosen: bool,
+) -> None:
     from rich.console import Console
 
     from .report import plot_plan, print_plan
@@ -233,7 +307,7 @@ def _show(made: dict[str, Any], plot: Path | None, as_json: bool, *, all_wires: 
     if as_json:
         print(json.dumps(made, indent=1), flush=True)
     else:
-        print_plan(Console(soft_wrap=True), made, all_wires=all_wires)
+        print_plan(Console(soft_wrap=True), made, all_wires=all_wires, only_chosen=only_chosen)
     if plot is not None:
         save_plot(plot, functools.partial(plot_plan, made), as_json=as_json)
 
@@ -272,7 +346,12 @@ def _size(
 
 
 def _print_failures(
-    chips: str | None, replicas: int, lost_s: float, failures_a_year: float, as_json: bool
+    chips: str | None,
+    replicas: int,
+    lost_s: float,
+    failures_a_year: float,
+    made: dict[str, Any] | None,
+    as_json: bool,
 ) -> None:
     from rich.console import Console
 
@@ -280,7 +359,7 @@ def _print_failures(
 
     try:
         count = None if chips is None else parse_count("--chips", chips)
-        report = make_report(count, replicas, lost_s, failures_a_year)
+        report = make_report(count, replicas, lost_s, failures_a_year, made)
     except ValueError as error:
         options = {"lost_s": "--lost-seconds", "failures_a_year": "--failures-per-year"}
         sentence = str(error)
@@ -294,11 +373,10 @@ def _print_failures(
 
 
 def _print_decoupled(
-    params: str,
-    numbers: tuple[float, int, int, int, str, str],
+    numbers: tuple[float, float, int, int, int, str, str],
     rule: tuple[int, float, int],
-    rtt_ms: float,
-    gbps: float | None,
+    links: tuple[float, float | None, float | None],
+    tokens: int | None,
     as_json: bool,
 ) -> None:
     from rich.console import Console
@@ -307,11 +385,11 @@ def _print_decoupled(
     from .decoupled import DecoupledRequest, make_report, print_decoupled
 
     quorum, gamma, delay = rule
+    rtt_ms, gbps, syncer_gbps = links
     try:
         quorum_rule = QuorumRule(quorum=quorum, gamma=gamma, delay=delay)
-        count = parse_count("--params", params)
-        request = DecoupledRequest(count, *numbers, rule=quorum_rule, rtt_ms=rtt_ms)
-        report = make_report(request, gbps)
+        request = DecoupledRequest(*numbers, rule=quorum_rule, rtt_ms=rtt_ms)
+        report = make_report(request, gbps, syncer_gbps, tokens)
     except ValueError as error:
         misuse(in_options(str(error), ("quorum", "gamma", "delay", "wire")))
     if as_json:
@@ -323,10 +401,12 @@ def _print_decoupled(
 def _print_published(as_json: bool) -> None:
     from rich.console import Console
 
-    from .published import TABLE_4, TABLE_5, compare
-    from .report import print_published
+    from .published import GRID, INTELLECT_1, TABLE_4, TABLE_5, compare, compare_measured
+    from .report import print_measured, print_published
 
     tables = {"streaming_table_4": compare(TABLE_4), "eager_table_5": compare(TABLE_5)}
+    tables["measured_grid"] = compare_measured(GRID)
+    tables["intellect_1"] = compare_measured(INTELLECT_1)
     if as_json:
         print(json.dumps({"schema": 1, "published": tables}, indent=1))
         return
@@ -336,3 +416,8 @@ def _print_published(as_json: bool) -> None:
     )
     console.print()
     print_published(console, "Eager Updates, Table 5: not reproduced", tables["eager_table_5"])
+    console.print()
+    title = "Measured: DiLoCo in fp32, 30.8 million parameters, four GPUs on shaped links"
+    print_measured(console, title, tables["measured_grid"])
+    console.print()
+    print_measured(console, "Measured: INTELLECT-1", tables["intellect_1"])

@@ -10,10 +10,14 @@ trip, the parts of one round of a fragment last
 because a call follows the end of one learner's step, and the steps of the other M - 1 learners end
 at times that are spread evenly. The grace window is
 ``QuorumRule.window`` of these: min(gamma * max(tau * T - quorum - sync, 0), T).
+
+The syncer's link carries M times as much as a learner's. Where that is more than the link has, the
+syncer is the bottleneck, and several syncers divide the fragments among them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,7 +28,7 @@ from rich.table import Table
 from ...asynchronous.decoupled.fragment_round import QuorumRule
 from ...ops.wire import WireFormat
 from ..common.printing import print_whole
-from .report import format_bytes
+from .report import format_bytes, print_program
 from .request import DAY_S, MOST_SYNC_EVERY
 
 GBIT = 1e9 / 8
@@ -126,25 +130,37 @@ class DecoupledRequest:
         return (self.report_bytes + self.commit_bytes) / left_s / GBIT if left_s > 0 else None
 
 
-def make_report(request: DecoupledRequest, gbps: float | None) -> dict[str, Any]:
+def make_report(
+    request: DecoupledRequest,
+    gbps: float | None,
+    syncer_gbps: float | None = None,
+    tokens: int | None = None,
+) -> dict[str, Any]:
     """Return what ``plan --decoupled`` prints, as JSON types.
 
     Args:
         gbps: Bandwidth of each learner's link in each direction, Gbit/s.
+        syncer_gbps: The same of the syncer's link; None: ``gbps``.
+        tokens: Tokens of an inner step, for the learner's line.
 
     Raises:
-        ValueError: If the link is impossible.
+        ValueError: If a link or the number of tokens is impossible.
     """
-    if gbps is not None and not 0 < gbps < float("inf"):
-        raise ValueError(f"--gbps must be a positive number, got {gbps:g}")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"--tokens-per-step must be at least 1, got {tokens}")
+    for name, value in (("gbps", gbps), ("syncer-gbps", syncer_gbps)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name} must be a positive number, got {value:g}")
+    syncer_gbps = gbps if syncer_gbps is None else syncer_gbps
+    syncers = _syncers(request, syncer_gbps)
     up, down = request.report_bytes, request.commit_bytes
     one_up, one_down = request.sustained_gbps(up), request.sustained_gbps(down)
-    numbers = asdict(request)
-    rule = numbers.pop("rule")
+    asked = asdict(request)
+    rule = asked.pop("rule")
     return {
         "schema": 1,
         "decoupled": {
-            "request": {**numbers, **rule},
+            "request": {**asked, **rule},
             "report_bytes": up,
             "commit_bytes": down,
             "call_every_s": request.call_every_s,
@@ -156,8 +172,62 @@ def make_report(request: DecoupledRequest, gbps: float | None) -> dict[str, Any]
             },
             "in_time_gbps": request.in_time_gbps(),
             "link": None if gbps is None else _on_link(request, gbps),
+            "syncer": {
+                "gbps": syncer_gbps,
+                "load": None if syncer_gbps is None else _syncer_load(request, syncer_gbps),
+                "syncers": syncers,
+            },
+            "serve": _serve_lines(request, syncers or request.fragments),
+            "program": _learner_lines(syncers or request.fragments, tokens),
         },
     }
+
+
+def _syncer_load(request: DecoupledRequest, gbps: float) -> float:
+    """Return the share of the syncer's link that its busier direction needs."""
+    busiest = max(request.report_bytes, request.commit_bytes)
+    return request.learners * request.sustained_gbps(busiest) / gbps
+
+
+def _syncers(request: DecoupledRequest, gbps: float | None) -> int | None:
+    """Return the fewest syncers whose links carry their fragments; None: no number does."""
+    if gbps is None:
+        return 1
+    load = _syncer_load(request, gbps)
+    # A syncer has whole fragments: the first one has the most.
+    enough = (
+        count
+        for count in range(max(math.ceil(load), 1), request.fragments + 1)
+        if math.ceil(request.fragments / count) * load <= request.fragments
+    )
+    return next(enough, None)
+
+
+def _serve_lines(request: DecoupledRequest, syncers: int) -> list[str]:
+    """Return the command of each syncer; its options are named as in the request."""
+    rule = request.rule
+    command = (
+        f"diloco-comm serve --decoupled --quorum {rule.quorum} --gamma {rule.gamma:g} "
+        f"--delay {rule.delay} --sync-every {request.sync_every} --fragments {request.fragments} "
+        f"--wire {request.wire} --wire-down {request.wire_down} --keys keys"
+    )
+    if syncers == 1:
+        return [f"{command} --address tcp://HOST:29500"]
+    return [
+        f"{command} --shard {i}/{syncers} --address tcp://HOST{i}:29500" for i in range(syncers)
+    ]
+
+
+def _learner_lines(syncers: int, tokens: int | None) -> list[str]:
+    """Return the lines of a learner's program."""
+    hosts = [""] if syncers == 1 else [str(i) for i in range(syncers)]
+    addresses = ", ".join(f'"tcp://HOST{host}:29500"' for host in hosts)
+    server = addresses if syncers == 1 else f"[{addresses}]"
+    counted = "" if tokens is None else f", tokens={tokens}"
+    return [
+        "from diloco_comm.asynchronous import DecoupledDiLoCo",
+        f'diloco = DecoupledDiLoCo(model, optimizer, server={server}{counted}, keys="keys")',
+    ]
 
 
 def _on_link(request: DecoupledRequest, gbps: float) -> dict[str, Any]:
@@ -199,6 +269,27 @@ def print_decoupled(console: Console, report: dict[str, Any]) -> None:
     )
     if plan["link"] is not None:
         _print_link(console, plan["link"], request)
+    _print_syncer(console, plan["syncer"], request)
+    console.print("The syncer, and each learner:", highlight=False)
+    print_program(console, [*plan["serve"], *plan["program"]])
+
+
+def _print_syncer(console: Console, syncer: dict[str, Any], request: dict[str, Any]) -> None:
+    """Warn of a syncer whose link is too narrow."""
+    if syncer["load"] is None or syncer["load"] <= 1:
+        return
+    words = (
+        f"The syncer is the bottleneck: the busier direction of {request['learners']} learners "
+        f"needs {syncer['load']:.0%} of its {syncer['gbps']:g} Gbit/s."
+    )
+    if syncer["syncers"] is None:
+        advice = "Not even one syncer for each fragment is enough"
+        console.print(f"{words} {advice}: raise --sync-every.", highlight=False)
+        return
+    console.print(
+        f"{words} Take {syncer['syncers']} syncers on links of their own, or raise --sync-every.",
+        highlight=False,
+    )
 
 
 def _traffic(plan: dict[str, Any]) -> Table:

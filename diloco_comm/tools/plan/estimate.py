@@ -3,21 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from . import wires
+from . import losses, wires
 from .request import AUTO, DAY_S, TARGETS, Request, needed_gbps
 from .settings import WIRES_CHOSEN, Setting, as_arguments, choose
 from .simulator import GRID_GBPS
+from .wires import find_settings
 
-__all__ = ["TARGETS", "Request", "find_settings", "make_plan", "needed_gbps"]
+__all__ = ["TARGETS", "Prices", "Request", "find_settings", "make_plan", "needed_gbps"]
 
 LATENCIES_MS = (0.0, 10.0, 50.0, 100.0, 200.0)
-ROUNDS_TRIED = (10, 20, 30, 50, 100, 200, 500, 1000)
-WIRES_TRIED = ("fp32", "bf16", "int8", "int4", "int2r", "int1r", "sub8")
+MONTH_DAYS = 30
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The price of traffic and machines, and the tokens of an inner step.
+
+    Attributes:
+        tokens_per_step: Tokens that one replica takes in an inner step.
+        egress_usd_per_gb: For each 1e9 bytes that a replica sends.
+        gpu_usd_per_hour: For each GPU.
+        gpus: GPUs of one replica.
+    """
+
+    tokens_per_step: int
+    egress_usd_per_gb: float = 0.0
+    gpu_usd_per_hour: float = 0.0
+    gpus: int = 1
+
+    def __post_init__(self) -> None:
+        counts = {"tokens-per-step": self.tokens_per_step, "gpus-per-replica": self.gpus}
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"--{name} must be at least 1, got {count}")
+        for name in ("egress-usd-per-gb", "gpu-usd-per-hour"):
+            usd = getattr(self, name.replace("-", "_"))
+            if not 0 <= usd < float("inf"):
+                raise ValueError(f"--{name} must be a number of at least 0, got {usd:g}")
+
+    def per_billion_tokens(self, request: Request, share: float) -> dict[str, float]:
+        """Return the dollars that 1e9 tokens cost at a compute utilisation, in all and by part."""
+        steps = 1e9 / self.tokens_per_step
+        gpu_hours = steps * request.step_time / share * self.gpus / 3600
+        sent_gb = steps / request.steps_a_round * request.bytes_per_round / 1e9
+        parts = {
+            "gpus": gpu_hours * self.gpu_usd_per_hour,
+            "egress": sent_gb * self.egress_usd_per_gb,
+        }
+        return {**parts, "total": sum(parts.values())}
 
 
 def make_plan(
@@ -26,6 +64,8 @@ def make_plan(
     target: float = 0.95,
     *,
     chosen_wires: Sequence[str] = WIRES_CHOSEN,
+    prices: Prices | None = None,
+    with_outer: bool = False,
 ) -> dict[str, Any]:
     """Return all that is known about a request, as JSON types; docs/reference/plan.md has them.
 
@@ -33,6 +73,8 @@ def make_plan(
         gbps: Bandwidth of a link to look at, Gbit/s.
         target: Compute utilisation that settings for this link must reach, below 1.
         chosen_wires: Wires that settings may be chosen with, the first ones first.
+        prices: Prices that the chosen settings are paid with.
+        with_outer: Choose the outer learning rate, too, and say which loss is expected.
 
     Raises:
         ValueError: If the link or the target is impossible, or a wire is wanted for no link.
@@ -68,16 +110,24 @@ def make_plan(
         "extra_memory_bytes": request.extra_memory_bytes,
         "wires": wires.compare(request, gbps),
         "auto": why,
-        "link": None if gbps is None else _on_link(request, gbps, target, is_auto, chosen_wires),
+        "link": None
+        if gbps is None
+        else _on_link(request, gbps, target, is_auto, chosen_wires, prices, with_outer),
     }
 
 
 def _on_link(
-    request: Request, gbps: float, target: float, is_auto: bool, chosen_wires: Sequence[str]
+    request: Request,
+    gbps: float,
+    target: float,
+    is_auto: bool,
+    chosen_wires: Sequence[str],
+    prices: Prices | None,
+    with_outer: bool,
 ) -> dict[str, Any]:
     link = np.array([gbps])
     share = float(request.utilisation(link, "step")[0])
-    tried = dict.fromkeys([*WIRES_TRIED, *chosen_wires])
+    tried = dict.fromkeys([*wires.WIRES_TRIED, *chosen_wires])
     settings = find_settings(request, gbps, target, list(tried))
     chosen = choose(settings, chosen_wires)
     if is_auto:
@@ -85,6 +135,7 @@ def _on_link(
     return {
         "gbps": gbps,
         "rtt_ms": request.rtt_ms,
+        "efficiency": float(request.efficiency_at(link)[0]),
         "utilisation": share,
         "layer_utilisation": float(request.utilisation(link, "layer")[0]),
         "lost_s_per_day": (1 - share) * DAY_S,
@@ -93,38 +144,23 @@ def _on_link(
         "wires_tried": list(tried),
         "chosen_wires": list(chosen_wires),
         "settings": [asdict(setting) for setting in settings],
-        "chosen": None if chosen is None else as_arguments(chosen, request.block_size),
+        "chosen": None if chosen is None else _described(request, chosen, prices, with_outer),
     }
 
 
-def find_settings(
-    request: Request, gbps: float, target: float, tried: Sequence[str] = WIRES_TRIED
-) -> list[Setting]:
-    """Find, for each method and wire, the smallest of ``ROUNDS_TRIED`` that reaches the target.
-
-    In ``step`` granularity; ``sync_every`` is 1 for data parallel. Other arguments, such as the
-    round trip, are the request's.
-    """
-    fragment = request.fragment_layers or min(3, request.layers)
-    ways = [("diloco", 0, 0), ("streaming", 1, fragment), ("streaming", 5, fragment)]
-    ways += [("eager", 0, request.fragment_layers)]
-    found = []
-    for wire in tried:
-        base = wires.with_wire(request, wire)
-        candidates = [[replace(base, method="dp", delay=0, fragment_layers=0)]]
-        for method, delay, layers in ways:
-            steps = [h for h in ROUNDS_TRIED if h > delay]
-            change = {"method": method, "delay": delay, "fragment_layers": layers}
-            candidates.append([replace(base, sync_every=h, **change) for h in steps])  # type: ignore[arg-type]
-        for way in candidates:
-            found += _first_that_reaches(way, gbps, target)
-    return found
-
-
-def _first_that_reaches(tried: list[Request], gbps: float, target: float) -> list[Setting]:
-    for way in tried:
-        share = float(way.utilisation(np.array([gbps]), "step")[0])
-        if share >= target:
-            steps = way.steps_a_round
-            return [Setting(way.method, way.delay, way.wire, steps, way.fragment_layers, share)]
-    return []
+def _described(
+    request: Request, chosen: Setting, prices: Prices | None, with_outer: bool
+) -> dict[str, Any]:
+    """Return the chosen settings as arguments, with their traffic, memory, cost and loss."""
+    names = ("method", "delay", "sync_every", "fragment_layers")
+    one = replace(wires.with_wire(request, chosen.wire), **{n: getattr(chosen, n) for n in names})
+    share = chosen.utilisation
+    outer = losses.outer_of(chosen.wire) if with_outer else None
+    return {
+        **as_arguments(chosen, request.block_size, outer),
+        "bytes_per_day": one.bytes_per_day(share),
+        "bytes_per_month": MONTH_DAYS * one.bytes_per_day(share),
+        "extra_memory_bytes": one.extra_memory_bytes,
+        "usd_per_1e9_tokens": None if prices is None else prices.per_billion_tokens(one, share),
+        "loss": losses.expected(one) if with_outer else None,
+    }

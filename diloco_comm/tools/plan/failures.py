@@ -6,7 +6,8 @@ do not wait for each other, and f failures of a chip a year,
     goodput = 1 / (1 + L * f * N / (M * seconds of a year))
 
 Two values of L reproduce the table of arXiv 2604.21428 within five points: 22 s where training
-goes on with the chips that are left, 76 s where data-parallel training restarts as a whole.
+goes on with the chips that are left, 76 s where data-parallel training restarts as a whole. Where
+model and link are known, L grows by the time in which the state of a learner crosses the link.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ..common.printing import print_whole
+from .report import format_bytes, print_program
+from .settings import Setting, as_arguments
 
 YEAR_S = 365.25 * 86400
 ELASTIC_S, RIGID_S = 22.0, 76.0
+# A learner that comes back copies outer parameters and momentum in fp32.
+STATE_BYTES = 8
+# The registry is a placeholder: the user knows where it runs.
+_PEERS = 'Elastic("tcp://HOST:29400", run="RUN")'
 CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 
 
@@ -83,13 +90,18 @@ def compare() -> list[dict[str, Any]]:
 
 
 def make_report(
-    chips: float | None, learners: int, lost_s: float, failures_a_year: float
+    chips: float | None,
+    learners: int,
+    lost_s: float,
+    failures_a_year: float,
+    plan: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what ``plan --failures`` prints: the published table, or the user's own run.
 
     Args:
         chips: Chips of the user's run; None for the table.
         learners, lost_s, failures_a_year: As in ``goodput``.
+        plan: The plan of the model and a link (``make_plan``), or None.
 
     Raises:
         ValueError: As ``goodput``.
@@ -97,6 +109,10 @@ def make_report(
     if chips is None:
         return {"schema": 1, "published_failures": compare()}
     counts = sorted({1, 2, 4, 8, 16, learners})
+    link = None
+    if plan is not None:
+        link = _on_link(plan)
+        lost_s += link["copy_s"]
     own = {
         "chips": chips,
         "failures_a_year": failures_a_year,
@@ -109,7 +125,28 @@ def make_report(
             if m <= chips
         ],
     }
-    return {"schema": 1, "failures": own}
+    if link is not None:
+        share = link["utilisation"]
+        link["trained"] = None if share is None else share * own["goodput"]
+    return {"schema": 1, "failures": {**own, "link": link}}
+
+
+def _on_link(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return how long the state crosses the link, and the settings chosen for the link."""
+    request, link = plan["request"], plan["link"]
+    state_bytes = STATE_BYTES * request["params"]
+    found = {
+        "gbps": link["gbps"],
+        "state_bytes": state_bytes,
+        "copy_s": state_bytes * 8 / (link["gbps"] * link["efficiency"] * 1e9),
+        "utilisation": None,
+        "program": None,
+    }
+    if link["chosen"] is not None:
+        setting = Setting(**link["chosen"]["setting"])
+        made = as_arguments(setting, request["block_size"], peers=_PEERS)
+        found |= {"utilisation": setting.utilisation, "program": [made["imports"], made["line"]]}
+    return found
 
 
 def print_failures(console: Console, report: dict[str, Any]) -> None:
@@ -141,7 +178,7 @@ def print_failures(console: Console, report: dict[str, Any]) -> None:
 def _print_own(console: Console, own: dict[str, Any]) -> None:
     title = (
         f"{own['chips']:,.0f} chips, {own['failures_a_year']:g} failures of a chip a year, "
-        f"{own['lost_s']:g} s lost at a failure"
+        f"{own['lost_s']:.4g} s lost at a failure"
     )
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("learners", justify="right")
@@ -149,3 +186,22 @@ def _print_own(console: Console, own: dict[str, Any]) -> None:
     for entry in own["by_learners"]:
         table.add_row(str(entry["learners"]), f"{entry['goodput']:.1%}")
     print_whole(console, table)
+    if own["link"] is not None:
+        _print_link(console, own["link"])
+
+
+def _print_link(console: Console, link: dict[str, Any]) -> None:
+    console.print(
+        f"{link['copy_s']:.3g} s of these are the {format_bytes(link['state_bytes'])} of outer "
+        f"parameters and momentum on {link['gbps']:g} Gbit/s.",
+        highlight=False,
+    )
+    if link["program"] is None:
+        console.print("No setting that was tried reaches --target on this link.", highlight=False)
+        return
+    console.print(
+        f"Settings chosen for the link train {link['utilisation']:.2%} of the time without "
+        f"failures, {link['trained']:.2%} with them:",
+        highlight=False,
+    )
+    print_program(console, link["program"])

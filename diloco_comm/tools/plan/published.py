@@ -1,12 +1,16 @@
-"""The published bandwidth tables, and what our simulator gives for the same settings.
+"""Published tables, simulated and measured, and what our simulator gives for the same settings.
 
-Gbit/s to reach a compute utilisation of 50, 80, 90, 95 and 99 %: Table 4 of Streaming DiLoCo
-(arXiv 2501.18512) and Table 5 of Eager Updates (arXiv 2502.12996). The first is reproduced; the
-second is not, and stands here for comparison.
+Simulated are the Gbit/s to reach a compute utilisation of 50, 80, 90, 95 and 99 %: Table 4 of
+Streaming DiLoCo (arXiv 2501.18512) and Table 5 of Eager Updates (arXiv 2502.12996). The first is
+reproduced; the second is not, and stands here for comparison.
+
+Measured are utilisations of real runs: DiLoCo between four GPUs on shaped links, and INTELLECT-1.
+Nothing of the simulator is fitted to them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +110,85 @@ TABLE_5 = (
 )
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One measured utilisation, and the request that predicts it.
+
+    Attributes:
+        row: Name of the setting.
+        gbps: The link.
+        share: Published utilisation.
+        request: The same setting for the simulator.
+    """
+
+    row: str
+    gbps: float
+    share: float
+    request: Request
+
+
+# DiLoCo of 30.8 million parameters in fp32 over NCCL, four GPUs, TCP on links shaped by tc
+# (github.com/Adnan082/diloco-measured at 07b7885, README.md): utilisation in % at each Gbit/s.
+# The telemetry has 26.1 ms a step (median of the 16 runs), and in the counted part of a run fewer
+# exchanges than H says: 4 in 140 steps at H=32, one in 180 at H=128.
+_LINKS = (0.05, 0.2, 1.0, 5.0)
+_GRID = (
+    (1, 1, (0.07, 0.32, 1.74, 7.76)),
+    (8, 8, (0.55, 2.48, 12.35, 40.24)),
+    (32, 35, (2.41, 10.01, 36.01, 68.10)),
+    (128, 180, (11.55, 36.09, 71.52, 87.00)),
+)
+GRID = tuple(
+    Measured(
+        f"H={sync_every}",
+        gbps,
+        percent / 100,
+        Request(
+            30_846_720,
+            6,
+            0.0261,
+            workers=4,
+            sync_every=counted,
+            wire="fp32",
+            efficiency=None,
+        ),
+    )
+    for sync_every, counted, percents in _GRID
+    for gbps, percent in zip(_LINKS, percents, strict=True)
+)
+
+# INTELLECT-1 (arXiv 2412.01152, Table 2): 10 billion parameters, int8, 100 inner steps in 38
+# minutes. For each region: the median seconds of an all-reduce, and the MFU. The MFU is 43.3 %
+# without communication. The rates of the links were not published; these links take the published
+# seconds.
+_INTELLECT = Request(10e9, 42, 38 * 60 / 100, workers=14, sync_every=100, wire="int8")
+INTELLECT_1 = tuple(
+    Measured(name, 8 * _INTELLECT.bytes_per_round / seconds / 1e9, mfu / 43.3, _INTELLECT)
+    for name, seconds, mfu in (
+        ("USA", 103.0, 41.4),
+        ("USA and Europe", 382.0, 37.1),
+        ("global", 469.0, 36.2),
+    )
+)
+
+
+def compare_measured(cells: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Put measured and predicted utilisation side by side; ``error`` is a share of the measured."""
+    entries = []
+    for cell in cells:
+        share = float(cell.request.utilisation(np.array([cell.gbps]), "step")[0])
+        entries.append(
+            {
+                "row": cell.row,
+                "gbps": cell.gbps,
+                "published": cell.share,
+                "predicted": share,
+                "error": share / cell.share - 1,
+            }
+        )
+    return entries
+
+
 def as_printed(gbps: float) -> float:
     """Round a bandwidth as the paper's tables do: to two decimals, then to one."""
     return round(round(float(gbps), 2), 1)
@@ -123,7 +206,8 @@ def compare(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
 
     Returns:
         Entries with ``row``, ``model``, ``target``, ``published_gbps``, ``gbps`` (as the papers
-        print it) and ``grid_steps`` (ours minus theirs; None where no bandwidth suffices).
+        print it) and ``grid_steps`` (ours minus the published number; None where no bandwidth
+        suffices).
     """
     entries = []
     for row in rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..common.printing import print_whole
 from .estimate import TARGETS
 from .published import MODELS
 from .request import CHOOSABLE
-from .settings import OF_WIRE, WIRES_CHOSEN
+from .settings import WIRES_CHOSEN
 from .simulator import GRID_GBPS
 
 NONE_IS_ENOUGH = "> 1000"
@@ -31,9 +31,19 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.3g} {_UNITS[exponent]}"
 
 
-def print_plan(console: Console, plan: dict[str, Any], *, all_wires: bool = False) -> None:
-    """Print the tables of ``plan.make_plan``; ``all_wires`` adds the one that compares wires."""
+def print_plan(
+    console: Console, plan: dict[str, Any], *, all_wires: bool = False, only_chosen: bool = False
+) -> None:
+    """Print the tables of ``plan.make_plan``.
+
+    Args:
+        all_wires: Add the table that compares wires.
+        only_chosen: Leave out all but the settings that were chosen for the link.
+    """
     request = plan["request"]
+    if only_chosen:
+        _print_chosen(console, plan["link"], _why_not(plan))
+        return
     console.print(_headline(plan), highlight=False)
     print_whole(console, _bandwidths(plan))
     console.print(
@@ -152,14 +162,48 @@ def _print_chosen(console: Console, link: dict[str, Any], why_not: str) -> None:
     if link["chosen"] is None:
         console.print(why_not, highlight=False)
         return
-    config = link["chosen"]["config"]
-    parts = [config[key]["name"] for key in ("outer", "overlap") if key in config]
-    parts += ["Wire"] * any(name in config for name in OF_WIRE)
-    imported = ", ".join(["DiLoCo", *parts])
-    share = link["chosen"]["setting"]["utilisation"]
-    console.print(f"Chosen for this link (utilisation {share:.1%}):\n", highlight=False)
-    for line in (f"from diloco_comm import {imported}", link["chosen"]["line"]):
+    chosen = link["chosen"]
+    share = chosen["setting"]["utilisation"]
+    console.print(f"Chosen for this link (utilisation {share:.1%}):", highlight=False)
+    print_program(console, [chosen["imports"], chosen["line"]])
+    for line in _what_it_takes(chosen):
+        console.print(line, highlight=False)
+
+
+def print_program(console: Console, lines: Sequence[str]) -> None:
+    """Print lines to paste, each as one line however wide the console is."""
+    console.print()
+    for line in lines:
         console.print(f"    {line}", markup=False, highlight=False)
+    console.print()
+
+
+def _what_it_takes(chosen: dict[str, Any]) -> Iterator[str]:
+    """Yield lines on traffic, memory, cost and loss of the chosen settings."""
+    yield (
+        f"With these settings a replica sends {format_bytes(chosen['bytes_per_day'])} a day, "
+        f"{format_bytes(chosen['bytes_per_month'])} in 30 days, and needs "
+        f"{format_bytes(chosen['extra_memory_bytes'])} beside model, gradients and inner optimizer."
+    )
+    if usd := chosen["usd_per_1e9_tokens"]:
+        yield (
+            f"1e9 tokens cost {usd['total']:,.2f} USD: GPUs {usd['gpus']:,.2f}, egress "
+            f"{usd['egress']:,.2f}."
+        )
+    if loss := chosen["loss"]:
+        yield from _loss_lines(loss)
+
+
+def _loss_lines(loss: dict[str, Any]) -> Iterator[str]:
+    names = {"sync_every": "H", "wire": "wire", "overlap": "overlap"}
+    terms = ", ".join(
+        f"{names[term]} {'not recorded' if nats is None else format(nats, '+.3f')}"
+        for term, nats in loss["terms"].items()
+    )
+    total = "not known" if loss["nats"] is None else f"{loss['nats']:+.3f} nats a byte"
+    yield f"Expected loss over DiLoCo on fp32 with H=10, by the recorded runs: {total} ({terms})."
+    if loss["extrapolated"]:
+        yield f"Extrapolated beyond these runs: {'; '.join(loss['extrapolated'])}."
 
 
 def print_published(console: Console, title: str, entries: Sequence[dict[str, Any]]) -> None:
@@ -192,6 +236,22 @@ def _published_cell(entry: dict[str, Any]) -> str:
     if entry["grid_steps"] == 0:
         return f"{published:g}"
     return f"{published:g}/{NONE_IS_ENOUGH if ours is None else format(ours, 'g')}"
+
+
+def print_measured(console: Console, title: str, entries: Sequence[dict[str, Any]]) -> None:
+    """Print measured utilisation with the prediction behind it."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for head in ("", "Gbit/s", "measured", "predicted", "error"):
+        table.add_column(head, justify="right" if head else "left")
+    for entry in entries:
+        table.add_row(
+            entry["row"],
+            f"{entry['gbps']:.3g}",
+            f"{entry['published']:.2%}",
+            f"{entry['predicted']:.2%}",
+            f"{entry['error']:+.1%}",
+        )
+    print_whole(console, table)
 
 
 def plot_plan(plan: dict[str, Any], path: Path) -> None:

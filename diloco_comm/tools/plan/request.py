@@ -1,4 +1,4 @@
-"""What is planned, and what a simulator predicts for it."""
+"""A plan that is asked for, and the predictions of a simulator for it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ DAY_S = 86400.0
 ROUND_LATE = ("delayed", "eager", "co2")
 AUTO = "auto"
 MOST_SYNC_EVERY = 1_000_000  # each inner step of a round is simulated
+# Gbit/s of a link, and the share of them that an all-reduce of fp32 among four replicas got: gloo's
+# ring over TCP, without any codec (benchmarks/results/exchange/shaped-links.json).
+EFFICIENCY = ((0.05, 0.87), (0.1, 0.91), (0.2, 0.91), (1.0, 0.94))
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Request:
         block_size: Elements that share a scale, on a wire that leaves the choice.
         bits: Bits that a replica sends for each parameter, instead of the wire's.
         rtt_ms: Round trip of the link.
+        efficiency: Share of the link's rate that payloads get, at "step" granularity; None: as
+            measured at that rate.
     """
 
     params: float
@@ -56,6 +61,7 @@ class Request:
     block_size: int = 256
     bits: float | None = None
     rtt_ms: float = 0.0
+    efficiency: float | None = 1.0
 
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
@@ -78,6 +84,8 @@ class Request:
                 raise ValueError(f"--{name} must be a positive number, got {value:g}")
         if not 0 <= self.rtt_ms < float("inf"):
             raise ValueError(f"--rtt-ms must not be negative, got {self.rtt_ms:g}")
+        if self.efficiency is not None and not 0 < self.efficiency <= 1:
+            raise ValueError(f"--efficiency must be above 0 and at most 1, got {self.efficiency:g}")
         if not 0 <= self.fragment_layers <= self.layers:
             raise ValueError(
                 f"--fragment-layers must be between 0 and --layers {self.layers}, "
@@ -146,7 +154,16 @@ class Request:
     def utilisation(self, gbps: Array, granularity: str = "layer") -> Array:
         """Return the compute utilisation at each bandwidth in Gbit/s."""
         schedule, rtt_s = self.schedule(granularity), self.rtt_ms / 1e3
+        if granularity == "step":
+            gbps = gbps * self.efficiency_at(gbps)
         return utilisation(self.work, schedule, gbps, rtt_s=rtt_s, granularity=granularity)
+
+    def efficiency_at(self, gbps: Array) -> Array:
+        """Return the share of each bandwidth that payloads get."""
+        if self.efficiency is not None:
+            return np.full_like(gbps, self.efficiency)
+        rates, shares = np.array(EFFICIENCY).T
+        return np.interp(np.log(gbps), np.log(rates), shares)
 
     def bandwidth_gbps(self, granularity: str = "layer") -> dict[str, float | None]:
         """Return the least bandwidth of the grid for each target; None: none is enough."""

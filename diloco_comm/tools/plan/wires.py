@@ -1,41 +1,24 @@
-"""All wires beside each other, and the choice of one of them for a link (``--wire auto``)."""
+"""All wires on one link: beside each other, the least H of each, and ``--wire auto``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
+from .losses import over_fp32
 from .request import AUTO, Request
+from .settings import Setting
 
-# Loss beyond that of fp32 (nats a byte) after 30 rounds of 10 inner steps: a model of 118,000
-# parameters, 4 replicas, SGD as outer optimizer (benchmarks/results/convergence/wires.json).
-LOSS_OVER_FP32: dict[str, float] = {
-    "fp32": 0.0,
-    "int4": 0.0,
-    "int2r": -0.002,
-    "int1r": 0.004,
-    "sub2": 0.002,
-    "topk256": 0.019,
-    "sub4": 0.018,
-    "topk128": 0.059,
-    "topk64": 0.09,
-    "sub8": 0.036,
-    "topk32": 0.13,
-    "sub16": 0.068,
-}
-# The same with 16 replicas, among which owners encode the mean of these wires (``phases``).
-LOSS_BY_OWNERS: dict[str, float] = {
-    "sub2": 0.003,
-    "sub4": 0.002,
-    "sub8": 0.021,
-    "topk256": 0.0,
-}
-# From the most precise to the coarsest, without those that cost more and gain nothing. Sparse wires
-# are left out: at equal bits their loss is higher than that of sub2 to sub16.
-_CANDIDATES = ("int8", "int4", "int2r", "int1r", "sub2", "sub4", "sub8", "sub16")
+# From the most precise to the coarsest, without wires that cost more and gain nothing: the recorded
+# runs lost nothing on int4. Sparse wires are left out: at equal bits they lose more than sub2 to
+# sub16.
+_CANDIDATES = ("int4", "int2r", "int1r", "sub2", "sub4", "sub8", "sub16")
+ROUNDS_TRIED = (10, 20, 30, 50, 100, 200, 500, 1000)
+WIRES_TRIED = ("fp32", "bf16", "int8", "int4", "int2r", "int1r", "sub8")
 
 
 def compare(request: Request, gbps: float | None) -> list[dict[str, Any]]:
@@ -54,7 +37,7 @@ def compare(request: Request, gbps: float | None) -> list[dict[str, Any]]:
                 "bits_per_param": one.bits_per_param,
                 "bytes_per_round": one.bytes_per_round,
                 "extra_memory_bytes": one.extra_memory_bytes,
-                "loss_over_fp32": _loss(one),
+                "loss_over_fp32": over_fp32(one),
                 "utilisation": None if gbps is None else _utilisation(one, gbps),
             }
         )
@@ -103,18 +86,13 @@ def _reason(request: Request, share: float, target: float, refused: list[str]) -
         words += f"; {', '.join(refused)}"
     if WireFormat(wire).has_element_codes:
         return f"{words}."
-    lost, advice = _loss(request), "compare with int8 on your own task"
+    lost, advice = over_fp32(request), "compare with int8 on your own task"
     if lost is None:
         return f"{words}. Its loss with so many replicas was not measured: {advice}."
     return (
         f"{words}. Its loss was {lost:+.3f} nats over that of fp32 in runs of a model of 118,000 "
         f"parameters: {advice}."
     )
-
-
-def _loss(request: Request) -> float | None:
-    """Return the measured loss over that of fp32; None if there is none."""
-    return (LOSS_BY_OWNERS if request.has_owners else LOSS_OVER_FP32).get(request.wire)
 
 
 def with_wire(request: Request, wire: str) -> Request:
@@ -127,3 +105,36 @@ def with_wire(request: Request, wire: str) -> Request:
 
 def _utilisation(request: Request, gbps: float) -> float:
     return float(request.utilisation(np.array([gbps]), "step")[0])
+
+
+def find_settings(
+    request: Request, gbps: float, target: float, tried: Sequence[str] = WIRES_TRIED
+) -> list[Setting]:
+    """Find, for each method and wire, the smallest of ``ROUNDS_TRIED`` that reaches the target.
+
+    In ``step`` granularity; ``sync_every`` is 1 for data parallel. Other arguments, such as the
+    round trip, are the request's.
+    """
+    fragment = request.fragment_layers or min(3, request.layers)
+    ways = [("diloco", 0, 0), ("streaming", 1, fragment), ("streaming", 5, fragment)]
+    ways += [("eager", 0, request.fragment_layers)]
+    found = []
+    for wire in tried:
+        base = with_wire(request, wire)
+        candidates = [[replace(base, method="dp", delay=0, fragment_layers=0)]]
+        for method, delay, layers in ways:
+            steps = [h for h in ROUNDS_TRIED if h > delay]
+            change = {"method": method, "delay": delay, "fragment_layers": layers}
+            candidates.append([replace(base, sync_every=h, **change) for h in steps])  # type: ignore[arg-type]
+        for way in candidates:
+            found += _first_that_reaches(way, gbps, target)
+    return found
+
+
+def _first_that_reaches(tried: list[Request], gbps: float, target: float) -> list[Setting]:
+    for way in tried:
+        share = _utilisation(way, gbps)
+        if share >= target:
+            steps = way.steps_a_round
+            return [Setting(way.method, way.delay, way.wire, steps, way.fragment_layers, share)]
+    return []
