@@ -14,8 +14,9 @@ import torch
 from pages import PAGES, ROOT
 
 import diloco_comm
-from diloco_comm import Blocking, DiLoCo, Nesterov
+from diloco_comm import Blocking, DiLoCo, Elastic, Nesterov
 from diloco_comm import asynchronous as async_names
+from diloco_comm.asynchronous import AsyncDiLoCo
 from diloco_comm.base import env
 from diloco_comm.options import DEFAULTS, HOMES
 
@@ -27,8 +28,16 @@ IN_WORDS = {
     *("feedback_decay", "impl", "config", "backend", "offload", "offsets", "chunk_bytes"),
     *("model", "optimizer", "sync_every", "block_size"),
 }
+# By default from the environment, and of the process.
+FROM_THE_LAUNCHER = {"registry", "run", "replica", "key", "insecure", "name"}
 UNITS = {"s": 1.0, "min": 60.0}
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+# The page and the heading of the other tables of arguments.
+OTHER_TABLES: dict[str, tuple[Callable[..., Any], str]] = {
+    "how-to/elastic.md": (Elastic, "## The arguments of `Elastic`"),
+    "explanation/asynchronous.md": (AsyncDiLoCo, "## The worker's arguments and calls"),
+}
 
 
 def rows_of_arguments() -> Iterator[tuple[list[str], str]]:
@@ -95,6 +104,28 @@ def test_the_table_has_all_arguments_with_their_defaults(monkeypatch: pytest.Mon
             assert used[name] == value_of(text), name
     # A sentence below the table names the arguments that became ``peers``.
     assert named == used.keys() - {"self", "choices", "group", "mesh", "membership"}
+
+
+@pytest.mark.parametrize("page", OTHER_TABLES)
+def test_the_other_tables_have_all_arguments_with_their_defaults(page: str) -> None:
+    kind, title = OTHER_TABLES[page]
+    parameters = {
+        name: parameter.default
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if kind is Elastic or name not in HOMES.keys() - {"name"}
+    }
+    section = (ROOT / "docs" / page).read_text().split(f"{title}\n", 1)[1]
+    table = next(block for block in section.strip().split("\n\n") if block.startswith("|"))
+    named = []
+    for line in table.splitlines()[2:]:
+        names, default, _ = re.split(r"(?<!\\)\|", line.strip("|"), maxsplit=2)
+        told = default.replace("`", "").strip().split(", ")
+        found = re.findall(r"`(\w+)`", names)
+        for name, text in zip(found, told * len(found), strict=False):
+            named.append(name)
+            if name not in FROM_THE_LAUNCHER and parameters[name] is not inspect.Parameter.empty:
+                assert parameters[name] == value_of(text), name
+    assert sorted(named) == sorted(parameters)
 
 
 def calls_in_words() -> Iterator[tuple[str, ast.Call]]:

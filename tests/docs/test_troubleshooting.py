@@ -1,4 +1,7 @@
-"""Each sentence that docs/how-to/troubleshooting.md quotes is one of the sources."""
+"""Each sentence that docs/how-to/troubleshooting.md quotes is one of the sources.
+
+And docs/how-to/operate-elastic.md has each line of the log that says why an elastic replica waits.
+"""
 
 from __future__ import annotations
 
@@ -55,3 +58,21 @@ def test_a_quoted_sentence_is_in_the_sources(quoted: str, sentences: str) -> Non
     told = [part for part in parts if len(part) >= SHORTEST]
     assert told, "only variable parts are quoted"
     assert [part for part in told if part not in sentences] == []
+
+
+def reasons_to_wait() -> list[str]:
+    """Return the beginnings of the reasons, up to their first comma, as regular expressions."""
+    strings = [
+        text
+        for path in (ROOT / "diloco_comm" / "elastic" / "core").glob("*.py")
+        for text in python_strings(path)
+        if text.startswith(("until ", "a while for "))
+    ]
+    beginnings = {re.split("[,:;] ", text)[0] for text in strings}
+    return sorted(".+?".join(map(re.escape, text.split(ANY))) for text in beginnings)
+
+
+@pytest.mark.parametrize("reason", reasons_to_wait())
+def test_the_table_of_log_lines_has_each_reason_to_wait(reason: str) -> None:
+    page = (ROOT / "docs" / "how-to" / "operate-elastic.md").read_text()
+    assert re.search(f"^\\| `waiting {reason}", page, re.MULTILINE)

@@ -160,7 +160,7 @@ def _found(state: State, standing: Standing, roster: Roster, view: View | None) 
     if state.key not in {b.member.key for b in (*standing.stateless, *standing.newcomers)}:
         if state.has_state or state.is_leaving:
             return None
-        return Plan(reason=f"until the process before it of replica {state.member.id} has gone")
+        return Plan(reason=f"until the former process of replica {state.member.id} has gone")
     group = largest_group([*standing.stateless, *standing.newcomers])
     ids = [beat.member.id for beat in group]
     best = min(group, key=lambda b: (not b.positions, -b.inner_step, b.member.id))

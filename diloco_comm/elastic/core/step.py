@@ -222,7 +222,7 @@ def _has_left(turn: Turn, roster: Roster) -> bool:
 
 def _propose(turn: Turn, roster: Roster, is_late: bool) -> None:
     if turn.state.is_pulling:
-        turn.wait("until it has copied the outer state")
+        turn.wait("until this replica has copied the outer state, if its group has one")
         return
     plan = plan_of(turn.state, roster)
     if plan is None:
