@@ -60,8 +60,9 @@ class Link:
     A choice that is None is the default. ``DiLoCo`` checks the values.
 
     Args:
-        backend: How parameters on a GPU travel. "gloo": only the encoded bytes are copied to host
-            memory, and travel from there; across sites. "nccl": the bytes stay on the device.
+        backend: How payloads travel. "gloo": encoded bytes of parameters on a GPU are copied to
+            host memory, and travel from there; across sites. "tcp": likewise, but everything goes
+            over a single port of this process. "nccl": the bytes stay on the device.
             Default: what the replicas' process group has for the device; gloo with ``StorePeers``.
         lanes: Connections to each peer in each direction (1), over which chunks are spread. More
             connections fill a link of high bandwidth and long delay that one TCP connection leaves
@@ -74,6 +75,13 @@ class Link:
             that were never heard (60).
         suspect_after: Seconds, or a timedelta, after which a peer is given up that shows no sign of
             life, or to which there is no way (30).
+        listen: With "tcp", the "host:port" at which this process listens, such as "0.0.0.0:29700";
+            port 0 is any free port. "": this process does not listen. Default: the interface that
+            gloo would take, and any free port.
+        advertise: With "tcp", the "host:port" at which the other replicas reach this process, where
+            a router translates addresses. "": the others cannot dial this process, which dials
+            them; then two such processes cannot be in one group. Default: where this process
+            listens.
     """
 
     backend: str | None = None
@@ -82,6 +90,8 @@ class Link:
     timeout: float | timedelta | None = None
     join_timeout: float | timedelta | None = None
     suspect_after: float | timedelta | None = None
+    listen: str | None = None
+    advertise: str | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,8 @@ HOMES = {
     "timeout": ("link", "timeout"),
     "join_timeout": ("link", "join_timeout"),
     "suspect_after": ("link", "suspect_after"),
+    "listen": ("link", "listen"),
+    "advertise": ("link", "advertise"),
     "on_nonfinite": ("nonfinite", "action"),
     "max_skipped": ("nonfinite", "max_skipped"),
     "on_reset": ("nonfinite", "on_reset"),

@@ -56,8 +56,9 @@ class Exchange(StreamMember):
         join: Come to replicas that call ``change_group`` with this one among the members.
         window: Chunks under way in each phase and lane, with more than two replicas.
         num_under_way: Rounds of one fragment that may be agreed on and not yet applied.
-        collectives: "gloo", or "nccl": fragments on the device are exchanged there, on streams;
-            small messages travel over gloo all the same.
+        collectives: "gloo"; "tcp": everything travels over one port of this process; or "nccl":
+            fragments on the device are exchanged there, on streams, and small messages travel over
+            gloo all the same.
         report_patience: Seconds that a failed exchange waits for the reports of the others;
             default: the environment's, 3.
         join_timeout: Seconds that ``change_group``, and one that joins, wait for members of which
@@ -68,12 +69,14 @@ class Exchange(StreamMember):
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
         admission: Is asked before this replica enters an epoch.
+        listen, advertise: With "tcp", see ``diloco_comm.Link``.
 
     Attributes:
         link: Description of the emulated link, or None.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError, TypeError: If an argument is out of range.
+        RuntimeError: If this process cannot listen where ``listen`` says.
         ReplicaMismatch, SyncError: If the replicas do not come together.
     """
 
@@ -99,6 +102,8 @@ class Exchange(StreamMember):
         join_timeout: timedelta | float | None = None,
         suspect_after: timedelta | float | None = None,
         admission: Admission | None = None,
+        listen: str | None = None,
+        advertise: str | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -113,6 +118,8 @@ class Exchange(StreamMember):
             join_timeout=join_timeout,
             suspect_after=suspect_after,
             report_patience=report_patience,
+            listen=listen,
+            advertise=advertise,
         )
         current = Epoch(epoch, checked_members(members, replica))
         with batch_threads():
@@ -122,8 +129,10 @@ class Exchange(StreamMember):
                 options.report_patience,
                 options.suspect_after,
                 env.gloo_interface(),
+                listens=options.collectives != "tcp",
             )
-        super().__init__(engine, store, replica, current, options, name, line_name)
+        tcp = options.make_link()
+        super().__init__(engine, store, replica, current, options, name, line_name, tcp)
         self.link: str | None = None
         self.guard_by(admission)
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
@@ -388,6 +397,8 @@ class Exchange(StreamMember):
         if self._driver is not None:
             self._driver.close(deadline - time.monotonic())
         self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
+        if self.tcp is not None:
+            self.tcp.close()
 
     def __enter__(self) -> Exchange:
         return self

@@ -97,13 +97,13 @@ def replica_group(
 def collectives_of(
     backend: str | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> str:
-    """Choose gloo or nccl: ``backend`` if given, else the backend of the group for the device.
+    """Choose gloo, tcp or nccl: ``backend``, else the backend of the group for the device.
 
     Raises:
-        ValueError: If ``backend`` is neither.
+        ValueError: If ``backend`` is another one.
     """
-    if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f'link must be "gloo" or "nccl", got {backend!r}')
+    if backend not in (None, "gloo", "tcp", "nccl"):
+        raise ValueError(f'link must be "gloo", "tcp" or "nccl", got {backend!r}')
     if backend is not None:
         return backend
     if group is None or device.type == "cpu":

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..base import env
 from ..base.checks import choice, flag, not_negative, timeout_seconds
+from ..base.service.addresses import check_link
 from ..methods.settings import Config, Settings, merge, read_config
 from ..options import ALONE, Link, NonFinite, StorePeers, Wire, choices_in
 from ..replica.model_watch import CHECKS
@@ -93,6 +94,7 @@ def check_arguments(
     choice("checks", checks, CHECKS)
     choice("init", init, ("broadcast", "check", "join"))
     choice("offload", offload, (None, "cpu"))
+    check_link(chosen["backend"], chosen["listen"], chosen["advertise"])
     if chosen["membership"] is not None:
         _check_membership(chosen, init)
 
@@ -135,4 +137,4 @@ def _check_membership(chosen: Mapping[str, Any], init: str) -> None:
     if init != "broadcast":
         raise ValueError(f"Elastic knows who begins and who joins: leave out init, got {init!r}")
     if chosen["backend"] == "nccl":
-        raise ValueError('Elastic exchanges over gloo: give link="gloo", got "nccl"')
+        raise ValueError('Elastic exchanges over gloo or tcp: give link="gloo", got "nccl"')

@@ -68,7 +68,7 @@ class Place:
         replica, num_replicas, members, name: See ``StorePeers``.
         init: See ``DiLoCo``.
         source_rank: Rank of the replica whose weights all take with ``init="broadcast"``.
-        backend, join_timeout, suspect_after: See ``Link``.
+        backend, join_timeout, suspect_after, listen, advertise: See ``Link``.
         admission: See ``Exchange``.
         beside, inner: See ``Agreement``.
     """
@@ -83,6 +83,8 @@ class Place:
     backend: str | None
     join_timeout: Any
     suspect_after: Any
+    listen: str | None = None
+    advertise: str | None = None
     source_rank: int = 0
     admission: Admission | None = None
     beside: joining.CopyBeside | None = None
@@ -102,7 +104,8 @@ class Place:
             of = chosen["num_replicas"]
             group = handshake.replica_group(chosen["group"], chosen["mesh"], store, of)
         names = ("replica", "num_replicas", "members", "name", "backend", "join_timeout")
-        same = {name: chosen[name] for name in (*names, "suspect_after")}
+        of_link = ("suspect_after", "listen", "advertise")
+        same = {name: chosen[name] for name in (*names, *of_link)}
         return cls(group, store, init=init, **same)
 
 
@@ -166,6 +169,8 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         timeout=replica.timeout_s,
         join_timeout=place.join_timeout,
         suspect_after=place.suspect_after,
+        listen=place.listen,
+        advertise=place.advertise,
         impl=replica.impl,
         device=plan.device,
         collectives=handshake.collectives_of(place.backend, place.group, plan.device),

@@ -199,6 +199,28 @@ def test_the_all_reduce_is_measured_beside_its_floor(run: Run) -> None:
     assert results["int8"]["gloo"] == results["int4"]["gloo"]
 
 
+@pytest.mark.nightly("4 s; the rates are no promise of the library")
+def test_the_link_is_measured_beside_gloo(run: Run) -> None:
+    lines, document = run("exchange.link_against_gloo", "-b", "64K", "-n", "3", "--wire", "fp32")
+    assert_document(document, lines)
+    (found,) = document["results"].values()
+    (row,) = table(lines)
+    for cell, name in zip(row[2:4], ("gloo", "tcp"), strict=True):
+        assert float(cell) == pytest.approx(1e3 * found[name]["median"], abs=0.01)
+        assert found[name]["samples"] == 3
+    assert float(row[4]) == pytest.approx(found["rate_against_gloo"], abs=1e-3)
+    assert float(row[5]) == pytest.approx(found["processor_against_gloo"], abs=1e-3)
+    assert found["processor_s_per_gb"] > 0
+
+
+def test_the_link_against_gloo_is_taken_sample_by_sample() -> None:
+    from benchmarks.exchange import link_against_gloo
+
+    found = link_against_gloo.figures([2.0, 9.0, 6.0], [4.0, 9.0, 12.0], 8_000_000_000)
+    assert found["rate_against_gloo"] == 2.0
+    assert found["tcp_gb_per_s"] == pytest.approx(8 / 6)
+
+
 def test_figures_beside_the_floor_are_taken_sample_by_sample() -> None:
     from benchmarks.exchange import loopback_floor
 

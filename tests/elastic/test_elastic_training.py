@@ -22,6 +22,7 @@ from diloco_comm.ops.digests import digest_of
 
 POLICIES: dict[str, dict[str, Any]] = {
     "blocking": {"overlap": Blocking()},
+    "blocking-tcp": {"overlap": Blocking(), "backend": "tcp"},
     "blocking-feedback": {"overlap": Blocking(), "wire": "int4", "error_feedback": True},
     "streaming": {"overlap": Streaming(delay=2, alpha=0.5), "fragments": 3},
     "delayed": {"overlap": Delayed()},

@@ -22,10 +22,17 @@ Address = tuple[str, int]
 HANG_TIMEOUT = 3.0
 
 
-def _survive(rank: int, world: int, address: Address, victim: int, fault: dict[str, Any]) -> Any:
+def _survive(
+    rank: int,
+    world: int,
+    address: Address,
+    victim: int,
+    fault: dict[str, Any],
+    collectives: str = "gloo",
+) -> Any:
     """Two good rounds, one in which the victim dies, and one among the survivors."""
     everybody = list(range(world))
-    ex = connect_replica(address, rank, everybody)
+    ex = connect_replica(address, rank, everybody, collectives=collectives)
     buffers = ex.buffers(N, WireFormat("int8"))
     assert all([gives_reference_bytes(ex, buffers, round, everybody) for round in range(2)])
     if rank == victim:
@@ -67,18 +74,19 @@ FAULTS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.nightly(
     "3 s each; the first tier has a death before the exchange and one at the vote",
-    but=["2-header-first", "3-vote-last"],
+    but=["2-header-first-gloo", "3-vote-last-gloo", "3-post_exchange-last-tcp"],
 )
+@pytest.mark.parametrize("collectives", ["gloo", "tcp"])
 @pytest.mark.parametrize("which", ["first", "last"])
 @pytest.mark.parametrize(
     ("world", "fault"), FAULTS, ids=lambda f: str(f) if isinstance(f, int) else f["stage"]
 )
 def test_sigkill_of_a_peer(
-    fresh_workers: Fresh, world: int, which: str, fault: dict[str, Any]
+    fresh_workers: Fresh, world: int, which: str, fault: dict[str, Any], collectives: str
 ) -> None:
     victim = 0 if which == "first" else world - 1
     pool = fresh_workers(world, init_group=False)
-    results = pool.run(_survive, pool.store, victim, fault, expect_exit={victim})
+    results = pool.run(_survive, pool.store, victim, fault, collectives, expect_exit={victim})
     survivors = [result for rank, result in enumerate(results) if rank != victim]
     # Once all survivors have voted the round counts. Of two, one may hear of the death before.
     counted = [[(0, 2)]] if world == 2 else [[(0, 2)], []]
@@ -111,8 +119,9 @@ def test_a_survivor_that_missed_the_vote_gets_the_round(fresh_workers: Fresh, vi
         assert num_hashes == 1 and going_on
 
 
-def _hang(rank: int, world: int, address: Address) -> Any:
-    ex = connect_replica(address, rank, list(range(world)), timeout=HANG_TIMEOUT)
+def _hang(rank: int, world: int, address: Address, collectives: str) -> Any:
+    options = {"timeout": HANG_TIMEOUT, "collectives": collectives}
+    ex = connect_replica(address, rank, list(range(world)), **options)
     buffers = ex.buffers(N, WireFormat("int8"))
     assert gives_reference_bytes(ex, buffers, 0, list(range(world)))
     if rank == 1:
@@ -126,9 +135,10 @@ def _hang(rank: int, world: int, address: Address) -> Any:
 
 
 @pytest.mark.nightly("6 s; test_faults_liveness has a stopped peer")
-def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh) -> None:
+@pytest.mark.parametrize("collectives", ["gloo", "tcp"])
+def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh, collectives: str) -> None:
     pool = fresh_workers(3, init_group=False)
-    pool.submit(_hang, pool.store)
+    pool.submit(_hang, pool.store, collectives)
     # Not only when the peer is back.
     wait_for(pool, ["failed/0", "failed/2"])
     pool.kill(1, signal.SIGCONT)
@@ -136,7 +146,7 @@ def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh) -> None:
     for rank in (0, 2):
         assert results[rank].missing == (1,), str(results[rank])
         assert "(replica 1: timed out): replica 1 did not report within" in str(results[rank])
-        assert "gloo" in results[rank].raw
+        assert collectives == "tcp" or "gloo" in results[rank].raw
     # The survivor that gives up first tells the other one, which then need not wait to its end.
     assert max(results[rank].seconds for rank in (0, 2)) >= HANG_TIMEOUT
 
@@ -197,12 +207,12 @@ def test_a_replica_that_closes_early(fresh_workers: Fresh) -> None:
         assert "replica 1" in str(error) and "left" in str(error)
 
 
-def _join(rank: int, world: int, address: Address) -> Any:
+def _join(rank: int, world: int, address: Address, collectives: str) -> Any:
     """Replicas 0 and 1 train; replica 2 comes, gets the state from 0, and takes part."""
     if rank == 2:
-        ex = connect_replica(address, 2, [0, 1, 2], join=True)
+        ex = connect_replica(address, 2, [0, 1, 2], join=True, collectives=collectives)
     else:
-        ex = connect_replica(address, rank, [0, 1])
+        ex = connect_replica(address, rank, [0, 1], collectives=collectives)
         buffers = ex.buffers(N, WireFormat("int8"))
         assert all([gives_reference_bytes(ex, buffers, round, [0, 1]) for round in range(3)])
         assert ex.change_group([0, 1, 2], last_rounds={0: 2}) == []
@@ -216,9 +226,10 @@ def _join(rank: int, world: int, address: Address) -> Any:
     return result
 
 
-def test_a_joiner(fresh_workers: Fresh) -> None:
+@pytest.mark.parametrize("collectives", ["gloo", "tcp"])
+def test_a_joiner(fresh_workers: Fresh, collectives: str) -> None:
     pool = fresh_workers(3, init_group=False)
-    results = pool.run(_join, pool.store)
+    results = pool.run(_join, pool.store, collectives)
     assert all(result == results[0] for result in results)
     joined, rounds, state, fine, _ = results[0]
     assert joined == (2,) and rounds == {0: 2} and state == [7.0] and fine

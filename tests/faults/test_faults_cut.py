@@ -54,9 +54,12 @@ def host(zygote: Zygote, site: cut_links.Site) -> Iterator[Address]:
     job.finish()
 
 
-def start(rank: int, world: int, site: cut_links.Site, address: Address) -> Replica:
+def start(
+    rank: int, world: int, site: cut_links.Site, address: Address, backend: str = "gloo"
+) -> Replica:
     cut_links.enter(site.names[rank])
-    return Replica(address, rank, range(world), SETUP, suspect_after=2.0, join_timeout=10.0)
+    options = {"suspect_after": 2.0, "join_timeout": 10.0, "backend": backend}
+    return Replica(address, rank, range(world), SETUP, **options)
 
 
 def cut_once(replica: Replica, world: int, make_cuts: Callable[[], None]) -> None:
@@ -73,8 +76,10 @@ def cut_once(replica: Replica, world: int, make_cuts: Callable[[], None]) -> Non
 # ------------------------------------------------------------------------------- in a round
 
 
-def lose_a_link(rank: int, world: int, site: cut_links.Site, address: Address, how: str) -> Any:
-    replica = start(rank, world, site, address)
+def lose_a_link(
+    rank: int, world: int, site: cut_links.Site, address: Address, how: str, backend: str
+) -> Any:
+    replica = start(rank, world, site, address, backend)
     replica.train_to(H)
     cut_once(replica, world, lambda: site.cut(1, 2, how))
     failure = replica.train_until_failure(H)
@@ -90,13 +95,16 @@ def lose_a_link(rank: int, world: int, site: cut_links.Site, address: Address, h
     return failure, result
 
 
-@pytest.mark.nightly("5 s each; a cut of one direction is the most difficult case", but=["one way"])
+@pytest.mark.nightly(
+    "5 s each; a cut of one direction is the most difficult case", but=["gloo-one way"]
+)
 @pytest.mark.parametrize("how", ["both ways", "one way", "isolated"])
+@pytest.mark.parametrize("backend", ["gloo", "tcp"])
 def test_a_cut_ends_a_round_and_names_the_pair(
-    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address, how: str
+    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address, how: str, backend: str
 ) -> None:
     pool = fresh_workers(3, init_group=False)
-    results: list[Any] = pool.run(lose_a_link, site, host, how, timeout=60)
+    results: list[Any] = pool.run(lose_a_link, site, host, how, backend, timeout=60)
     for rank, (failure, _) in enumerate(results):
         assert failure.missing == (2,) and failure.details["survivors"] == (0, 1), failure
         assert failure.details["cuts"] == ((1, 2),), failure

@@ -38,6 +38,11 @@ IN_ROTATION = in_rotation(EXPECTED)
 # One death of each place, and two of rounds that some replicas apply before the others.
 NUM_DEATHS = 6
 nightly = pytest.mark.nightly("each death waits for the reports of the dead")
+# The rows that travel: all of them, and one of three replicas for each event.
+TRAVELLING = [name for name in NAMES if not is_virtual(name) and Setting.parse(name).world > 1]
+ONE_OF_EACH = [
+    next(row.name for row in TABLE if (row.world, row.event) == (3, event)) for event in EVENTS
+]
 
 # The first test waits for the run of all entries.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -77,6 +82,25 @@ def test_only_failed_attempts_may_be_missing() -> None:
 )
 def test_death(name: str, fresh_workers: Callable[..., Pool]) -> None:
     found = run_death(fresh_workers, name, IN_ROTATION[name])
+    assert differences(found, EXPECTED[name]) == [], f"with {IN_ROTATION[name]}"
+
+
+@pytest.mark.nightly("all rows once more", but=["one of each event"])
+@pytest.mark.parametrize(
+    "names", [ONE_OF_EACH, TRAVELLING], ids=["one of each event", "all that travel"]
+)
+def test_a_single_port_gives_the_same_bits(names: list[str], crew: Crew) -> None:
+    found = run_rows(crew.pool, in_rotation(names), backend="tcp")
+    texts = {name: differences(found[name], EXPECTED[name]) for name in names}
+    assert {name: text for name, text in texts.items() if text} == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [DEATHS[0], *(pytest.param(name, marks=nightly) for name in DEATHS[1:])],
+)
+def test_death_over_a_single_port(name: str, fresh_workers: Callable[..., Pool]) -> None:
+    found = run_death(fresh_workers, name, IN_ROTATION[name], backend="tcp")
     assert differences(found, EXPECTED[name]) == [], f"with {IN_ROTATION[name]}"
 
 

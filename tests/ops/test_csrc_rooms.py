@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 ENGINE = "exchange/engine"
 EXCHANGE_ROOMS = ("exchange/transport", "exchange/device", "exchange/failure")
+LINK = "exchange/link"
 
 # What each room may include beside itself: rooms, with the rooms inside of them, or single files.
 # The exchange calls operators through torch's dispatcher, and so includes neither their room nor
@@ -23,9 +24,11 @@ MAY_INCLUDE = {
     "codec/bench": (),
     "cuda": ("wire", "codec/kernels.h", "codec/step_rule.h"),
     "operators": ("wire", "codec", "cuda"),
+    LINK: (),
     **dict.fromkeys(EXCHANGE_ROOMS, ()),
+    "exchange/failure": ("exchange/link/sockets.h",),
     ENGINE: (*EXCHANGE_ROOMS, "wire", "codec"),
-    "exchange/bindings": (ENGINE, *EXCHANGE_ROOMS, "codec"),
+    "exchange/bindings": (ENGINE, LINK, *EXCHANGE_ROOMS, "codec"),
     "": ("operators/bindings.h", "exchange/bindings/bindings.h"),
 }
 
@@ -79,6 +82,8 @@ def test_every_room_has_a_rule() -> None:
         ("cuda/encode.cu", "operators/checks.h"),
         ("exchange/engine/operator_calls.cpp", "operators/checks.h"),
         ("exchange/failure/board.cpp", "exchange/engine/engine.h"),
+        ("exchange/failure/reach.cpp", "exchange/link/link.h"),
+        ("exchange/transport/transport.h", "exchange/link/group.h"),
         ("operators/cpu.cpp", "exchange/engine/job.h"),
     ],
 )

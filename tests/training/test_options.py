@@ -244,6 +244,13 @@ def test_a_wire_without_a_name_keeps_the_preset_s(make: Any) -> None:
         ({"link": 4}, TypeError, "link must be a Link or a string, got int"),
         ({"link": "udp"}, ValueError, "udp"),
         ({"link": Link(timeout=-1)}, ValueError, "timeout"),
+        ({"link": Link(listen="0.0.0.0:1")}, ValueError, 'backend="tcp"'),
+        (
+            {"link": Link("gloo", advertise="")},
+            ValueError,
+            "advertise='' needs .*got backend='gloo'",
+        ),
+        ({"link": Link("tcp", listen="0.0.0.0")}, ValueError, 'must be "host:port"'),
         ({"nonfinite": ["skip"]}, TypeError, "nonfinite must be a NonFinite or a string"),
         ({"nonfinite": "ignore"}, ValueError, "ignore"),
         ({"nonfinite": NonFinite("skip", on_reset=print)}, ValueError, "on_reset"),
@@ -291,7 +298,7 @@ def test_the_trainer_s_steps_end_an_elastic_run(name: str) -> None:
 
 def test_every_spelling_makes_the_same_choices() -> None:
     """Also those that no configuration shows."""
-    more = {"join_timeout": 9.0, "backend": "gloo"}
+    more = {"join_timeout": 9.0, "backend": "tcp", "listen": "h:1", "advertise": "g:2"}
     old = {"wire": "int4", **WIRE, **LINK, **more, "on_nonfinite": "reset", "on_reset": print}
     groups = {"wire": Wire("int4", **WIRE), "link": Link(**LINK, **more)}
     new = {**groups, "nonfinite": NonFinite("reset", on_reset=print)}
@@ -334,6 +341,8 @@ def test_choices_by_their_own_names() -> None:
         (AsyncDiLoCo, {"nonfinite": NonFinite("skip", on_reset=print)}, "on_reset"),
         (DecoupledDiLoCo, {"wire": Wire("int4", block_size=64)}, "block_size"),
         (DecoupledDiLoCo, {"link": Link(backend="gloo")}, "backend"),
+        (DecoupledDiLoCo, {"link": "tcp"}, "DecoupledDiLoCo has no link=Link\\(backend=...\\)"),
+        (AsyncDiLoCo, {"link": Link(listen="h:1")}, "AsyncDiLoCo has no link=Link\\(listen=...\\)"),
     ],
 )
 def test_asynchronous_doors_refuse_choices_that_they_lack(

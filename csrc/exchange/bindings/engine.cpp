@@ -137,12 +137,12 @@ void register_engine(py::module_& m) {
         .def("finish", &ChunkLoader::finish, release());
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init([](int64_t replica, double timeout_s, double report_patience_s,
-                         double suspect_after_s, const std::string& interface) {
+                         double suspect_after_s, const std::string& interface, bool listens) {
                  // The name of this host may be looked up.
                  py::gil_scoped_release no_gil;
                  return std::shared_ptr<Engine>(
                      new Engine({replica, from_seconds(timeout_s), from_seconds(report_patience_s),
-                                 check_signals, from_seconds(suspect_after_s), interface}),
+                                 check_signals, from_seconds(suspect_after_s), interface, listens}),
                      [](Engine* engine) {
                          if (!engine->is_own_process()) return;
                          py::gil_scoped_release no_gil;
@@ -150,7 +150,8 @@ void register_engine(py::module_& m) {
                      });
              }),
              py::arg("replica"), py::arg("timeout_s"), py::arg("report_patience_s"),
-             py::arg("suspect_after_s") = 30.0, py::arg("interface") = "")
+             py::arg("suspect_after_s") = 30.0, py::arg("interface") = "",
+             py::arg("listens") = true)
         .def("attach", &attach, py::arg("epoch"), py::arg("rank"), py::arg("replicas"),
              py::arg("groups"), py::arg("store"), py::arg("prefix"),
              py::arg("addresses") = std::vector<std::string>())

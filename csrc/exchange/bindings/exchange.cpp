@@ -11,6 +11,8 @@
 #include "exchange/engine/engine.h"
 #include "exchange/engine/words.h"
 #include "exchange/failure/bounded_store.h"
+#include "exchange/link/group.h"
+#include "exchange/link/sockets.h"
 #include "exchange/transport/pages.h"
 
 namespace py = pybind11;
@@ -30,6 +32,41 @@ void check_signals() {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
+
+namespace {
+
+using Places = std::vector<std::pair<std::string, std::string>>;
+
+std::vector<c10::intrusive_ptr<LinkGroup>> make_groups(Link& link, const std::string& token,
+                                                       int rank, const Places& peers, int lanes,
+                                                       double limit_s) {
+    py::gil_scoped_release no_gil;
+    return connect_groups(link, token, rank, peers, lanes, from_seconds(limit_s), check_signals);
+}
+
+void register_link(py::module_& m) {
+    using release = py::call_guard<py::gil_scoped_release>;
+    m.def("own_host", &own_host, py::arg("interface"), release(),
+          "The host at which gloo would listen on this interface; 127.0.0.1 where it could not.");
+    py::class_<LinkGroup, c10d::Backend, c10::intrusive_ptr<LinkGroup>>(m, "LinkGroup");
+    py::class_<Link, std::shared_ptr<Link>>(m, "Link")
+        .def(py::init([](const std::string& listen, const std::string& advertise) {
+                 // The name of a host may be looked up.
+                 py::gil_scoped_release no_gil;
+                 return Link::open(listen, advertise);
+             }),
+             py::arg("listen"), py::arg("advertise"))
+        .def_property_readonly("address", &Link::address,
+                               "Where the others can dial this process; empty: nowhere.")
+        .def_property_readonly("nonce", &Link::nonce)
+        .def("groups", &make_groups, py::arg("token"), py::arg("rank"), py::arg("peers"),
+             py::arg("lanes"), py::arg("limit_s"),
+             "Two groups for each lane, once all peers (nonce, address) have called it.")
+        .def("close", &Link::close, release())
+        .def("counters", &Link::counters, release());
+}
+
+}  // namespace
 
 void register_exchange(py::module_& m) {
     m.attr("MAX_REPLICAS") = codec::kMaxTerms;
@@ -82,6 +119,7 @@ void register_exchange(py::module_& m) {
         "The steps of an exchange in their order: (action, chunk, lane).");
     register_messages(m);
     register_jobs(m);
+    register_link(m);
     register_engine(m);
 }
 

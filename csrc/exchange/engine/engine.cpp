@@ -23,7 +23,9 @@ void check_process(pid_t owner) {
 }
 
 Engine::Engine(EngineOptions options)
-    : options_(options), pid_(getpid()), listener_(options_.interface) {
+    : options_(options),
+      pid_(getpid()),
+      listener_(options_.listens ? Listener(options_.interface) : Listener()) {
     thread_ = std::make_unique<std::thread>([this] { loop(); });
     try {
         watcher_ = std::make_unique<std::thread>([this] { watch(); });

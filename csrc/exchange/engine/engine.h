@@ -36,6 +36,8 @@ struct EngineOptions {
     // gloo's network interface, where peers may try to reach this replica. Empty: the interface of
     // the host's name.
     std::string interface{};
+    // Whether the engine has a port at which peers may try to reach it.
+    bool listens = true;
 };
 
 // The dead_reason() of an epoch that a change of the group has ended.

@@ -1,20 +1,15 @@
 #include "exchange/failure/reach.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <ifaddrs.h>
-#include <net/if.h>
 #include <netdb.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
-#include <cstring>
-#include <optional>
+
+#include "exchange/link/sockets.h"
 
 namespace diloco {
 namespace {
@@ -24,79 +19,6 @@ using std::chrono::milliseconds;
 
 // The most descriptors at once: a process may not have more.
 constexpr size_t kMostAtOnce = 128;
-constexpr int kBacklog = 4096;
-
-struct Address {
-    sockaddr_storage storage{};
-    socklen_t length = 0;
-
-    const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-};
-
-Address copy_of(const sockaddr* address, socklen_t length) {
-    Address copy;
-    std::memcpy(&copy.storage, address, length);
-    copy.length = length;
-    return copy;
-}
-
-// Null where the interface has no address, or there is no such interface.
-std::optional<Address> address_of_interface(const std::string& name) {
-    ifaddrs* all = nullptr;
-    if (getifaddrs(&all) != 0) return std::nullopt;
-    std::optional<Address> found;
-    for (const int family : {AF_INET, AF_INET6}) {
-        for (const ifaddrs* one = all; one != nullptr && !found; one = one->ifa_next) {
-            if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != family) continue;
-            if (name != one->ifa_name) continue;
-            found = copy_of(one->ifa_addr,
-                            family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
-        }
-    }
-    freeifaddrs(all);
-    return found;
-}
-
-std::vector<Address> look_up(const std::string& host, const char* port, int flags) {
-    addrinfo hints{};
-    hints.ai_family = AF_UNSPEC;
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = flags;
-    addrinfo* all = nullptr;
-    std::vector<Address> found;
-    if (getaddrinfo(host.c_str(), port, &hints, &all) != 0) return found;
-    for (const addrinfo* one = all; one != nullptr; one = one->ai_next) {
-        found.push_back(copy_of(one->ai_addr, one->ai_addrlen));
-    }
-    freeaddrinfo(all);
-    return found;
-}
-
-int listen_at(const Address& address) {
-    const int fd = socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0) return -1;
-    if (bind(fd, address.get(), address.length) == 0 && listen(fd, kBacklog) == 0) return fd;
-    close(fd);
-    return -1;
-}
-
-// "host:port", and "[host]:port" where the host has colons of its own.
-std::string name_of_socket(int fd) {
-    Address address;
-    address.length = sizeof(address.storage);
-    if (getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.length) != 0) {
-        return "";
-    }
-    char host[NI_MAXHOST];
-    char port[NI_MAXSERV];
-    if (getnameinfo(address.get(), address.length, host, sizeof(host), port, sizeof(port),
-                    NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
-        return "";
-    }
-    const bool is_v6 = address.storage.ss_family == AF_INET6;
-    return (is_v6 ? "[" + std::string(host) + "]:" : std::string(host) + ":") + port;
-}
-
 // A connection attempt; the descriptor is -1 when the attempt is over.
 struct Attempt {
     int fd = -1;
@@ -128,11 +50,9 @@ struct Attempt {
 
 Attempt begin(const std::string& text) {
     Attempt attempt;
-    const size_t colon = text.rfind(':');
-    if (colon == std::string::npos) return attempt;
-    std::string host = text.substr(0, colon);
-    if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
-    const auto found = look_up(host, text.c_str() + colon + 1, AI_NUMERICHOST | AI_NUMERICSERV);
+    const auto place = split_place(text);
+    if (!place) return attempt;
+    const auto found = look_up(place->first, place->second, AI_NUMERICHOST | AI_NUMERICSERV);
     if (found.empty()) return attempt;
     const Address& address = found.front();
     attempt.fd = socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -171,17 +91,10 @@ void wait_for(std::vector<Attempt>& attempts, Clock::time_point deadline) {
 }  // namespace
 
 Listener::Listener(const std::string& interface) {
-    std::vector<Address> candidates;
-    if (!interface.empty()) {
-        const auto address = address_of_interface(interface.substr(0, interface.find(',')));
-        if (address) candidates.push_back(*address);
-    } else {
-        char name[256] = {};
-        if (gethostname(name, sizeof(name) - 1) == 0) candidates = look_up(name, "0", 0);
-        const auto loopback = look_up("127.0.0.1", "0", AI_NUMERICHOST | AI_NUMERICSERV);
-        candidates.insert(candidates.end(), loopback.begin(), loopback.end());
+    for (const Address& address : own_addresses(interface)) {
+        fd_ = listen_at(address);
+        if (fd_ >= 0) break;
     }
-    for (size_t i = 0; i < candidates.size() && fd_ < 0; ++i) fd_ = listen_at(candidates[i]);
     if (fd_ >= 0) address_ = name_of_socket(fd_);
 }
 

@@ -14,6 +14,8 @@ namespace diloco {
 
 class Listener {
   public:
+    // Does not listen.
+    Listener() = default;
     // Listens where gloo would: on `interface` (the first of a comma-separated list), else at the
     // address of the host's name, else on loopback. Where that fails, there is no address.
     explicit Listener(const std::string& interface);

@@ -40,7 +40,7 @@ Transport::Transport(std::vector<BackendPtr> groups, int rank, int size)
     : groups_(std::move(groups)), rank_(rank), size_(size) {}
 
 void Transport::emulate_link(double gbps, double rtt_ms) {
-    link_ = gbps > 0 ? std::make_unique<Link>(gbps, rtt_ms) : nullptr;
+    link_ = gbps > 0 ? std::make_unique<EmulatedLink>(gbps, rtt_ms) : nullptr;
 }
 
 c10d::Backend& Transport::group(int lane, int from, int to) const {

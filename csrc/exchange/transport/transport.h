@@ -18,7 +18,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "exchange/transport/link.h"
+#include "exchange/transport/emulated_link.h"
 
 namespace diloco {
 
@@ -96,7 +96,7 @@ class Transport {
     int64_t sent_bytes_ = 0;
     int64_t received_bytes_ = 0;
     std::atomic<int64_t> num_done_{0};
-    std::unique_ptr<Link> link_;  // last: its thread posts on the groups above
+    std::unique_ptr<EmulatedLink> link_;  // last: its thread posts on the groups above
 };
 
 }  // namespace diloco

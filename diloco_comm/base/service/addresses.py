@@ -1,9 +1,15 @@
-"""Addresses of servers, and which of them other machines can reach."""
+"""Addresses of servers and links, and which of them other machines can reach."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections.abc import Callable
 from urllib.parse import urlsplit
+
+# "host:port"; a host with colons of its own, as IPv6 has, stands in brackets.
+_PLACE = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:/@\s]+)):([0-9]{1,5})")
+_MOST_PORT = 65535
 
 
 def parse_address(address: str, scheme: str = "tcp") -> tuple[str, int]:
@@ -54,3 +60,90 @@ def require_keys(address: str, keys: object, insecure: bool, *, maker: str) -> N
             f"{address} can be reached from other machines: give keys= (made by `{maker}`), "
             "or insecure=True to let in whoever finds the port"
         )
+
+
+def parse_place(name: str, place: object, least_port: int = 0) -> tuple[str, int]:
+    """Return host and port of ``host:port``; an IPv6 address, as in "[::]:29700", has brackets.
+
+    Args:
+        name: The argument, for the error.
+        least_port: 0 allows any free port.
+
+    Raises:
+        ValueError: If the place is not of that form, or its port is out of range.
+        TypeError: If the place is no string.
+    """
+    if not isinstance(place, str):
+        raise TypeError(f'{name} must be a string "host:port", got {place!r}')
+    found = _PLACE.fullmatch(place)
+    port = -1 if found is None else int(found[3])
+    if found is None or not least_port <= port <= _MOST_PORT:
+        raise ValueError(
+            f'{name} must be "host:port" with a port from {least_port} to {_MOST_PORT}, '
+            f"got {place!r}"
+        )
+    return found[1] or found[2], port
+
+
+def name_of_place(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around a host that has colons."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_link(backend: str | None, listen: str | None, advertise: str | None) -> None:
+    """Check where a link listens, and where the others find it; see ``diloco_comm.Link``.
+
+    Raises:
+        ValueError: If the choices do not go together, or one of them is no place.
+        TypeError: If one of them is no string.
+    """
+    for name, place in (("listen", listen), ("advertise", advertise)):
+        if place is not None and backend != "tcp":
+            given = "no backend" if backend is None else f"backend={backend!r}"
+            raise ValueError(f'{name}={place!r} needs link=Link(backend="tcp"), got {given}')
+    own_port = None if listen in (None, "") else parse_place("listen", listen)[1]
+    if advertise is None:
+        return
+    if advertise == "":
+        if own_port is not None:
+            raise ValueError(
+                f'advertise="" says that no replica can dial this one, and listen={listen!r} that '
+                "some can: leave one of the two out"
+            )
+        return
+    host, _ = parse_place("advertise", advertise, 1)
+    if _is_wildcard(host):
+        raise ValueError(f"advertise must name a host that the others can dial, got {advertise!r}")
+    if not own_port:
+        got = "no listen" if listen is None else f"listen={listen!r}"
+        raise ValueError(
+            f"advertise={advertise!r} needs listen= with the port to which that address leads, "
+            f"got {got}"
+        )
+
+
+def link_places(
+    listen: str | None, advertise: str | None, own_host: Callable[[], str]
+) -> tuple[str, str]:
+    """Return where a link listens and what it tells the others, where "" is nowhere.
+
+    In the second one, port 0 is the port that listens.
+
+    Args:
+        listen, advertise: As ``check_link`` has checked.
+        own_host: Returns the host for choices that are None; it may look a name up.
+    """
+    if listen == "" or (listen is None and advertise == ""):
+        return "", ""
+    host, port = (own_host(), 0) if listen is None else parse_place("listen", listen)
+    if advertise is None:
+        advertise = name_of_place(own_host() if _is_wildcard(host) else host, port)
+    return name_of_place(host, port), advertise
+
+
+def _is_wildcard(host: str) -> bool:
+    """Whether a host stands for all interfaces of its machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

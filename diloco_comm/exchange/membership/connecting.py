@@ -35,20 +35,22 @@ def connect_members(
     replica: int,
     lanes: int,
     limit: float,
-) -> list[dist.ProcessGroupGloo]:
+    dial: rendezvous.Dial | None = None,
+) -> rendezvous.Groups:
     """Connect the groups of a planned epoch.
 
     Args:
         limit: Seconds for all of them.
+        dial: None for groups of gloo.
 
     Raises:
         SyncError: The same on all members, if one of them did not connect in time.
     """
     rank, size, started = members.index(replica), len(members), time.monotonic()
-    groups: list[dist.ProcessGroupGloo] = []
+    groups: rendezvous.Groups = []
     own: SyncError | None = None
     try:
-        groups = rendezvous.build_groups(store, plan.epoch, rank, size, lanes, limit)
+        groups = rendezvous.build_groups(store, dial, plan.epoch, rank, size, lanes, limit)
     except SyncError as error:
         own = error
     _end_together(store, plan, members, replica, GROUPS, own, started, limit)

@@ -19,6 +19,7 @@ from ...base import env
 from ...base.checks import timeout_seconds
 from ...base.errors import LeftBehind, NonFiniteError, SyncError
 from ...base.memory import memory_order
+from ...base.service.addresses import check_link, link_places
 from ..buffers import ExchangeBuffers
 from ..round import END, Header, error_from, verdict_of, wait_for_job
 from ..waiting import describe_store
@@ -42,6 +43,8 @@ class Options:
     join_timeout: float
     suspect_after: float
     report_patience: float
+    listen: str | None
+    advertise: str | None
 
     @classmethod
     def checked(
@@ -59,11 +62,13 @@ class Options:
         join_timeout: timedelta | float | None,
         suspect_after: timedelta | float | None,
         report_patience: float | None,
+        listen: str | None,
+        advertise: str | None,
     ) -> Options:
         """Check the options; the environment has the values of options that are None.
 
         Raises:
-            ValueError: If an option is out of range.
+            ValueError, TypeError: If an option is out of range.
         """
         timeout_s = timeout_seconds(timeout)
         for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
@@ -87,18 +92,33 @@ class Options:
             join_timeout=timeout_seconds(join_s, "join_timeout"),
             suspect_after=timeout_seconds(suspect_s, "suspect_after"),
             report_patience=patience,
+            listen=listen,
+            advertise=advertise,
         )
         options._check_collectives()
         return options
 
+    def make_link(self) -> _C.Link | None:
+        """Begin to listen for the peers; None over gloo and NCCL.
+
+        Raises:
+            RuntimeError: If this process cannot listen there.
+        """
+        if self.collectives != "tcp":
+            return None
+        places = link_places(self.listen, self.advertise, lambda: _C.own_host(env.gloo_interface()))
+        return _C.Link(*places)
+
     def _check_collectives(self) -> None:
-        if self.collectives not in ("gloo", "nccl"):
-            raise ValueError(f"collectives must be gloo or nccl, got {self.collectives!r}")
+        if self.collectives not in ("gloo", "tcp", "nccl"):
+            raise ValueError(f"collectives must be gloo, tcp or nccl, got {self.collectives!r}")
+        check_link(self.collectives, self.listen, self.advertise)
         if self.collectives == "nccl" and self.device.type == "cpu":
             raise ValueError("collectives nccl need parameters on a GPU, these are in CPU memory")
         if self.collectives == "nccl" and self.lanes > 1:
             raise ValueError(
-                f"lanes are connections of gloo: with nccl leave them at 1, got {self.lanes}"
+                "lanes are connections of gloo and tcp: with nccl leave them at 1, got "
+                f"{self.lanes}"
             )
 
 
@@ -160,6 +180,7 @@ class Member:
         inner_step: The newest inner step that this replica has counted in an exchange.
         last_error: The error of this epoch, until an exchange succeeds.
         admission: See ``Exchange``.
+        tcp: The link that has all connections to the peers; None over gloo and NCCL.
     """
 
     def __init__(
@@ -171,8 +192,9 @@ class Member:
         options: Options,
         name: str,
         line_name: str | None,
+        tcp: _C.Link | None,
     ) -> None:
-        self.engine = engine
+        self.engine, self.tcp = engine, tcp
         self.store = self._users_store = store
         self.replica, self.name = replica, name
         self.line_name = name if line_name is None else line_name
@@ -204,7 +226,7 @@ class Member:
     @property
     def address(self) -> str:
         """Where peers may try to reach this replica; empty where that is not known."""
-        return self.engine.address
+        return self.engine.address if self.tcp is None else self.tcp.address
 
     @property
     def is_dead(self) -> bool:

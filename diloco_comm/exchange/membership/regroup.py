@@ -154,7 +154,7 @@ def missed_rounds(member: Member, decision: Decision) -> list[Round]:
     return missed
 
 
-def connect(member: Member, agreement: Agreement) -> list[dist.ProcessGroupGloo]:
+def connect(member: Member, agreement: Agreement) -> rendezvous.Groups:
     """Leave out the members that do not come along, and connect the others; none where alone."""
     store, plan, members = agreement.store, agreement.plan, agreement.members
     if agreement.is_change:
@@ -163,13 +163,24 @@ def connect(member: Member, agreement: Agreement) -> list[dist.ProcessGroupGloo]
     if len(members) == 1:
         return []
     is_first = all("ack" not in info and not info["join"] for info in plan.infos.values())
-    limit = min(member.timeout, connecting.LIMIT_S) if is_first else _connect_limit(member)
+    limit = _connect_limit(member, is_first=is_first)
+    dial = None
+    if member.tcp is not None:
+        infos = [plan.infos[replica] for replica in members]
+        peers = [(info["link"], info["address"]) for info in infos]
+        dial = rendezvous.Dial(member.tcp, f"{member.name}/{plan.epoch}", members, peers)
     with verdicts.added(member, store):
-        return connecting.connect_members(store, plan, members, member.replica, member.lanes, limit)
+        return connecting.connect_members(
+            store, plan, members, member.replica, member.lanes, limit, dial
+        )
 
 
-def _connect_limit(member: Member) -> float:
-    return min(member.timeout, connecting.LIMIT_S, member.join_timeout)
+def _connect_limit(member: Member, *, is_first: bool = False) -> float:
+    limit = min(member.timeout, connecting.LIMIT_S)
+    if not is_first:
+        limit = min(limit, member.join_timeout)
+    # The link hears of a member that stops while it connects no sooner than that.
+    return limit if member.tcp is None else min(limit, member.suspect_after)
 
 
 def connect_streams(
@@ -199,7 +210,7 @@ def connect_streams(
             raise
 
 
-def attach(member: Member, agreement: Agreement, groups: list[dist.ProcessGroupGloo]) -> None:
+def attach(member: Member, agreement: Agreement, groups: rendezvous.Groups) -> None:
     """Give the engine its groups.
 
     Raises:

@@ -25,7 +25,7 @@ class Newcomer:
         self._member, self._joins = member, joins
 
     def __call__(self, all_are_here: bool) -> dict[str, Any]:
-        return {"address": self._member.address, "join": self._joins, "place": own_place()}
+        return {**_way_to(self._member), "join": self._joins, "place": own_place()}
 
 
 class Survivor:
@@ -53,11 +53,17 @@ class Survivor:
         last = self._last_rounds() if callable(self._last_rounds) else self._last_rounds
         ack = to_json(ack_of(member, last))
         return {
-            "address": member.address,
+            **_way_to(member),
             "ack": ack,
             "inner_step": member.inner_step,
             "place": own_place(),
         }
+
+
+def _way_to(member: Member) -> dict[str, str]:
+    """Say how the others reach a member."""
+    link = {} if member.tcp is None else {"link": member.tcp.nonce}
+    return {"address": member.address, **link}
 
 
 def seal(member: Member) -> None:

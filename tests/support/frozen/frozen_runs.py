@@ -95,8 +95,9 @@ class Member:
         store: dist.Store | None,
         device: str = "cpu",
         impl: str = "",
+        backend: str | None = None,
     ) -> None:
-        self.setting, self.replica, self.store = setting, replica, store
+        self.setting, self.replica, self.store, self.backend = setting, replica, store, backend
         self.device, self.impl = device, impl
         self.rounds: list[str] = []
         self.payloads: list[str] = []
@@ -113,7 +114,7 @@ class Member:
         if self.store is not None:
             options["store"] = dist.PrefixStore(f"{self.setting.name} {part}", self.store)
             options["replica"] = self.replica
-        options |= {"timeout": TIMEOUT_S, "impl": self.impl}
+        options |= {"timeout": TIMEOUT_S, "impl": self.impl, "backend": self.backend}
         self.diloco = make(self.model, self.optimizer, **grouped({**arguments, **options}))
         self.diloco.on_sync(self._synced)
         self._record_payloads()
@@ -230,7 +231,13 @@ def hexadecimal(tensors: Iterable[Tensor]) -> str:
 
 
 def run_entry(
-    name: str, device: str, impl: str, *, replica: int, store: dist.Store | None
+    name: str,
+    device: str,
+    impl: str,
+    *,
+    replica: int,
+    store: dist.Store | None,
+    backend: str | None = None,
 ) -> Bits | None:
     """Train one replica of a row; None of a replica that does not see the end.
 
@@ -238,9 +245,10 @@ def run_entry(
         device: Device of the model.
         impl: Implementation of the operators.
         store: Where the replicas of the row meet.
+        backend: See ``diloco_comm.Link``.
     """
     setting = Setting.parse(name)
-    member = Member(setting, replica, store, device, impl)
+    member = Member(setting, replica, store, device, impl, backend)
     return RUNS.get(setting.event.partition("-")[0], run_plain)(member)
 
 
@@ -358,11 +366,13 @@ def run_entries(
     device: str = "cpu",
     num_threads: int = 1,
     mutant: str = "",
+    backend: str | None = None,
 ) -> list[Bits | str | None]:
     """Train rows one after the other, each with an implementation.
 
     Args:
         run: Tells apart the runs that share a store.
+        backend: How payloads travel, see ``diloco_comm.Link``.
 
     Returns:
         For each row its bits, the text of an error, or None where this worker has no part.
@@ -378,7 +388,8 @@ def run_entries(
             continue
         try:
             with changed(mutant):
-                found.append(run_entry(name, device, impl, replica=replica, store=own_store))
+                more = {"replica": replica, "store": own_store, "backend": backend}
+                found.append(run_entry(name, device, impl, **more))
         except Exception:
             found.append(traceback.format_exc(limit=-3))
     torch.set_num_threads(1)

@@ -30,7 +30,7 @@ ENGINE = (
     "csrc/exchange/engine/operator_calls.cpp",
     "csrc/exchange/transport/message.cpp",
     "csrc/exchange/transport/transport.cpp",
-    "csrc/exchange/transport/link.cpp",
+    "csrc/exchange/transport/emulated_link.cpp",
     "csrc/codec/scalar/kernels.cpp",
 )
 

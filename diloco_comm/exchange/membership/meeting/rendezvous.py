@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from .... import _C
 from ....base import extension
 from ....base.background import batch_threads
 from ....base.errors import ReplicaMismatch, SyncError
@@ -21,6 +24,9 @@ from ..plans import Plan, current_group, own_place
 from .attendance import Attendance, Limits, Pulses
 from .founding import refuse_second_founding
 from .meetings import BEAT_S, Meeting, Say, arrive, leave, make_room, open_meeting
+
+if TYPE_CHECKING:
+    Groups = list[dist.ProcessGroupGloo] | list[_C.LinkGroup]
 
 # A participant that retries with other members first removes its old hello; a difference that
 # outlasts this is a real one.
@@ -162,20 +168,70 @@ def _wait_for_plan(
         time.sleep(pause)
 
 
+@dataclass(frozen=True)
+class Dial:
+    """How this process reaches the members of an epoch over its link.
+
+    Attributes:
+        token: Names the groups of the epoch, equal on all members.
+        members: The numbers of the replicas, in rank order.
+        peers: Nonce and address of each member's link, in rank order.
+    """
+
+    link: _C.Link
+    token: str
+    members: Sequence[int]
+    peers: Sequence[tuple[str, str]]
+
+
 def build_groups(
-    store: dist.Store, epoch: int, rank: int, size: int, lanes: int, timeout: float
-) -> list[dist.ProcessGroupGloo]:
+    store: dist.Store,
+    dial: Dial | None,
+    epoch: int,
+    rank: int,
+    size: int,
+    lanes: int,
+    timeout: float,
+) -> Groups:
     """Connect the groups of an epoch, two for each lane, named by number, within the timeout.
+
+    Args:
+        store: Where gloo's groups meet.
+        dial: None for groups of gloo.
 
     Raises:
         SyncError: If a peer did not connect in time.
     """
     name, deadline = f"the groups of epoch {epoch}", time.monotonic() + timeout
+    if dial is not None:
+        return dial_groups(dial, rank, lanes, timeout, name)
     prefixes = [dist.PrefixStore(f"{epoch}/{number}", store) for number in range(2 * lanes)]
     return [
         connect(prefix, rank, size, max(deadline - time.monotonic(), 0.1), name)
         for prefix in prefixes
     ]
+
+
+def dial_groups(dial: Dial, rank: int, lanes: int, timeout: float, name: str) -> Groups:
+    """Connect groups over the link of this process; its connections of an older epoch stay.
+
+    Args:
+        name: For the error.
+
+    Raises:
+        SyncError: If a peer did not connect in time.
+    """
+    started = time.monotonic()
+    try:
+        return dial.link.groups(dial.token, rank, list(dial.peers), lanes, timeout)
+    except (RuntimeError, ValueError) as error:
+        # The link knows ranks.
+        why = re.sub(r"\brank (\d+)", lambda r: f"replica {dial.members[int(r[1])]}", str(error))
+        raise SyncError(
+            f"{name} could not be connected: {why}",
+            stage="connect",
+            seconds=time.monotonic() - started,
+        ) from error
 
 
 def connect(

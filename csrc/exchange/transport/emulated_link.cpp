@@ -1,4 +1,4 @@
-#include "exchange/transport/link.h"
+#include "exchange/transport/emulated_link.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -9,18 +9,18 @@ namespace diloco {
 using std::chrono::duration;
 using std::chrono::duration_cast;
 
-Link::Link(double gbps, double rtt_ms)
+EmulatedLink::EmulatedLink(double gbps, double rtt_ms)
     : bytes_per_s_(gbps * 1e9 / 8.0),
       half_rtt_(duration_cast<Clock::duration>(duration<double, std::milli>(rtt_ms / 2.0))) {
     thread_ = std::thread([this] { loop(); });
 }
 
-Link::~Link() {
+EmulatedLink::~EmulatedLink() {
     stop();
     thread_.join();
 }
 
-void Link::stop() {
+void EmulatedLink::stop() {
     std::deque<std::shared_ptr<DelayedSend>> dropped;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -38,8 +38,8 @@ void Link::stop() {
     }
 }
 
-std::shared_ptr<DelayedSend> Link::post(size_t num_bytes,
-                                        std::function<c10::intrusive_ptr<c10d::Work>()> send) {
+std::shared_ptr<DelayedSend> EmulatedLink::post(
+    size_t num_bytes, std::function<c10::intrusive_ptr<c10d::Work>()> send) {
     auto message = std::make_shared<DelayedSend>();
     message->post = std::move(send);
     {
@@ -54,7 +54,7 @@ std::shared_ptr<DelayedSend> Link::post(size_t num_bytes,
     return message;
 }
 
-void Link::loop() {
+void EmulatedLink::loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
         changed_.wait(lock, [this] { return is_stopped_ || !queue_.empty(); });

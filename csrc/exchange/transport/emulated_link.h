@@ -29,12 +29,12 @@ struct DelayedSend {
     bool is_posted = false;
 };
 
-class Link {
+class EmulatedLink {
   public:
-    Link(double gbps, double rtt_ms);
-    ~Link();
-    Link(const Link&) = delete;
-    Link& operator=(const Link&) = delete;
+    EmulatedLink(double gbps, double rtt_ms);
+    ~EmulatedLink();
+    EmulatedLink(const EmulatedLink&) = delete;
+    EmulatedLink& operator=(const EmulatedLink&) = delete;
 
     std::shared_ptr<DelayedSend> post(size_t num_bytes,
                                       std::function<c10::intrusive_ptr<c10d::Work>()> send);

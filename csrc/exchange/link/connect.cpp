@@ -1,0 +1,296 @@
+// How the groups of a token come to be: every member says that it has come, on every lane.
+#include <netdb.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "exchange/link/link.h"
+
+namespace diloco {
+
+using link::FrameKind;
+using link::Nonce;
+using std::chrono::milliseconds;
+
+namespace {
+
+// So long an own dial is waited for while the peer's connection is there already.
+constexpr milliseconds kOwnDialPatience{1000};
+constexpr milliseconds kShortestShare{200};
+constexpr milliseconds kCheckPeriod{100};
+constexpr milliseconds kAskPeriod{250};
+
+uint64_t hash_of(const std::string& token) {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (const char letter : token) {
+        hash = (hash ^ static_cast<uint8_t>(letter)) * 0x100000001b3;
+    }
+    hash = (hash ^ (hash >> 31)) * 0x9e3779b97f4a7c15;
+    return hash ^ (hash >> 29);
+}
+
+int digit_of(char letter) {
+    if (letter >= '0' && letter <= '9') return letter - '0';
+    if (letter >= 'a' && letter <= 'f') return letter - 'a' + 10;
+    return -1;
+}
+
+Nonce nonce_of(const std::string& text) {
+    Nonce nonce{};
+    bool is_sound = text.size() == 2 * nonce.size();
+    for (size_t i = 0; is_sound && i < nonce.size(); ++i) {
+        const int high = digit_of(text[2 * i]), low = digit_of(text[2 * i + 1]);
+        is_sound = high >= 0 && low >= 0;
+        nonce[i] = static_cast<uint8_t>(high << 4 | (low & 15));
+    }
+    if (!is_sound) {
+        throw std::invalid_argument("a nonce has 32 hexadecimal digits, got \"" + text + "\"");
+    }
+    return nonce;
+}
+
+}  // namespace
+
+std::vector<Link::ChannelPtr> Link::connect(
+    const std::string& token, int rank,
+    const std::vector<std::pair<std::string, std::string>>& peers, int lanes, milliseconds limit,
+    const std::function<void()>& check) {
+    check_process();
+    const std::lock_guard<std::mutex> once(call_mutex_);
+    Call call = begin_call(token, rank, peers, lanes, limit);
+    Lock lock(mutex_);
+    enter(lock, call);
+    try {
+        auto next_check = call.begin + kCheckPeriod;
+        auto next_ask = call.begin + kAskPeriod;
+        while (true) {
+            const auto now = Clock::now();
+            const bool is_asking = now >= next_ask;
+            if (is_asking) next_ask = now + kAskPeriod;
+            if (are_connected(lock, call, is_asking)) break;
+            if (is_closing_) throw std::runtime_error("the link was closed");
+            if (now >= call.deadline) throw std::runtime_error(missing(call));
+            if (now >= next_check) {
+                lock.unlock();
+                check();
+                lock.lock();
+                next_check = now + kCheckPeriod;
+                continue;
+            }
+            const auto left = std::chrono::ceil<milliseconds>(call.deadline - now);
+            changed_.wait_for(lock, std::min(left, kCheckPeriod));
+        }
+    } catch (...) {
+        if (!lock.owns_lock()) lock.lock();
+        give_up(lock, call);
+        throw;
+    }
+    for (const ChannelPtr& channel : call.channels) {
+        if (!channel) continue;
+        for (link::Lane& lane : channel->peer.lanes) stop_dial(lock, lane);
+        channel->state = Channel::State::kOpen;
+        channel->num_open = 2 * lanes;
+    }
+    return call.channels;
+}
+
+// Checks the arguments and looks the addresses up, which may take a while.
+Link::Call Link::begin_call(const std::string& token, int rank,
+                            const std::vector<std::pair<std::string, std::string>>& peers,
+                            int lanes, milliseconds limit) {
+    Call call;
+    call.token = hash_of(token);
+    call.lanes = lanes;
+    call.begin = Clock::now();
+    call.deadline = call.begin + limit;
+    const auto size = peers.size();
+    if (rank < 0 || static_cast<size_t>(rank) >= size ||
+        peers[static_cast<size_t>(rank)].first != nonce_text_) {
+        throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                                    " peers is not this process");
+    }
+    if (lanes < 1 || lanes > link::kMostLanes) {
+        throw std::invalid_argument("a link has 1 to " + std::to_string(link::kMostLanes) +
+                                    " lanes, got " + std::to_string(lanes));
+    }
+    std::string apart;
+    for (size_t i = 0; i < size; ++i) {
+        const auto& [nonce, address] = peers[i];
+        for (size_t j = 0; j < i; ++j) {
+            if (peers[j].first != nonce) continue;
+            throw std::invalid_argument("rank " + std::to_string(j) + " and rank " +
+                                        std::to_string(i) + " are the same process");
+        }
+        nonce_of(nonce);
+        call.addresses.push_back(address);
+        call.found.emplace_back();
+        if (i == static_cast<size_t>(rank)) continue;
+        if (address.empty()) {
+            if (!address_.empty()) continue;
+            apart += (apart.empty() ? "" : ", ") + ("rank " + std::to_string(i));
+            continue;
+        }
+        const auto place = split_place(address);
+        if (!place) {
+            throw std::invalid_argument("the address of rank " + std::to_string(i) +
+                                        " must be \"host:port\", got \"" + address + "\"");
+        }
+        call.found.back() = look_up(place->first, place->second, AI_NUMERICSERV);
+    }
+    if (!apart.empty()) {
+        throw std::runtime_error("this process (rank " + std::to_string(rank) + ") and " + apart +
+                                 " have no address that others can dial: one of each two needs "
+                                 "an address");
+    }
+    for (size_t i = 0; i < size; ++i) {
+        call.peers.emplace_back();
+        call.channels.emplace_back();
+        if (i == static_cast<size_t>(rank)) continue;
+        const std::string at = call.addresses[i].empty() ? "" : " at " + call.addresses[i];
+        call.peers.back() = std::make_shared<link::Peer>();
+        call.peers.back()->nonce = nonce_of(peers[i].first);
+        call.peers.back()->name = "rank " + std::to_string(i) + at;
+    }
+    return call;
+}
+
+// Makes the peers and channels known.
+void Link::enter(Lock& lock, Call& call) {
+    const auto& closed = closed_tokens_;
+    bool was_used = std::find(closed.begin(), closed.end(), call.token) != closed.end();
+    for (const PeerPtr& wanted : call.peers) {
+        const auto known = wanted ? peers_.find(wanted->nonce) : peers_.end();
+        if (known == peers_.end()) continue;
+        const auto channel = known->second->channels.find(call.token);
+        was_used = was_used || (channel != known->second->channels.end() &&
+                                channel->second->state != Channel::State::kUnknown);
+    }
+    if (was_used) throw std::invalid_argument("groups of this token have been made before");
+    if (is_closing_) throw std::runtime_error("the link was closed");
+    for (size_t i = 0; i < call.peers.size(); ++i) {
+        if (!call.peers[i]) continue;
+        const std::string name = call.peers[i]->name;
+        call.peers[i] = peer_of(call.peers[i]->nonce, name);
+        link::Peer& peer = *call.peers[i];
+        peer.name = name;
+        ++peer.num_users;
+        const auto num_lanes = static_cast<size_t>(call.lanes);
+        if (peer.lanes.size() < num_lanes) peer.lanes.resize(num_lanes);
+        ChannelPtr& channel = peer.channels[call.token];
+        if (!channel) channel = std::make_shared<Channel>(peer, call.token);
+        channel->state = Channel::State::kForming;
+        channel->own_lanes = call.lanes;
+        call.channels[i] = channel;
+    }
+}
+
+bool Link::are_connected(Lock& lock, Call& call, bool is_asking) {
+    bool are_all = true;
+    for (size_t rank = 0; rank < call.channels.size(); ++rank) {
+        if (!call.channels[rank]) continue;
+        for (int lane = 0; lane < call.lanes; ++lane) {
+            are_all = connect_lane(lock, call, rank, lane, is_asking) && are_all;
+        }
+        flush_peer(lock, *call.peers[rank]);
+        const Channel& channel = *call.channels[rank];
+        if (!channel.ended.empty()) throw std::runtime_error(missing(call));
+        if (channel.num_lanes != 0 && channel.num_lanes != static_cast<uint64_t>(call.lanes)) {
+            throw std::runtime_error("this process has " + std::to_string(call.lanes) +
+                                     " lanes, and " + call.peers[rank]->name + " has " +
+                                     std::to_string(channel.num_lanes));
+        }
+    }
+    return are_all;
+}
+
+// Returns whether a lane is connected, and does what it takes.
+bool Link::connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_asking) {
+    link::Lane& it = call.peers[rank]->lanes[static_cast<size_t>(lane)];
+    Channel& channel = *call.channels[rank];
+    const auto& found = call.found[rank];
+    if (!it.chosen) {
+        const auto now = Clock::now();
+        it.chosen = it.own;
+        if (!it.own && it.theirs) {
+            const auto since = std::max(it.theirs_since, call.begin);
+            const bool has_failed = it.dial && !it.dial->trouble.empty();
+            if (found.empty() || has_failed || now - since > kOwnDialPatience) {
+                it.chosen = it.theirs;
+                stop_dial(lock, it);
+            }
+        }
+        if (!it.chosen && !it.dial && !found.empty()) {
+            it.dial = std::make_shared<link::Dial>();
+            it.dial->peer = call.peers[rank];
+            it.dial->lane = lane;
+            it.dial->addresses = found;
+            it.dial->share = std::max<Clock::duration>(
+                (call.deadline - call.begin) / static_cast<int>(found.size()), kShortestShare);
+            dials_.push_back(it.dial);
+            wake();
+        }
+        if (!it.chosen) return false;
+        it.chosen->has_carried = true;
+    }
+    if (channel.told.insert(it.chosen->id).second) {
+        channel.put_join(lane, call.lanes, false);
+    } else if (is_asking && channel.joined.count(lane) == 0) {
+        channel.put_join(lane, call.lanes, true);
+    }
+    return channel.joined.count(lane) > 0;
+}
+
+std::string Link::missing(const Call& call) const {
+    std::string text;
+    for (size_t rank = 0; rank < call.channels.size(); ++rank) {
+        const std::string one = missing_rank(call, rank);
+        if (one.empty()) continue;
+        text += (text.empty() ? "" : "; ") + one;
+    }
+    return text;
+}
+
+// Why a rank is not connected; empty where it is.
+std::string Link::missing_rank(const Call& call, size_t rank) const {
+    if (!call.channels[rank]) return "";
+    const Channel& channel = *call.channels[rank];
+    const std::string& name = call.peers[rank]->name;
+    if (!channel.ended.empty()) return name + " has given up";
+    for (int i = 0; i < call.lanes; ++i) {
+        const link::Lane& lane = call.peers[rank]->lanes[static_cast<size_t>(i)];
+        if (lane.chosen && channel.joined.count(i) > 0) continue;
+        if (lane.chosen) {
+            return name +
+                   " is connected, and has not come to this group: it may be stopped, or "
+                   "still be on its way";
+        }
+        if (call.addresses[rank].empty()) {
+            return name + " has no address that others can dial, and has not dialled this process";
+        }
+        if (call.found[rank].empty()) return name + " has an address that is not known here";
+        std::string why = "no answer";
+        if (lane.dial && !lane.dial->trouble.empty()) why = lane.dial->trouble;
+        if (lane.dial && lane.dial->connection &&
+            lane.dial->connection->state == link::Connection::State::kAsking) {
+            why = "it does not answer, and may be stopped";
+        }
+        return name + " cannot be reached: " + why;
+    }
+    return "";
+}
+
+// The others learn of it at once.
+void Link::give_up(Lock& lock, Call& call) {
+    for (size_t rank = 0; rank < call.channels.size(); ++rank) {
+        if (!call.channels[rank]) continue;
+        link::Peer& peer = *call.peers[rank];
+        for (link::Lane& lane : peer.lanes) stop_dial(lock, lane);
+        for (int number = 0; number < 2 * call.lanes; ++number) {
+            call.channels[rank]->put(FrameKind::kEnd, number, 0, 0, 0, 0);
+        }
+        flush_peer(lock, peer);
+        forget_channel(peer, call.token);
+    }
+}
+
+}  // namespace diloco

@@ -1,0 +1,164 @@
+#include "exchange/link/connection.h"
+
+#include <netinet/tcp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <utility>
+
+namespace diloco::link {
+namespace {
+
+// Bytes that may lie unsent in the kernel: what is urgent waits behind them.
+constexpr int kMostUnsent = 256 * 1024;
+
+void set_option(int fd, int level, int name, int value) {
+    setsockopt(fd, level, name, &value, sizeof(value));
+}
+
+}  // namespace
+
+void set_options(int fd) {
+    set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    set_option(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kMostUnsent);
+    set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 30);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 30);
+    set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 600 * 1000);
+}
+
+int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk) {
+    size_t planned = batch.empty() ? 0 : batch.front().size() - batch.front().done;
+    const auto has_room = [&] {
+        return planned < most_bytes && 2 * (static_cast<int>(batch.size()) + 1) <= most_parts;
+    };
+    const auto plan = [&](OutFrame&& frame) {
+        planned += frame.size();
+        batch.push_back(std::move(frame));
+    };
+    while (!control.empty() && has_room()) {
+        plan(std::move(control.front()));
+        control.pop_front();
+    }
+    if (control.empty() && with_bulk) {
+        for (auto it = bulk.begin(); it != bulk.end() && has_room(); ++it) {
+            Message& message = **it;
+            if (message.is_cancelled) break;
+            for (uint64_t next = message.moved; next < message.num_bytes && has_room();) {
+                OutFrame part;
+                part.frame.kind = static_cast<uint8_t>(FrameKind::kData);
+                part.frame.token = message.token;
+                part.frame.ticket = message.ticket;
+                part.frame.number = message.number;
+                part.frame.tag = message.tag;
+                part.frame.offset = next;
+                part.frame.total = message.num_bytes;
+                part.frame.length =
+                    static_cast<uint32_t>(std::min(kFragmentBytes, message.num_bytes - next));
+                part.payload = message.data + next;
+                part.message = *it;
+                next += part.frame.length;
+                plan(std::move(part));
+            }
+        }
+    }
+    int num_parts = 0;
+    for (OutFrame& out : batch) {
+        const size_t head = std::min(out.done, sizeof(Frame));
+        const size_t body = out.done - head;
+        if (head < sizeof(Frame)) {
+            parts[num_parts++] = {reinterpret_cast<uint8_t*>(&out.frame) + head,
+                                  sizeof(Frame) - head};
+        }
+        if (body < out.frame.length) {
+            parts[num_parts++] = {const_cast<uint8_t*>(out.bytes()) + body,
+                                  out.frame.length - body};
+        }
+        if (out.message) out.message->is_in_io = true;
+    }
+    return num_parts;
+}
+
+std::vector<MessagePtr> Connection::wrote(size_t num_bytes) {
+    std::vector<MessagePtr> complete;
+    size_t num_complete = 0;
+    for (OutFrame& out : batch) {
+        if (out.message) out.message->is_in_io = false;
+        const size_t step = std::min(num_bytes, out.size() - out.done);
+        const bool begins = out.done == 0 && step > 0;
+        const bool is_data = out.frame.kind == static_cast<uint8_t>(FrameKind::kData);
+        if (begins && is_data && out.message) {
+            out.message->moved += out.frame.length;
+            if (out.message->moved == out.message->num_bytes) bulk.pop_front();
+        }
+        out.done += step;
+        num_bytes -= step;
+        if (out.done < out.size()) continue;
+        ++num_complete;
+        const bool is_last =
+            out.message && (!is_data || out.frame.offset + out.frame.length == out.frame.total);
+        if (is_last) complete.push_back(out.message);
+    }
+    batch.erase(batch.begin(), batch.begin() + static_cast<std::ptrdiff_t>(num_complete));
+    // Frames that have not begun go back, so that a control frame may overtake a fragment.
+    while (!batch.empty() && batch.back().done == 0) {
+        if (batch.back().frame.kind != static_cast<uint8_t>(FrameKind::kData)) {
+            control.push_front(std::move(batch.back()));
+        }
+        batch.pop_back();
+    }
+    return complete;
+}
+
+void Connection::withdraw(const MessagePtr& message) {
+    bulk.erase(std::remove(bulk.begin(), bulk.end(), message), bulk.end());
+    for (OutFrame& out : batch) {
+        if (out.message != message) continue;
+        if (out.copy.empty()) out.copy.assign(out.payload, out.payload + out.frame.length);
+        out.message.reset();
+    }
+}
+
+int Connection::plan_read(iovec* parts, uint8_t* scratch, size_t scratch_bytes) {
+    if (target && target->is_cancelled) target.reset();
+    if (begin == end) begin = end = 0;
+    if (left == 0) {
+        std::memmove(staging.data(), staging.data() + begin, num_staged());
+        end -= std::exchange(begin, 0);
+        parts[0] = {staging.data() + end, staging.size() - end};
+        return 1;
+    }
+    if (target) {
+        target->is_in_io = true;
+        parts[0] = {target->data + target->moved, left};
+    } else {
+        parts[0] = {scratch, std::min<size_t>(left, scratch_bytes)};
+        if (parts[0].iov_len < left) return 1;
+    }
+    parts[1] = {staging.data(), staging.size()};
+    return 2;
+}
+
+bool Connection::took(size_t num_bytes) {
+    const size_t step = std::min<size_t>(num_bytes, left);
+    const bool was_left = left > 0;
+    left -= step;
+    if (target) target->moved += step;
+    end += num_bytes - step;
+    return was_left && left == 0;
+}
+
+bool Connection::take_staged() {
+    const size_t step = std::min<size_t>(num_staged(), left);
+    if (target && target->is_cancelled) target.reset();
+    if (target) {
+        std::memcpy(target->data + target->moved, staging.data() + begin, step);
+        target->moved += step;
+    }
+    begin += step;
+    left -= step;
+    return step > 0 && left == 0;
+}
+
+}  // namespace diloco::link

@@ -1,0 +1,199 @@
+// One TCP connection of a link: the bytes on the wire, and what waits to be written to it.
+//
+// Everything here is used under the link's mutex; only the system calls run without it. While a
+// call is under way, `is_writing` or `is_reading` is set, and so is is_in_io of each message whose
+// memory the call may touch.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "exchange/link/sockets.h"
+
+namespace diloco::link {
+
+using Clock = std::chrono::steady_clock;
+using Nonce = std::array<uint8_t, 16>;
+
+// ------------------------------------------------------------------ the wire (little endian)
+
+constexpr std::array<uint8_t, 8> kGreeting{'D', 'I', 'L', 'O', 'L', 'I', 'N', 'K'};
+constexpr uint32_t kLinkVersion = 1;
+
+struct Hello {
+    std::array<uint8_t, 8> magic = kGreeting;
+    uint32_t version = kLinkVersion;
+    uint32_t lane = 0;
+    Nonce own{};
+    Nonce wanted{};
+};
+static_assert(sizeof(Hello) == 48, "the greeting is a wire format");
+
+enum class Status : uint32_t { kWelcome = 1, kOtherProcess, kOtherVersion };
+
+struct Answer {
+    std::array<uint8_t, 8> magic = kGreeting;
+    uint32_t version = kLinkVersion;
+    uint32_t status = 0;
+    Nonce own{};
+};
+static_assert(sizeof(Answer) == 32, "the greeting is a wire format");
+
+enum class FrameKind : uint8_t {
+    kJoin = 1,  // the sender has called groups(). tag: lane; total: lanes; offset 1: answer, please
+    kGrant,     // a receive of `total` bytes is posted, and has this ticket
+    kEager,     // a whole message of at most kEagerBytes
+    kData,      // a part of the message for a ticket
+    kCredit,    // `total` eager messages have left the store for early ones
+    kOffer,     // a message of `total` bytes has been waiting for its grant
+    kRefuse,    // sizes differ: `total` is the sender's. With a ticket: that receive fails, else
+                // the send of this tag
+    kEnd,       // the sender has closed this group
+};
+
+struct Frame {
+    uint8_t magic = kFrameMagic;
+    uint8_t kind = 0;
+    uint16_t number = 0;  // of the group, among the groups of the token
+    uint32_t length = 0;  // bytes that follow
+    uint64_t token = 0;
+    uint32_t tag = 0;
+    uint32_t ticket = 0;
+    uint64_t offset = 0;
+    uint64_t total = 0;
+
+    static constexpr uint8_t kFrameMagic = 0xd7;
+};
+static_assert(sizeof(Frame) == 40, "the frame's header is a wire format");
+
+constexpr uint64_t kEagerBytes = 1024;
+constexpr uint64_t kFragmentBytes = 256 * 1024;
+constexpr int kMostLanes = 256;
+
+// The peer broke the rules; the text says how.
+class ProtocolError : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+// -------------------------------------------------------------------------------- messages
+
+class Channel;
+
+// One posted send or receive. The memory belongs to the poster, who takes it back by
+// Link::cancel() or after is_done.
+struct Message {
+    bool is_send = false;
+    uint8_t* data = nullptr;
+    uint64_t num_bytes = 0;
+    uint64_t token = 0;
+    uint16_t number = 0;
+    uint32_t tag = 0;
+    Channel* channel = nullptr;  // null once it is done
+
+    uint64_t moved = 0;  // bytes given to the connection, or received
+    uint32_t ticket = 0;
+    bool is_in_io = false;
+    bool is_cancelled = false;
+    bool is_done = false;
+    bool is_aborted = false;
+    std::string error{};
+    std::condition_variable changed{};
+
+    uint64_t key() const { return uint64_t{number} << 32 | tag; }
+};
+using MessagePtr = std::shared_ptr<Message>;
+
+// ------------------------------------------------------------------------------ connections
+
+// A frame on its way out.
+struct OutFrame {
+    Frame frame{};
+    std::vector<uint8_t> copy{};       // the payload, unless it lies in a message's memory
+    const uint8_t* payload = nullptr;  // there
+    MessagePtr message{};
+    size_t done = 0;  // bytes of header and payload that are written
+
+    size_t size() const { return sizeof(Frame) + frame.length; }
+    const uint8_t* bytes() const { return copy.empty() ? payload : copy.data(); }
+};
+
+struct Peer;
+struct Dial;
+
+struct Connection {
+    enum class State { kConnecting, kAsking, kAsked, kOpen, kClosed };
+
+    static constexpr size_t kStagingBytes = 4096;
+
+    uint64_t id = 0;
+    Descriptor fd{};
+    State state = State::kClosed;
+    bool is_ready = false;  // it stands in the list of connections to be served
+    std::shared_ptr<Peer> peer{};
+    std::shared_ptr<Dial> dial{};
+    int lane = 0;
+    Clock::time_point deadline{};  // of the greeting
+    bool has_carried = false;      // frames: with it, messages would be lost
+    std::string trouble{};         // what a writer met; the link's thread closes it
+
+    // Output.
+    bool can_write = false;
+    bool is_writing = false;
+    uint64_t num_writable = 0;  // how often the kernel has said that there is room
+    std::deque<OutFrame> control{};
+    std::deque<MessagePtr> bulk{};  // in the order of their grants
+    std::vector<OutFrame>
+        batch{};  // between plan_write() and wrote(); else at most one begun frame
+
+    bool has_output(bool with_bulk = true) const {
+        return !batch.empty() || !control.empty() || (with_bulk && !bulk.empty());
+    }
+    // Chooses what to write next, control frames first; returns the number of parts.
+    int plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk);
+    // Returns the messages that are wholly written.
+    std::vector<MessagePtr> wrote(size_t num_bytes);
+    // The message's memory will be gone: a begun fragment goes on from a copy. Not while it is
+    // written.
+    void withdraw(const MessagePtr& message);
+
+    // Input.
+    bool can_read = false;
+    bool is_reading = false;
+    bool is_hung_up = false;  // the kernel has said so: read up to the end
+    std::array<uint8_t, kStagingBytes> staging;
+    size_t begin = 0, end = 0;  // bytes in the staging buffer that are not parsed yet
+    uint64_t left = 0;          // of the payload that is being received
+    MessagePtr target{};        // its receiver; null: nobody
+
+    int plan_read(iovec* parts, uint8_t* scratch, size_t scratch_bytes);
+    // Takes bytes of the current payload: those read to its place, then those in the staging
+    // buffer. Returns whether the payload is complete.
+    bool took(size_t num_bytes);
+    bool take_staged();
+    size_t num_staged() const { return end - begin; }
+};
+using ConnectionPtr = std::shared_ptr<Connection>;
+
+// A lane to a peer. Frames leave on the chosen connection, and are read from both.
+struct Lane {
+    ConnectionPtr own{};     // that this process dialled
+    ConnectionPtr theirs{};  // that the peer dialled
+    ConnectionPtr chosen{};
+    std::shared_ptr<Dial> dial{};
+    Clock::time_point theirs_since{};
+};
+
+// Keepalive, no delay, an end of connections whose peer's host is gone.
+void set_options(int fd);
+
+}  // namespace diloco::link

@@ -1,0 +1,357 @@
+// How the connections of a link come to be: strangers, greetings and dials.
+#include <netdb.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "exchange/link/link.h"
+
+namespace diloco {
+
+using link::Answer;
+using link::Dial;
+using link::Hello;
+using link::Nonce;
+using link::Status;
+using State = link::Connection::State;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr size_t kMostStrangers = 64;
+constexpr size_t kMostIdlePeers = 256;
+constexpr int kMostAcceptsAPass = 64;
+constexpr milliseconds kAcceptPause{100};
+constexpr milliseconds kLongestPause{500};
+constexpr milliseconds kSweepPeriod{1000};
+
+std::string hex_of(const Nonce& nonce) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    std::string text;
+    for (const uint8_t byte : nonce) {
+        text += kDigits[byte >> 4];
+        text += kDigits[byte & 15];
+    }
+    return text;
+}
+
+Nonce random_nonce() {
+    Nonce nonce;
+    if (getrandom(nonce.data(), nonce.size(), 0) != static_cast<ssize_t>(nonce.size())) {
+        throw std::runtime_error("the kernel gives no random bytes");
+    }
+    return nonce;
+}
+
+bool watch(int epoll, int fd, uint64_t id, uint32_t events) {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = id;
+    return epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+// host:port, or an error.
+std::pair<std::string, std::string> place_of(const char* name, const std::string& text) {
+    const auto place = split_place(text);
+    if (!place) {
+        throw std::invalid_argument(std::string(name) + " must be \"host:port\", got \"" + text +
+                                    "\"");
+    }
+    return *place;
+}
+
+Descriptor open_listener(const std::string& listen) {
+    const auto [host, port] = place_of("listen", listen);
+    int error = EADDRNOTAVAIL;
+    for (const Address& address : look_up(host, port, AI_PASSIVE | AI_NUMERICSERV)) {
+        Descriptor fd([&] { return listen_at(address); });
+        if (fd) return fd;
+        error = errno;
+    }
+    throw std::runtime_error("this process cannot listen at " + listen + ": " +
+                             std::strerror(error));
+}
+
+// The text of a port 0 replaced by the port that listens.
+std::string published(const std::string& advertise, const std::string& listening) {
+    if (advertise.empty()) return "";
+    const std::string port = place_of("advertise", advertise).second;
+    if (port != "0" || listening.empty()) return advertise;
+    return advertise.substr(0, advertise.rfind(':')) + listening.substr(listening.rfind(':'));
+}
+
+}  // namespace
+
+Link::Link(const std::string& listen, const std::string& advertise, Limits limits)
+    : limits_(limits), pid_(getpid()), nonce_(random_nonce()), nonce_text_(hex_of(nonce_)) {
+    if (!listen.empty()) listener_ = open_listener(listen);
+    address_ = published(advertise, listener_ ? name_of_socket(listener_.get()) : "");
+    epoll_ = Descriptor([] { return epoll_create1(EPOLL_CLOEXEC); });
+    wakeup_ = Descriptor([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
+    if (!watch(epoll_.get(), wakeup_.get(), 0, EPOLLIN) ||
+        (listener_ && !watch(epoll_.get(), listener_.get(), 1, EPOLLIN))) {
+        throw std::runtime_error(std::string("the link's sockets cannot be watched: ") +
+                                 std::strerror(errno));
+    }
+    next_sweep_ = Clock::now() + kSweepPeriod;
+    thread_ = std::thread([this] { loop(); });
+}
+
+Link::PeerPtr Link::peer_of(const Nonce& nonce, const std::string& name) {
+    PeerPtr& peer = peers_[nonce];
+    if (!peer) {
+        peer = std::make_shared<link::Peer>();
+        peer->nonce = nonce;
+        peer->name = name;
+        peer->idle_since = Clock::now();
+        peer->lanes.reserve(link::kMostLanes);  // references to lanes stay valid
+    }
+    return peer;
+}
+
+// Null where the kernel cannot watch it.
+Link::ConnectionPtr Link::add_connection(Descriptor fd, State state) {
+    auto connection = std::make_shared<link::Connection>();
+    connection->id = ++last_id_;
+    connection->fd = std::move(fd);
+    connection->state = state;
+    link::set_options(connection->fd.get());
+    if (!watch(epoll_.get(), connection->fd.get(), connection->id,
+               EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET)) {
+        return nullptr;
+    }
+    connections_.emplace(connection->id, connection);
+    return connection;
+}
+
+// ----------------------------------------------------------------------------------- strangers
+
+void Link::accept_some(Lock& lock) {
+    for (int i = 0; i < kMostAcceptsAPass; ++i) {
+        Descriptor fd([&] {
+            return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        });
+        if (!fd) {
+            const int error = errno;
+            if (error == EAGAIN) return;
+            if (error != EMFILE && error != ENFILE && error != ENOBUFS && error != ENOMEM) continue;
+            // The connection stays in the queue: do not ask for it again at once.
+            epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
+            is_accepting_ = false;
+            accept_at_ = Clock::now() + kAcceptPause;
+            return;
+        }
+        const ConnectionPtr connection = add_connection(std::move(fd), State::kAsked);
+        if (!connection) continue;
+        connection->deadline = Clock::now() + limits_.greeting;
+        strangers_.push_back(connection);
+        if (strangers_.size() > kMostStrangers) refuse_stranger(lock, strangers_.front());
+    }
+}
+
+void Link::refuse_stranger(Lock& lock, const ConnectionPtr& connection) {
+    ++num_strangers_;
+    disconnect(lock, ConnectionPtr(connection), "");
+}
+
+// Reads the greeting of either side, and nothing after it.
+void Link::greet(Lock& lock, const ConnectionPtr& connection) {
+    link::Connection& it = *connection;
+    const bool is_asked = it.state == State::kAsked;
+    const size_t size = is_asked ? sizeof(Hello) : sizeof(Answer);
+    const auto refuse = [&](const std::string& text) {
+        if (is_asked) return refuse_stranger(lock, connection);
+        disconnect(lock, connection, text);
+    };
+    while (it.can_read && it.end < size) {
+        const ssize_t got = recv(it.fd.get(), it.staging.data() + it.end, size - it.end, 0);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && errno == EAGAIN) {
+            it.can_read = false;
+            return;
+        }
+        if (got < 0) return refuse(std::strerror(errno));
+        if (got == 0) return refuse("it has closed the connection");
+        it.end += static_cast<size_t>(got);
+        const size_t known = std::min(it.end, link::kGreeting.size());
+        if (std::memcmp(it.staging.data(), link::kGreeting.data(), known) != 0) {
+            return refuse("another program answers there");
+        }
+    }
+    if (it.end < size) return;
+    it.end = 0;
+    if (is_asked) {
+        on_hello(lock, connection);
+    } else {
+        on_answer(lock, connection);
+    }
+}
+
+void Link::on_hello(Lock& lock, const ConnectionPtr& connection) {
+    Hello hello;
+    std::memcpy(&hello, connection->staging.data(), sizeof(hello));
+    Answer answer;
+    answer.own = nonce_;
+    Status status = Status::kWelcome;
+    if (hello.wanted != nonce_) status = Status::kOtherProcess;
+    if (hello.version != link::kLinkVersion) status = Status::kOtherVersion;
+    answer.status = static_cast<uint32_t>(status);
+    const bool is_sound = hello.own != nonce_ && hello.lane < link::kMostLanes;
+    const auto sent = send(connection->fd.get(), &answer, sizeof(answer), MSG_NOSIGNAL);
+    if (sent != static_cast<ssize_t>(sizeof(answer)) || !is_sound || status != Status::kWelcome) {
+        return refuse_stranger(lock, connection);
+    }
+    const auto is_idle = [](const auto& entry) { return entry.second->num_users == 0; };
+    const auto num_idle = std::count_if(peers_.begin(), peers_.end(), is_idle);
+    if (static_cast<size_t>(num_idle) >= kMostIdlePeers && peers_.count(hello.own) == 0) {
+        return refuse_stranger(lock, connection);
+    }
+    strangers_.erase(std::remove(strangers_.begin(), strangers_.end(), connection),
+                     strangers_.end());
+    connection->peer = peer_of(hello.own, "a process at " + name_of_peer(connection->fd.get()));
+    connection->lane = static_cast<int>(hello.lane);
+    settle(lock, connection, false);
+}
+
+// The greeting is over: frames may travel.
+void Link::settle(Lock& lock, const ConnectionPtr& connection, bool is_own) {
+    link::Peer& peer = *connection->peer;
+    const auto index = static_cast<size_t>(connection->lane);
+    if (peer.lanes.size() <= index) peer.lanes.resize(index + 1);
+    const ConnectionPtr former = is_own ? peer.lanes[index].own : peer.lanes[index].theirs;
+    if (former) disconnect(lock, former, "it has connected anew");
+    link::Lane& lane = peer.lanes[index];
+    (is_own ? lane.own : lane.theirs) = connection;
+    if (!is_own) lane.theirs_since = Clock::now();
+    connection->state = State::kOpen;
+    ++num_connects_;
+    changed_.notify_all();
+}
+
+// --------------------------------------------------------------------------------------- dials
+
+void Link::start(const std::shared_ptr<Dial>& dial) {
+    const Address& address = dial->addresses[dial->next];
+    Descriptor fd([&] {
+        return socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    });
+    if (!fd) return dial_failed(*dial, std::strerror(errno));
+    if (::connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
+        return dial_failed(*dial, std::strerror(errno));
+    }
+    dial->connection = add_connection(std::move(fd), State::kConnecting);
+    if (!dial->connection) return dial_failed(*dial, std::strerror(errno));
+    dial->connection->peer = dial->peer;
+    dial->connection->lane = dial->lane;
+    dial->connection->dial = dial;
+    dial->connection->deadline = Clock::now() + dial->share;
+}
+
+void Link::finish_connect(Lock& lock, const ConnectionPtr& connection) {
+    int error = 0;
+    socklen_t length = sizeof(error);
+    getsockopt(connection->fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+    if (error != 0) return disconnect(lock, connection, std::strerror(error));
+    Hello hello;
+    hello.own = nonce_;
+    hello.wanted = connection->peer->nonce;
+    hello.lane = static_cast<uint32_t>(connection->lane);
+    const auto sent = send(connection->fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL);
+    if (sent != static_cast<ssize_t>(sizeof(hello))) {
+        return disconnect(lock, connection, std::strerror(errno));
+    }
+    connection->state = State::kAsking;
+}
+
+void Link::on_answer(Lock& lock, const ConnectionPtr& connection) {
+    Answer answer;
+    std::memcpy(&answer, connection->staging.data(), sizeof(answer));
+    const auto status = static_cast<Status>(answer.status);
+    if (status == Status::kOtherVersion || answer.version != link::kLinkVersion) {
+        return disconnect(lock, connection,
+                          "the process there speaks version " + std::to_string(answer.version) +
+                              " of the link's protocol, this process version " +
+                              std::to_string(link::kLinkVersion));
+    }
+    if (status != Status::kWelcome || answer.own != connection->peer->nonce) {
+        return disconnect(lock, connection, "another process listens there now");
+    }
+    const auto dial = std::exchange(connection->dial, nullptr);
+    dial->connection.reset();
+    settle(lock, connection, true);
+    stop_dial(lock, connection->peer->lanes[static_cast<size_t>(connection->lane)]);
+}
+
+void Link::dial_failed(Dial& dial, const std::string& trouble) {
+    dial.connection.reset();
+    dial.trouble = trouble;
+    dial.retry_at = Clock::now();
+    if (++dial.next == dial.addresses.size()) {
+        dial.next = 0;
+        dial.retry_at += dial.pause;
+        dial.pause = std::min(2 * dial.pause, kLongestPause);
+    }
+    changed_.notify_all();
+}
+
+void Link::stop_dial(Lock& lock, link::Lane& lane) {
+    const auto dial = std::exchange(lane.dial, nullptr);
+    if (!dial) return;
+    dials_.erase(std::remove(dials_.begin(), dials_.end(), dial), dials_.end());
+    const ConnectionPtr connection = std::exchange(dial->connection, nullptr);
+    if (!connection) return;
+    connection->dial.reset();
+    disconnect(lock, connection, "");
+}
+
+// -------------------------------------------------------------------------------------- timers
+
+void Link::run_timers(Lock& lock, Clock::time_point now) {
+    while (!strangers_.empty() && strangers_.front()->deadline <= now) {
+        refuse_stranger(lock, strangers_.front());
+    }
+    for (const auto& dial : std::vector(dials_)) {
+        const ConnectionPtr connection = dial->connection;
+        if (connection && connection->deadline <= now) {
+            const bool is_there = connection->state == State::kAsking;
+            disconnect(lock, connection,
+                       is_there ? "it does not answer, and may be stopped" : "no answer");
+        } else if (!connection && dial->retry_at <= now && !is_closing_) {
+            start(dial);
+        }
+    }
+    if (!is_accepting_ && accept_at_ <= now && listener_) {
+        is_accepting_ = watch(epoll_.get(), listener_.get(), 1, EPOLLIN);
+    }
+    if (next_sweep_ > now) return;
+    next_sweep_ = now + kSweepPeriod;
+    sweep(lock, now);
+}
+
+// Offers what waits for a grant, and forgets who and what nobody has asked for.
+void Link::sweep(Lock& lock, Clock::time_point now) {
+    for (const auto& [nonce, peer] : std::map(peers_)) {
+        for (const auto& [token, channel] : std::map(peer->channels)) {
+            if (channel->state == Channel::State::kOpen) channel->offer();
+            if (channel->state == Channel::State::kUnknown &&
+                now - channel->since > limits_.grace) {
+                peer->channels.erase(token);
+                ++num_dropped_;
+            }
+        }
+        flush_peer(lock, *peer);
+        if (peer->num_users > 0 || now - peer->idle_since < limits_.grace) continue;
+        for (const link::Lane& lane : std::vector(peer->lanes)) {
+            for (const ConnectionPtr& one : {lane.own, lane.theirs}) {
+                if (one) disconnect(lock, one, "");
+            }
+        }
+        peers_.erase(nonce);
+    }
+}
+
+}  // namespace diloco

@@ -1,0 +1,565 @@
+#include "exchange/link/link.h"
+
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace diloco {
+
+using link::Connection;
+using link::Frame;
+using link::FrameKind;
+using link::MessagePtr;
+using link::Peer;
+using link::ProtocolError;
+using State = link::Connection::State;
+using std::chrono::milliseconds;
+
+namespace {
+
+// So much of one connection, before the others have their turn.
+constexpr size_t kBytesARead = 1024 * 1024;
+constexpr size_t kBytesAWrite = 512 * 1024;
+constexpr size_t kScratchBytes = 64 * 1024;
+constexpr int kMostParts = 64;
+constexpr milliseconds kLinger{1000};
+constexpr size_t kMostClosedTokens = 256;
+constexpr size_t kMostUnknown = 16;
+
+constexpr uint64_t kWakeup = 0;
+constexpr uint64_t kListener = 1;
+
+thread_local const Link* served_link = nullptr;  // by this thread
+
+std::string closed_by(const Peer& peer, const std::string& text) {
+    return "connection closed by peer: " + peer.name + (text.empty() ? "" : ": " + text);
+}
+
+// A cause for people: the sentence goes on after it.
+std::string text_of_errno(int error) { return std::strerror(error); }
+
+}  // namespace
+
+std::shared_ptr<Link> Link::open(const std::string& listen, const std::string& advertise,
+                                 Limits limits) {
+    // In a forked child neither the thread nor the state of the mutexes is ours.
+    return std::shared_ptr<Link>(new Link(listen, advertise, limits), [](Link* link) {
+        if (link->is_own_process()) delete link;
+    });
+}
+
+Link::~Link() { close(); }
+
+bool Link::is_own_process() const { return pid_ == getpid(); }
+
+void Link::check_process() const {
+    if (is_own_process()) return;
+    throw std::runtime_error("this link belongs to process " + std::to_string(pid_) +
+                             ", from which this process was forked: open a link of its own");
+}
+
+std::map<std::string, int64_t> Link::counters() const {
+    check_process();
+    const Lock lock(mutex_);
+    return {{"strangers", num_strangers_},
+            {"dropped", num_dropped_},
+            {"sent_bytes", sent_bytes_},
+            {"received_bytes", received_bytes_},
+            {"open", static_cast<int64_t>(open_connections().size())},
+            {"connects", num_connects_}};
+}
+
+std::vector<Link::ConnectionPtr> Link::open_connections() const {
+    std::vector<ConnectionPtr> found;
+    for (const auto& [id, connection] : connections_) {
+        if (connection->state == State::kOpen) found.push_back(connection);
+    }
+    return found;
+}
+
+// -------------------------------------------------------------------- from the callers' threads
+
+void Link::post(Channel& channel, const MessagePtr& message) {
+    Lock lock(mutex_);
+    message->token = channel.token;
+    message->channel = &channel;
+    if (is_closing_) {
+        message->is_done = true;
+        message->error = "the link was closed";
+        return;
+    }
+    if (message->is_send) {
+        channel.post_send(message);
+    } else {
+        channel.post_recv(message);
+    }
+    flush_peer(lock, channel.peer);
+}
+
+bool Link::is_done(const link::Message& message) const {
+    const Lock lock(mutex_);
+    return message.is_done;
+}
+
+bool Link::wait(const MessagePtr& message, milliseconds timeout) {
+    check_process();
+    Lock lock(mutex_);
+    const auto is_done = [&] { return message->is_done; };
+    if (timeout.count() <= 0) {
+        message->changed.wait(lock, is_done);
+    } else if (!message->changed.wait_for(lock, timeout, is_done)) {
+        const std::string far =
+            std::to_string(message->moved) + " of " + std::to_string(message->num_bytes) + " bytes";
+        end(lock, message,
+            "timed out after " + std::to_string(timeout.count()) + " ms with " + far + " " +
+                (message->is_send ? "sent to " : "received from ") + message->channel->peer.name);
+    }
+    if (message->is_aborted) return false;
+    if (!message->error.empty()) throw std::runtime_error(message->error);
+    return true;
+}
+
+void Link::cancel(const MessagePtr& message) {
+    if (!is_own_process()) return;
+    Lock lock(mutex_);
+    end(lock, message, "", true);
+}
+
+void Link::close_group(int number, const std::vector<ChannelPtr>& channels) {
+    Lock lock(mutex_);
+    for (const ChannelPtr& channel : channels) {
+        if (!channel) continue;
+        channel->closed.insert(number);
+        end_all(lock, *channel, number, "the group was closed");
+        if (is_closing_) continue;
+        channel->put(FrameKind::kEnd, number, 0, 0, 0, 0);
+        flush_peer(lock, channel->peer);
+        if (--channel->num_open == 0) forget_channel(channel->peer, channel->token);
+    }
+}
+
+void Link::forget_channel(Peer& peer, uint64_t token) {
+    peer.channels.erase(token);
+    --peer.num_users;
+    peer.idle_since = Clock::now();
+    if (closed_tokens_.empty() || closed_tokens_.back() != token) closed_tokens_.push_back(token);
+    if (closed_tokens_.size() > kMostClosedTokens) closed_tokens_.pop_front();
+}
+
+void Link::close() {
+    const std::lock_guard<std::mutex> once(close_mutex_);
+    {
+        Lock lock(mutex_);
+        if (!std::exchange(is_closing_, true)) {
+            for (const auto& [nonce, peer] : std::map(peers_)) {
+                for (const auto& [token, channel] : std::map(peer->channels)) {
+                    end_all(lock, *channel, -1, "the link was closed");
+                }
+            }
+        }
+        changed_.notify_all();
+        wake();
+    }
+    if (thread_.joinable()) thread_.join();
+}
+
+// Ends a message, whatever its state; returns when nobody touches its memory.
+void Link::end(Lock& lock, const MessagePtr& message, const std::string& error, bool is_aborted) {
+    if (message->is_done) return;
+    message->is_cancelled = true;
+    ++num_cancelling_;
+    io_done_.wait(lock, [&] { return !message->is_in_io; });
+    --num_cancelling_;
+    if (message->is_done) return;
+    Channel& channel = *message->channel;
+    const auto lane = static_cast<size_t>(message->number / 2);
+    const ConnectionPtr connection = channel.peer.lanes[lane].chosen;
+    if (message->is_send && connection) {
+        connection->withdraw(message);
+        if (connection->has_output() && connection->can_write) mark_ready(connection);
+    }
+    message->is_aborted = is_aborted;
+    channel.finish(message, error);
+}
+
+void Link::end_all(Lock& lock, Channel& channel, int number, const std::string& error) {
+    for (const MessagePtr& message : channel.unfinished(number)) end(lock, message, error);
+}
+
+// ---------------------------------------------------------------------------------- the thread
+
+void Link::loop() {
+    served_link = this;
+    Lock lock(mutex_);
+    scratch_.resize(kScratchBytes);
+    while (!is_closing_) pass(lock);
+    linger(lock);
+}
+
+// Waits for something to do, and does it.
+void Link::pass(Lock& lock) {
+    std::array<epoll_event, 64> events;
+    const int timeout = next_timeout(Clock::now());
+    lock.unlock();
+    const int count =
+        epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout);
+    lock.lock();
+    for (int i = 0; i < count; ++i) {
+        const epoll_event& event = events[static_cast<size_t>(i)];
+        handle_event(lock, event.data.u64, event.events);
+    }
+    // Connections that are ready again afterwards have their turn in the next pass.
+    for (size_t i = ready_.size(); i > 0; --i) {
+        const ConnectionPtr connection = ready_.front();
+        ready_.pop_front();
+        connection->is_ready = false;
+        serve(lock, connection);
+    }
+    run_timers(lock, Clock::now());
+}
+
+int Link::next_timeout(Clock::time_point now) const {
+    constexpr int kOften = 20;
+    if (!ready_.empty()) return 0;
+    if (!dials_.empty() || !strangers_.empty() || !is_accepting_ || is_closing_) return kOften;
+    const auto left = std::chrono::ceil<milliseconds>(next_sweep_ - now).count();
+    return static_cast<int>(std::max<int64_t>(left, 0));
+}
+
+void Link::handle_event(Lock& lock, uint64_t id, uint32_t events) {
+    if (id == kWakeup) {
+        uint64_t count = 0;
+        if (::read(wakeup_.get(), &count, sizeof(count)) > 0) is_woken_ = false;
+        return;
+    }
+    if (id == kListener) return accept_some(lock);
+    const auto it = connections_.find(id);
+    if (it == connections_.end()) return;
+    Connection& connection = *it->second;
+    if (events & EPOLLOUT) {
+        connection.can_write = true;
+        ++connection.num_writable;
+    }
+    if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) connection.can_read = true;
+    if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) connection.is_hung_up = true;
+    mark_ready(it->second);
+}
+
+void Link::mark_ready(const ConnectionPtr& connection) {
+    if (!std::exchange(connection->is_ready, true)) ready_.push_back(connection);
+    if (served_link != this) wake();
+}
+
+void Link::wake() {
+    if (std::exchange(is_woken_, true)) return;
+    const uint64_t one = 1;
+    if (write(wakeup_.get(), &one, sizeof(one)) < 0) is_woken_ = false;
+}
+
+void Link::serve(Lock& lock, const ConnectionPtr& connection) {
+    switch (connection->state) {
+        case State::kClosed:
+            return;
+        case State::kConnecting:
+            if (connection->can_write || connection->is_hung_up) finish_connect(lock, connection);
+            break;
+        case State::kAsking:
+        case State::kAsked:
+            greet(lock, connection);
+            break;
+        case State::kOpen:
+            break;
+    }
+    if (connection->state != State::kOpen) return;
+    if (!connection->trouble.empty()) {
+        return disconnect(lock, connection, std::string(connection->trouble));
+    }
+    flush(lock, connection, true);
+    read(lock, connection);
+    if (connection->state == State::kOpen && connection->can_read) mark_ready(connection);
+}
+
+// ------------------------------------------------------------------------------------- writing
+
+// From any thread: what is small is written by the thread that has it, without a wake-up. Bulk is
+// left to the link's thread.
+void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
+    Connection& it = *connection;
+    size_t budget = kBytesAWrite;
+    while (budget > 0 && it.state == State::kOpen && it.can_write && !it.is_writing &&
+           it.trouble.empty() && it.has_output(with_bulk)) {
+        std::array<iovec, kMostParts> parts;
+        msghdr head{};
+        head.msg_iov = parts.data();
+        const int num_parts = it.plan_write(parts.data(), kMostParts, budget, with_bulk);
+        head.msg_iovlen = static_cast<size_t>(num_parts);
+        if (num_parts == 0) return;  // its first message is being cancelled
+        size_t planned = 0;
+        for (int i = 0; i < num_parts; ++i) planned += parts[static_cast<size_t>(i)].iov_len;
+        it.is_writing = true;
+        const uint64_t num_writable = it.num_writable;
+        lock.unlock();
+        const ssize_t written = sendmsg(it.fd.get(), &head, MSG_NOSIGNAL | MSG_DONTWAIT);
+        const int error = errno;
+        lock.lock();
+        it.is_writing = false;
+        const size_t done = written > 0 ? static_cast<size_t>(written) : 0;
+        for (const MessagePtr& message : it.wrote(done)) {
+            if (message->channel) message->channel->finish(message, "");
+        }
+        if (num_cancelling_ > 0) io_done_.notify_all();
+        if (written < 0 && error != EAGAIN && error != EINTR) it.trouble = text_of_errno(error);
+        // Meanwhile the kernel may have said that there is room again.
+        const bool is_full = written < 0 ? error == EAGAIN : done < planned;
+        if (is_full && it.num_writable == num_writable) {
+            it.can_write = false;
+        }
+        sent_bytes_ += static_cast<int64_t>(done);
+        budget -= std::min(budget, done);
+    }
+    const bool has_more = it.can_write && it.has_output() && !it.is_writing;
+    if (it.state == State::kOpen && (has_more || !it.trouble.empty())) mark_ready(connection);
+}
+
+void Link::flush_peer(Lock& lock, Peer& peer) {
+    for (size_t i = 0; i < peer.lanes.size(); ++i) {
+        const ConnectionPtr connection = peer.lanes[i].chosen;
+        if (connection && connection->has_output()) flush(lock, connection, false);
+    }
+}
+
+// ------------------------------------------------------------------------------------- reading
+
+void Link::read(Lock& lock, const ConnectionPtr& connection) {
+    Connection& it = *connection;
+    size_t budget = kBytesARead;
+    while (budget > 0 && it.state == State::kOpen && it.can_read) {
+        std::array<iovec, 2> parts;
+        const int num_parts = it.plan_read(parts.data(), scratch_.data(), scratch_.size());
+        const size_t planned = parts[0].iov_len + (num_parts > 1 ? parts[1].iov_len : 0);
+        const MessagePtr target = it.target;
+        lock.unlock();
+        const ssize_t got = readv(it.fd.get(), parts.data(), num_parts);
+        const int error = errno;
+        lock.lock();
+        if (target) target->is_in_io = false;
+        if (num_cancelling_ > 0) io_done_.notify_all();
+        if (got == 0) return disconnect(lock, connection, "");
+        if (got < 0) {
+            if (error == EINTR) continue;
+            if (error != EAGAIN) return disconnect(lock, connection, text_of_errno(error));
+            it.can_read = false;
+            return;
+        }
+        const auto num_bytes = static_cast<size_t>(got);
+        received_bytes_ += got;
+        budget -= std::min(budget, num_bytes);
+        if (num_bytes < planned && !it.is_hung_up) it.can_read = false;
+        if (it.took(num_bytes)) end_payload(connection);
+        parse(lock, connection);
+    }
+}
+
+void Link::parse(Lock& lock, const ConnectionPtr& connection) {
+    Connection& it = *connection;
+    const std::shared_ptr<Peer> peer = it.peer;
+    try {
+        while (it.state == State::kOpen && it.num_staged() > 0) {
+            if (it.left > 0) {
+                if (it.take_staged()) end_payload(connection);
+                continue;
+            }
+            if (it.num_staged() < sizeof(Frame)) break;
+            Frame frame;
+            std::memcpy(&frame, it.staging.data() + it.begin, sizeof(frame));
+            const bool is_eager = frame.kind == static_cast<uint8_t>(FrameKind::kEager);
+            if (is_eager && frame.length <= link::kEagerBytes &&
+                it.num_staged() < sizeof(frame) + frame.length) {
+                break;
+            }
+            on_frame(lock, connection, frame, it.staging.data() + it.begin + sizeof(frame));
+            it.begin += sizeof(frame) + (is_eager ? frame.length : 0);
+        }
+        flush_peer(lock, *peer);
+    } catch (const ProtocolError& error) {
+        disconnect(lock, connection, std::string("it has broken the protocol: ") + error.what());
+    }
+}
+
+void Link::end_payload(const ConnectionPtr& connection) {
+    const MessagePtr target = std::exchange(connection->target, nullptr);
+    if (target && target->channel) target->channel->on_data_end(target);
+}
+
+namespace {
+
+void check_frame(const Frame& frame) {
+    const auto kind = static_cast<FrameKind>(frame.kind);
+    if (frame.magic != Frame::kFrameMagic) throw ProtocolError("no frame where one must begin");
+    if (kind < FrameKind::kJoin || kind > FrameKind::kEnd) {
+        throw ProtocolError("a frame of kind " + std::to_string(frame.kind));
+    }
+    uint64_t most = 0;
+    if (kind == FrameKind::kEager) most = link::kEagerBytes;
+    if (kind == FrameKind::kData) most = link::kFragmentBytes;
+    if (frame.length > most || (kind == FrameKind::kData && frame.length == 0)) {
+        throw ProtocolError("a frame of " + std::to_string(frame.length) + " bytes");
+    }
+    if (frame.number >= 2 * link::kMostLanes) throw ProtocolError("a frame of no group");
+}
+
+}  // namespace
+
+void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& frame,
+                    const uint8_t* payload) {
+    check_frame(frame);
+    connection->has_carried = true;
+    const auto kind = static_cast<FrameKind>(frame.kind);
+    if (kind == FrameKind::kData) connection->left = frame.length;
+    const ChannelPtr channel = channel_of(*connection->peer, frame);
+    if (!channel || channel->closed.count(frame.number) > 0) {
+        ++num_dropped_;
+        return;
+    }
+    switch (kind) {
+        case FrameKind::kJoin:
+            channel->joined.insert(static_cast<int>(frame.tag));
+            channel->num_lanes = frame.total;
+            if (frame.offset != 0 && channel->state != Channel::State::kUnknown &&
+                static_cast<int>(frame.tag) < channel->own_lanes && channel->dead.empty()) {
+                channel->put_join(static_cast<int>(frame.tag), channel->own_lanes, false);
+            }
+            changed_.notify_all();
+            break;
+        case FrameKind::kGrant:
+            channel->on_grant(frame);
+            break;
+        case FrameKind::kEager:
+            channel->on_eager(frame, payload);
+            break;
+        case FrameKind::kData:
+            connection->target = channel->on_data(frame);
+            if (!connection->target) ++num_dropped_;
+            break;
+        case FrameKind::kCredit:
+            channel->on_credit(frame);
+            break;
+        case FrameKind::kOffer:
+            channel->on_offer(frame);
+            break;
+        case FrameKind::kRefuse:
+            channel->on_refuse(frame);
+            break;
+        case FrameKind::kEnd:
+            channel->ended.insert(frame.number);
+            end_all(lock, *channel, frame.number,
+                    closed_by(*connection->peer, "it has closed the group"));
+            changed_.notify_all();
+            break;
+    }
+}
+
+// The channel of a frame; null where there is none. A peer may have called groups() before this
+// process: what it says is kept until then.
+Link::ChannelPtr Link::channel_of(Peer& peer, const Frame& frame) {
+    const auto it = peer.channels.find(frame.token);
+    if (it != peer.channels.end()) return it->second;
+    switch (static_cast<FrameKind>(frame.kind)) {
+        case FrameKind::kData:
+        case FrameKind::kCredit:
+        case FrameKind::kRefuse:
+            return nullptr;
+        default:
+            break;
+    }
+    const auto& closed = closed_tokens_;
+    if (std::find(closed.begin(), closed.end(), frame.token) != closed.end()) return nullptr;
+    ChannelPtr oldest;
+    size_t num_unknown = 0;
+    for (const auto& [token, channel] : peer.channels) {
+        if (channel->state != Channel::State::kUnknown) continue;
+        ++num_unknown;
+        if (!oldest || channel->since < oldest->since) oldest = channel;
+    }
+    if (num_unknown >= kMostUnknown) {
+        ++num_dropped_;
+        peer.channels.erase(oldest->token);
+    }
+    return peer.channels[frame.token] = std::make_shared<Channel>(peer, frame.token);
+}
+
+// ----------------------------------------------------------------------------------- the end
+
+// A connection has broken: messages may be lost.
+void Link::lose(Lock& lock, Peer& peer, const std::string& text) {
+    for (const auto& [token, channel] : std::map(peer.channels)) {
+        switch (channel->state) {
+            case Channel::State::kUnknown:
+                peer.channels.erase(token);
+                break;
+            case Channel::State::kForming:
+                channel->forget();
+                break;
+            case Channel::State::kOpen:
+                if (channel->dead.empty()) channel->dead = closed_by(peer, text);
+                end_all(lock, *channel, -1, channel->dead);
+                break;
+        }
+    }
+}
+
+void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::string& text) {
+    Connection& it = *connection;
+    if (it.state == State::kClosed) return;
+    const bool was_open = std::exchange(it.state, State::kClosed) == State::kOpen;
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, it.fd.get(), nullptr);
+    connections_.erase(it.id);
+    strangers_.erase(std::remove(strangers_.begin(), strangers_.end(), connection),
+                     strangers_.end());
+    shutdown(it.fd.get(), SHUT_RDWR);
+    if (const auto dial = std::exchange(it.dial, nullptr)) {
+        dial_failed(*dial, text.empty() ? "it has closed the connection" : text);
+    }
+    if (was_open) {
+        link::Lane& lane = it.peer->lanes[static_cast<size_t>(it.lane)];
+        for (ConnectionPtr* place : {&lane.own, &lane.theirs, &lane.chosen}) {
+            if (*place == connection) place->reset();
+        }
+        if (it.has_carried) lose(lock, *it.peer, text);
+    }
+    it.target.reset();
+    // A caller that writes has its own reference, and closes the descriptor afterwards.
+    if (!it.is_writing) {
+        it.control.clear();
+        it.bulk.clear();
+        it.batch.clear();
+    }
+    changed_.notify_all();
+}
+
+// Writes what waits, says that no more will come, and reads until the peers have heard it: a socket
+// that is closed with bytes to be read takes back what the peer has not read yet.
+void Link::linger(Lock& lock) {
+    const auto deadline = Clock::now() + kLinger;
+    listener_.reset();
+    dials_.clear();
+    for (const auto& [id, connection] : std::unordered_map(connections_)) {
+        if (connection->state != State::kOpen) disconnect(lock, connection, "");
+    }
+    while (!connections_.empty() && Clock::now() < deadline) {
+        for (const ConnectionPtr& connection : open_connections()) {
+            flush(lock, connection, false);
+            const bool is_done = !connection->has_output() && !connection->is_writing;
+            if (is_done) shutdown(connection->fd.get(), SHUT_WR);
+        }
+        pass(lock);
+    }
+    for (const ConnectionPtr& connection : open_connections()) disconnect(lock, connection, "");
+    ready_.clear();
+    peers_.clear();
+}
+
+}  // namespace diloco

@@ -1,0 +1,209 @@
+// One TCP port for all messages of a process: the link to the other members of an exchange.
+//
+// A link has one listening socket, one thread, and for each lane to a peer one or two connections.
+// The connections belong to the peer's process (its nonce) and not to a group: a change of the
+// group opens connections to newcomers only. Both processes dial where both have an address, and
+// each sends over the connection that it dialled; a process that cannot dial sends over the
+// connection that its peer dialled.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "exchange/link/channel.h"
+
+namespace diloco {
+
+namespace link {
+
+// The attempts to connect a lane.
+struct Dial {
+    std::shared_ptr<Peer> peer{};
+    int lane = 0;
+    std::vector<Address> addresses{};
+    size_t next = 0;
+    Clock::duration share{};  // for one attempt
+    Clock::time_point retry_at{};
+    std::chrono::milliseconds pause{100};
+    ConnectionPtr connection{};
+    std::string trouble{};  // of the last attempt
+};
+
+}  // namespace link
+
+class Link : public std::enable_shared_from_this<Link> {
+  public:
+    using Clock = link::Clock;
+
+    struct Limits {
+        // Connections to processes with which no group has messages live so long.
+        std::chrono::milliseconds grace{60000};
+        std::chrono::milliseconds greeting{5000};
+    };
+
+    // `listen`: host:port, with brackets around an IPv6 address; port 0 is any free one; "" does
+    // not listen. `advertise`: where the others can dial this process; port 0 is the port that
+    // listens; "": they cannot.
+    static std::shared_ptr<Link> open(const std::string& listen, const std::string& advertise,
+                                      Limits limits);
+    static std::shared_ptr<Link> open(const std::string& listen, const std::string& advertise) {
+        return open(listen, advertise, Limits());
+    }
+    ~Link();
+    Link(const Link&) = delete;
+    Link& operator=(const Link&) = delete;
+
+    // The others need to know: host:port, and 128 random bits as hexadecimal digits.
+    const std::string& address() const { return address_; }
+    const std::string& nonce() const { return nonce_text_; }
+
+    // Connects the groups of a token, two for each lane: returns the channels to all peers by rank,
+    // null for the own rank. `token` is the same on all members and was never used before;
+    // `peers`: nonce and address of each rank. Returns once every member has called it, else throws
+    // one sentence that names each rank that is not connected at the limit. `check` is called again
+    // and again meanwhile, and may throw. Then close_group() must be called for each group.
+    std::vector<std::shared_ptr<link::Channel>> connect(
+        const std::string& token, int rank,
+        const std::vector<std::pair<std::string, std::string>>& peers, int lanes,
+        std::chrono::milliseconds limit, const std::function<void()>& check = [] {});
+
+    // Ends all works and connections. Messages that are written already still arrive.
+    void close();
+
+    std::map<std::string, int64_t> counters() const;
+
+    // False in a forked child, where the link's thread does not exist and its descriptors are
+    // closed.
+    bool is_own_process() const;
+    void check_process() const;
+
+    // For groups and their works.
+    void post(link::Channel& channel, const link::MessagePtr& message);
+    bool wait(const link::MessagePtr& message, std::chrono::milliseconds timeout);
+    bool is_done(const link::Message& message) const;
+    // After the return nobody touches the message's memory.
+    void cancel(const link::MessagePtr& message);
+    void close_group(int number, const std::vector<std::shared_ptr<link::Channel>>& channels);
+
+  private:
+    using Lock = std::unique_lock<std::mutex>;
+    using ConnectionPtr = link::ConnectionPtr;
+    using PeerPtr = std::shared_ptr<link::Peer>;
+    using Channel = link::Channel;
+    using ChannelPtr = std::shared_ptr<Channel>;
+
+    // A call of connect().
+    struct Call {
+        uint64_t token = 0;
+        int lanes = 0;
+        Clock::time_point begin{}, deadline{};
+        std::vector<PeerPtr> peers{};  // by rank; null for the own rank
+        std::vector<ChannelPtr> channels{};
+        std::vector<std::string> addresses{};
+        std::vector<std::vector<Address>> found{};
+    };
+
+    Link(const std::string& listen, const std::string& advertise, Limits limits);
+
+    // link.cpp: the thread, and bytes.
+    void loop();
+    int next_timeout(Clock::time_point now) const;
+    void handle_event(Lock& lock, uint64_t id, uint32_t events);
+    void pass(Lock& lock);
+    void serve(Lock& lock, const ConnectionPtr& connection);
+    void flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk);
+    void flush_peer(Lock& lock, link::Peer& peer);
+    void read(Lock& lock, const ConnectionPtr& connection);
+    void parse(Lock& lock, const ConnectionPtr& connection);
+    void begin_frame(Lock& lock, const ConnectionPtr& connection);
+    void on_frame(Lock& lock, const ConnectionPtr& connection, const link::Frame& frame,
+                  const uint8_t* payload);
+    void end_payload(const ConnectionPtr& connection);
+    ChannelPtr channel_of(link::Peer& peer, const link::Frame& frame);
+    void mark_ready(const ConnectionPtr& connection);
+    void wake();
+    void end(Lock& lock, const link::MessagePtr& message, const std::string& error,
+             bool is_aborted = false);
+    void end_all(Lock& lock, Channel& channel, int number, const std::string& error);
+    void lose(Lock& lock, link::Peer& peer, const std::string& text);
+    void disconnect(Lock& lock, const ConnectionPtr& connection, const std::string& text);
+    void forget_channel(link::Peer& peer, uint64_t token);
+    void linger(Lock& lock);
+    std::vector<ConnectionPtr> open_connections() const;
+
+    // greeting.cpp: strangers, greetings and dials.
+    ConnectionPtr add_connection(Descriptor fd, link::Connection::State state);
+    void accept_some(Lock& lock);
+    void greet(Lock& lock, const ConnectionPtr& connection);
+    void on_hello(Lock& lock, const ConnectionPtr& connection);
+    void on_answer(Lock& lock, const ConnectionPtr& connection);
+    void refuse_stranger(Lock& lock, const ConnectionPtr& connection);
+    void settle(Lock& lock, const ConnectionPtr& connection, bool is_own);
+    void start(const std::shared_ptr<link::Dial>& dial);
+    void finish_connect(Lock& lock, const ConnectionPtr& connection);
+    void dial_failed(link::Dial& dial, const std::string& trouble);
+    void stop_dial(Lock& lock, link::Lane& lane);
+    void run_timers(Lock& lock, Clock::time_point now);
+    void sweep(Lock& lock, Clock::time_point now);
+    PeerPtr peer_of(const link::Nonce& nonce, const std::string& name);
+
+    // connect.cpp
+    Call begin_call(const std::string& token, int rank,
+                    const std::vector<std::pair<std::string, std::string>>& peers, int lanes,
+                    std::chrono::milliseconds limit);
+    void enter(Lock& lock, Call& call);
+    bool are_connected(Lock& lock, Call& call, bool is_asking);
+    bool connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_asking);
+    std::string missing(const Call& call) const;
+    std::string missing_rank(const Call& call, size_t rank) const;
+    void give_up(Lock& lock, Call& call);
+
+    Limits limits_;
+    pid_t pid_;
+    link::Nonce nonce_{};
+    std::string nonce_text_;
+    std::string address_;
+    Descriptor epoll_, wakeup_, listener_;
+
+    std::mutex call_mutex_;   // connect() runs once at a time
+    std::mutex close_mutex_;  // and close()
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;  // for connect()
+    std::condition_variable io_done_;  // for cancel()
+    int num_cancelling_ = 0;
+    bool is_closing_ = false;
+    bool is_woken_ = false;
+    uint64_t last_id_ = 1;
+    std::unordered_map<uint64_t, ConnectionPtr> connections_;
+    std::deque<ConnectionPtr> ready_;
+    std::deque<ConnectionPtr> strangers_;  // that have not greeted yet, oldest first
+    std::map<link::Nonce, PeerPtr> peers_;
+    std::vector<std::shared_ptr<link::Dial>> dials_;
+    std::deque<uint64_t> closed_tokens_;
+    Clock::time_point accept_at_{};  // no descriptor was left: accept again then
+    bool is_accepting_ = true;
+    Clock::time_point next_sweep_{};
+    std::vector<uint8_t> scratch_;  // what nobody wants is read into it
+
+    int64_t num_strangers_ = 0;
+    int64_t num_dropped_ = 0;
+    int64_t num_connects_ = 0;
+    int64_t sent_bytes_ = 0;
+    int64_t received_bytes_ = 0;
+    std::thread thread_;
+};
+
+}  // namespace diloco

@@ -1,0 +1,75 @@
+// Addresses and sockets: where this host listens, how an address is written, and descriptors that
+// forked children do not keep.
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace diloco {
+
+struct Address {
+    sockaddr_storage storage{};
+    socklen_t length = 0;
+
+    const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+};
+
+// All addresses of a host; empty where it has none.
+std::vector<Address> look_up(const std::string& host, const std::string& port, int flags);
+
+// Where gloo would listen, best first: on `interface` (the first of a comma-separated list), else
+// at the address of the host's name, else on loopback. The ports are 0.
+std::vector<Address> own_addresses(const std::string& interface);
+
+// The first of the above on which this process can listen, without a port and without brackets.
+std::string own_host(const std::string& interface);
+
+// "host:port", and "[host]:port" where the host has colons of its own.
+std::string name_of_address(const Address& address);
+std::string name_of_socket(int fd);
+std::string name_of_peer(int fd);
+
+// Host (without brackets) and port; null where the text is no "host:port".
+std::optional<std::pair<std::string, std::string>> split_place(const std::string& text);
+
+// A non-blocking socket that listens; -1 and errno where it cannot.
+int listen_at(const Address& address);
+
+// An open descriptor. A child of fork() does not keep it: what else lives on in a child, such as a
+// loader's worker, would keep the connections of a killed process alive.
+class Descriptor {
+  public:
+    Descriptor() = default;
+    // Calls `open`, which returns a descriptor or -1; no fork() comes between.
+    explicit Descriptor(const std::function<int()>& open);
+    ~Descriptor() { reset(); }
+    Descriptor(Descriptor&& other) noexcept { swap(other); }
+    Descriptor& operator=(Descriptor&& other) noexcept {
+        swap(other);
+        return *this;
+    }
+
+    int get() const { return fd_; }
+    explicit operator bool() const { return fd_ >= 0; }
+
+    // Closes it, unless this process is a forked child, which has closed it already.
+    void reset();
+
+  private:
+    void swap(Descriptor& other) {
+        std::swap(fd_, other.fd_);
+        std::swap(pid_, other.pid_);
+    }
+
+    int fd_ = -1;
+    pid_t pid_ = -1;
+};
+
+}  // namespace diloco

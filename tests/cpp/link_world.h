@@ -1,0 +1,259 @@
+// Links of one process that talk over loopback, and strangers that talk to them.
+#pragma once
+
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <netinet/in.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "exchange/link/link.h"
+
+namespace diloco_test {
+
+using diloco::Link;
+using std::chrono::milliseconds;
+using LinkPtr = std::shared_ptr<Link>;
+using Bytes = std::vector<uint8_t>;
+
+constexpr milliseconds kEnough{60000};
+constexpr char kAnyPort[] = "127.0.0.1:0";
+
+inline LinkPtr open_link() { return Link::open(kAnyPort, kAnyPort); }
+
+inline Bytes pattern(size_t num_bytes, int seed) {
+    Bytes bytes(num_bytes);
+    uint32_t state = static_cast<uint32_t>(seed) * 2654435761u + 1;
+    for (uint8_t& byte : bytes) {
+        state = state * 1664525u + 1013904223u;
+        byte = static_cast<uint8_t>(state >> 24);
+    }
+    return bytes;
+}
+
+// A posted message, and its link.
+struct Work {
+    LinkPtr link{};
+    std::shared_ptr<diloco::link::Message> message{};
+
+    bool is_done() const { return link->is_done(*message); }
+    void cancel() const { link->cancel(message); }
+};
+
+// The groups of one rank.
+class Member {
+  public:
+    Member(LinkPtr link, int lanes) : link(std::move(link)), lanes(lanes) {}
+    ~Member() { close(); }
+    Member(Member&& other) = default;
+
+    void connect(const std::string& token, int rank,
+                 const std::vector<std::pair<std::string, std::string>>& peers,
+                 milliseconds limit = kEnough) {
+        channels = link->connect(token, rank, peers, lanes, limit);
+    }
+
+    void close() {
+        if (channels.empty()) return;
+        for (int number = 0; number < 2 * lanes; ++number) link->close_group(number, channels);
+        channels.clear();
+    }
+
+    Work send(int peer, int tag, const void* data, size_t num_bytes, int number = 0) const {
+        return post(peer, tag, const_cast<void*>(data), num_bytes, number, true);
+    }
+    Work recv(int peer, int tag, void* data, size_t num_bytes, int number = 0) const {
+        return post(peer, tag, data, num_bytes, number, false);
+    }
+    Work send(int peer, int tag, const Bytes& bytes, int number = 0) const {
+        return send(peer, tag, bytes.data(), bytes.size(), number);
+    }
+    Work recv(int peer, int tag, Bytes& bytes, int number = 0) const {
+        return recv(peer, tag, bytes.data(), bytes.size(), number);
+    }
+
+    bool wait(const Work& work, milliseconds timeout = kEnough) const {
+        return work.link->wait(work.message, timeout);
+    }
+
+    // The sentence with which a message fails.
+    std::string error_of(const Work& work, milliseconds timeout = kEnough) const {
+        try {
+            wait(work, timeout);
+        } catch (const std::exception& error) {
+            return error.what();
+        }
+        return "";
+    }
+
+    int64_t count(const char* name) const { return link->counters().at(name); }
+
+    LinkPtr link;
+    int lanes;
+    std::vector<std::shared_ptr<diloco::link::Channel>> channels{};
+
+  private:
+    Work post(int peer, int tag, void* data, size_t num_bytes, int number, bool is_send) const {
+        auto message = std::make_shared<diloco::link::Message>();
+        message->is_send = is_send;
+        message->data = static_cast<uint8_t*>(data);
+        message->num_bytes = num_bytes;
+        message->number = static_cast<uint16_t>(number);
+        message->tag = static_cast<uint32_t>(tag);
+        link->post(*channels[static_cast<size_t>(peer)], message);
+        return {link, message};
+    }
+};
+
+using Members = std::vector<Member>;
+
+inline std::vector<std::pair<std::string, std::string>> places(const std::vector<LinkPtr>& links) {
+    std::vector<std::pair<std::string, std::string>> found;
+    for (const LinkPtr& link : links) found.emplace_back(link->nonce(), link->address());
+    return found;
+}
+
+// All of them connect at once.
+inline Members connect_all(const std::vector<LinkPtr>& links, const std::string& token,
+                           int lanes = 1) {
+    Members members;
+    for (const LinkPtr& link : links) members.emplace_back(link, lanes);
+    std::vector<std::thread> threads;
+    for (size_t rank = 0; rank < links.size(); ++rank) {
+        threads.emplace_back(
+            [&, rank] { members[rank].connect(token, static_cast<int>(rank), places(links)); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return members;
+}
+
+inline Members connect_new(int size, const std::string& token = "group", int lanes = 1) {
+    std::vector<LinkPtr> links;
+    for (int i = 0; i < size; ++i) links.push_back(open_link());
+    return connect_all(links, token, lanes);
+}
+
+// The sentence with which a call of connect() fails.
+inline std::string error_of_connect(const LinkPtr& link, int rank,
+                                    const std::vector<std::pair<std::string, std::string>>& peers,
+                                    milliseconds limit, int lanes = 1,
+                                    const std::string& token = "failing") {
+    try {
+        link->connect(token, rank, peers, lanes, limit);
+    } catch (const std::exception& error) {
+        return error.what();
+    }
+    return "";
+}
+
+inline bool says(const std::string& text, const std::string& part) {
+    if (text.find(part) != std::string::npos) return true;
+    std::fprintf(stderr, "\"%s\" does not say \"%s\"\n", text.c_str(), part.c_str());
+    return false;
+}
+
+// A page-aligned buffer that can vanish at once.
+class Mapping {
+  public:
+    explicit Mapping(size_t num_bytes) : num_bytes_(num_bytes) {
+        data_ =
+            mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        EXPECT(data_ != MAP_FAILED);
+        std::memset(data_, 7, num_bytes);
+    }
+    ~Mapping() { unmap(); }
+    void unmap() {
+        if (data_ != nullptr) munmap(data_, num_bytes_);
+        data_ = nullptr;
+    }
+    void* data() const { return data_; }
+    size_t size() const { return num_bytes_; }
+
+  private:
+    void* data_;
+    size_t num_bytes_;
+};
+
+inline int num_descriptors() {
+    DIR* folder = opendir("/proc/self/fd");
+    EXPECT(folder != nullptr);
+    int count = 0;
+    while (readdir(folder) != nullptr) ++count;
+    closedir(folder);
+    return count;
+}
+
+// A plain socket that has connected to a link.
+class Stranger {
+  public:
+    explicit Stranger(const std::string& address) {
+        sockaddr_in to{};
+        to.sin_family = AF_INET;
+        to.sin_port =
+            htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
+        inet_pton(AF_INET, "127.0.0.1", &to.sin_addr);
+        fd_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        EXPECT(fd_ >= 0);
+        EXPECT(::connect(fd_, reinterpret_cast<sockaddr*>(&to), sizeof(to)) == 0);
+        const timeval limit{60, 0};
+        setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+    }
+    ~Stranger() { close(); }
+
+    void close() {
+        if (fd_ >= 0) ::close(fd_);
+        fd_ = -1;
+    }
+
+    // Whether all could be written.
+    bool write(const void* data, size_t num_bytes) const {
+        return ::send(fd_, data, num_bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(num_bytes);
+    }
+
+    template <class T>
+    bool write(const T& item) const {
+        return write(&item, sizeof(item));
+    }
+
+    bool read(void* data, size_t num_bytes) const {
+        return ::recv(fd_, data, num_bytes, MSG_WAITALL) == static_cast<ssize_t>(num_bytes);
+    }
+
+    // Reads on; whether the link has closed the connection.
+    bool is_closed() const {
+        char bytes[4096];
+        ssize_t got;
+        do {
+            got = ::recv(fd_, bytes, sizeof(bytes), 0);
+        } while (got > 0);
+        return got == 0 || errno == ECONNRESET;
+    }
+
+    // Greets as a process with a nonce of its own.
+    diloco::link::Answer greet(const std::string& nonce, uint32_t version = 1) const {
+        diloco::link::Hello hello;
+        hello.version = version;
+        hello.own.fill(0x5a);
+        for (size_t i = 0; i < hello.wanted.size(); ++i) {
+            hello.wanted[i] = static_cast<uint8_t>(std::stoi(nonce.substr(2 * i, 2), nullptr, 16));
+        }
+        EXPECT(write(hello));
+        diloco::link::Answer answer;
+        EXPECT(read(&answer, sizeof(answer)));
+        return answer;
+    }
+
+  private:
+    int fd_ = -1;
+};
+
+}  // namespace diloco_test
