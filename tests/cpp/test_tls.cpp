@@ -621,7 +621,7 @@ void test_records_and_keys() {
 
 // ----------------------------------------------------------------------------------- strangers
 
-// What the tool `openssl` meets here with `arguments`: the acceptor's outcome, and its sentence.
+// The tool `openssl` connects with `arguments`. Returns the acceptor's outcome, and its sentence.
 std::pair<Outcome, std::string> meet_tool(const std::string& arguments, const IdentityPtr& own,
                                           const TlsSession::IsAllowed& is_allowed) {
     sockaddr_in address{};

@@ -85,7 +85,7 @@ std::pair<Seed, PublicKey> make_key() {
 
 // -------------------------------------------------------------------------------- callbacks
 
-// What OpenSSL calls. Nothing is thrown through it.
+// OpenSSL calls these functions. Nothing is thrown through it.
 struct Callbacks {
     static TlsSession& session_of(const openssl::BIO* bio) {
         const Functions& ssl = openssl::functions();

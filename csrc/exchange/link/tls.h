@@ -117,7 +117,7 @@ class TlsSession {
     // Whether the session may be used so; else end_ says what came of it.
     bool may_go_on(State state);
     Outcome end(Outcome outcome, const std::string& sentence);
-    // What a call of OpenSSL that did not succeed means.
+    // Says how a call of OpenSSL failed.
     Outcome judge(int result);
     // Gives the kernel what was encrypted; kDone, kWantsWrite, kClosed or kFailed.
     Outcome flush();
