@@ -61,7 +61,7 @@ template <typename T>
 using Owned = std::unique_ptr<T, void (*)(T*)>;
 
 std::string words_of(int error) {
-    if (error == ECONNRESET || error == EPIPE) return "connection closed by the peer";
+    if (error == ECONNRESET || error == EPIPE) return kPeerHasClosed;
     return std::string("the connection broke: ") + std::strerror(error);
 }
 
@@ -381,12 +381,12 @@ Outcome TlsSession::judge(int result) {
         send(fd_, out_.get() + begin_, end_of_out_ - begin_, MSG_NOSIGNAL | MSG_DONTWAIT);
         begin_ = end_of_out_;
     }
-    if (error == kZeroReturn) return end(Outcome::kClosed, "connection closed by the peer");
+    if (error == kZeroReturn) return end(Outcome::kClosed, kPeerHasClosed);
     if (!refusal_.empty()) return end(Outcome::kFailed, refusal_);
     if (is_at_end_ && is_greeting) {
         return end(Outcome::kClosed, "connection closed by the peer during the handshake");
     }
-    if (is_at_end_) return end(Outcome::kClosed, "connection closed by the peer without a goodbye");
+    if (is_at_end_) return end(Outcome::kClosed, kPeerHasVanished);
     if (error_ != 0) {
         const bool is_closed = error_ == ECONNRESET || error_ == EPIPE;
         return end(is_closed ? Outcome::kClosed : Outcome::kFailed, words_of(error_));

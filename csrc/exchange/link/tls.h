@@ -24,6 +24,10 @@ std::pair<Seed, PublicKey> make_key();
 
 std::string to_hex(const PublicKey& key);
 
+// Sentences of trouble(): after the peer's goodbye, and without it.
+constexpr char kPeerHasClosed[] = "connection closed by the peer";
+constexpr char kPeerHasVanished[] = "connection closed by the peer without a goodbye";
+
 // The private key of this process, and the settings of all its connections.
 class Identity {
   public:
