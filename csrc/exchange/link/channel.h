@@ -20,8 +20,8 @@ namespace diloco::link {
 // Early eager messages, grants without a send, and grants under way: at most so many of each.
 constexpr size_t kMostEarly = 1024;
 
-// A process, and the key that it has proven; zeros where the link has no keys. Who claims the nonce
-// of a process with another key is another peer.
+// A process, and the key that it has proven; zeros where the link has no keys. A process
+// that claims the nonce with another key is another peer.
 using PeerId = std::pair<Nonce, PublicKey>;
 
 // Another process.

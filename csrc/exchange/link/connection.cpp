@@ -18,7 +18,7 @@ void set_option(int fd, int level, int name, int value) {
     setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// What a session has done, in the words of a connection.
+// The result of a session's call.
 Moved moved_by(const TlsSession& session, TlsSession::Outcome outcome, size_t num_bytes) {
     Moved moved;
     moved.num_bytes = num_bytes;
@@ -42,7 +42,7 @@ Moved moved_by(const TlsSession& session, TlsSession::Outcome outcome, size_t nu
     return moved;
 }
 
-// What a system call has done.
+// The result of a system call.
 Moved moved_by(ssize_t result, int error) {
     Moved moved;
     if (result >= 0) {

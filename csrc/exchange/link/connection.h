@@ -139,7 +139,7 @@ struct OutFrame {
 struct Peer;
 struct Dial;
 
-// What a call to the kernel has done; with a TLS session in between, bytes are those of the link.
+// The result of a call to the kernel. With a TLS session in between, the bytes are plain text.
 struct Moved {
     size_t num_bytes = 0;
     bool is_blocked = false;  // the kernel has no more room, or no more bytes

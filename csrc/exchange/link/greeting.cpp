@@ -217,7 +217,7 @@ void Link::greet(Lock& lock, const ConnectionPtr& connection) {
 
 namespace {
 
-// Who has greeted so.
+// The process that greets with this nonce.
 link::PeerId id_of(const link::Connection& connection, const Nonce& nonce) {
     return {nonce, connection.session ? connection.session->peer() : link::PublicKey{}};
 }

@@ -128,7 +128,7 @@ void Link::shake(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
     const bool is_dialler = it.dial != nullptr;
     std::shared_ptr<link::TlsSession> session = it.session;
-    // What the kernel says from now on may come after the step.
+    // An event from now on may come after the step.
     it.can_read = it.can_write = false;
     lock.unlock();
     Outcome outcome = Outcome::kFailed;

@@ -101,7 +101,7 @@ class Link : public std::enable_shared_from_this<Link> {
     const std::string& address() const { return address_; }
     const std::string& nonce() const { return nonce_text_; }
     bool has_key() const { return identity_ != nullptr; }
-    // Of a link that has a key.
+    // Only where has_key().
     const link::PublicKey& public_key() const { return identity_->public_key(); }
 
     // Replaces the keys that may connect; at first there are none. Connections of other keys end.
