@@ -170,7 +170,8 @@ void test_plain_and_keyed() {
     }
 }
 
-// Handshakes that begin and do not go on count among those of strangers; messages go on meanwhile.
+// Handshakes that begin and do not go on count among the handshakes of strangers; messages go on
+// meanwhile.
 void test_slow_handshakes() {
     const std::vector<LinkPtr> links{open_link(kAnyPort, kAnyPort, {60s, 300ms}), open_link()};
     const Members members = connect_all(links, "group");

@@ -288,6 +288,8 @@ std::string Link::missing(const Call& call) const {
         if (one.empty()) continue;
         text += (text.empty() ? "" : "; ") + one;
     }
+    // It may have come from any of them.
+    if (refused_at_ >= call.begin) text += "; a connection from " + last_refusal_;
     return text;
 }
 
@@ -297,9 +299,6 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
     const Channel& channel = *call.channels[rank];
     const std::string& name = call.peers[rank]->name;
     if (!channel.ended.empty()) return name + " has given up";
-    // A member whose connection was refused cannot be told from others.
-    const std::string refusal =
-        refused_at_ >= call.begin ? "; a connection from " + last_refusal_ : "";
     for (int i = 0; i < call.lanes; ++i) {
         const link::Lane& lane = call.peers[rank]->lanes[static_cast<size_t>(i)];
         if (lane.chosen && channel.joined.count(i) > 0) continue;
@@ -309,13 +308,11 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
                    "still be on its way";
         }
         if (call.addresses[rank].empty()) {
-            return name + " has no address that others can dial, and has not dialled this process" +
-                   refusal;
+            return name + " has no address that others can dial, and has not dialled this process";
         }
         if (call.found[rank].empty()) return name + " has an address that is not known here";
         const bool was_tried = lane.dial && !lane.dial->trouble.empty();
-        return name + " cannot be reached: " + (was_tried ? lane.dial->trouble : "no answer") +
-               refusal;
+        return name + " cannot be reached: " + (was_tried ? lane.dial->trouble : "no answer");
     }
     return "";
 }

@@ -206,6 +206,7 @@ struct Connection {
     bool is_shaking = false;  // it waits for that thread, or is there
     bool has_heard = false;   // the peer's first byte was looked at
     bool has_shaken = false;  // both have proven their keys
+    bool has_left = false;    // the peer has closed before that
     bool has_said_bye = false;
 
     // Calls to the kernel, without the link's mutex.

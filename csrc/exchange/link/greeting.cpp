@@ -200,7 +200,7 @@ void Link::greet(Lock& lock, const ConnectionPtr& connection) {
             return refuse_stranger(lock, connection, "it has keys, and this link has none");
         }
         if (moved.is_over && it.end < size) {
-            if (is_asked) return refuse_stranger(lock, connection, moved.trouble);
+            if (is_asked) return refuse_stranger(lock, connection);
             const bool is_said = !moved.trouble.empty();
             return refuse(lock, connection,
                           is_said ? moved.trouble : "it has closed the connection");

@@ -43,7 +43,10 @@ void Link::refuse_removed(Lock& lock, const ConnectionPtr& connection) {
 // Something has happened to a connection whose handshake is not over.
 void Link::secure(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
-    if (!it.trouble.empty()) return refuse(lock, connection, std::string(it.trouble));
+    if (!it.trouble.empty()) {
+        const bool is_worth_a_word = it.dial || !it.has_left;
+        return refuse(lock, connection, is_worth_a_word ? std::string(it.trouble) : "");
+    }
     if (it.has_shaken) return on_secure(lock, connection);
     if (it.is_shaking) return;
     if (!it.has_heard && !hear(lock, connection)) return;
@@ -56,13 +59,13 @@ bool Link::hear(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
     uint8_t first = 0;
     const ssize_t got = recv(it.fd.get(), &first, 1, MSG_PEEK | MSG_DONTWAIT);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+    if (got < 0 && errno == EAGAIN) {
         it.can_read = false;
         return false;
     }
     if (got <= 0) {
-        refuse(lock, connection,
-               it.dial ? got < 0 ? std::strerror(errno) : "it has closed the connection" : "");
+        const char* const why = got < 0 ? std::strerror(errno) : "it has closed the connection";
+        refuse(lock, connection, it.dial ? why : "");
         return false;
     }
     it.has_heard = true;
@@ -164,6 +167,7 @@ void Link::shake(Lock& lock, const ConnectionPtr& connection) {
             break;
         case Outcome::kClosed:
         case Outcome::kFailed:
+            it.has_left = outcome == Outcome::kClosed;
             it.trouble = trouble.empty() ? "TLS failed" : trouble;
             break;
     }
