@@ -4,6 +4,7 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -28,7 +30,34 @@ using Bytes = std::vector<uint8_t>;
 constexpr milliseconds kEnough{60000};
 constexpr char kAnyPort[] = "127.0.0.1:0";
 
-inline LinkPtr open_link() { return Link::open(kAnyPort, kAnyPort); }
+using diloco::link::Identity;
+using diloco::link::Place;
+using diloco::link::PublicKey;
+using diloco::link::TlsSession;
+using Places = std::vector<Place>;
+
+// Whether links and strangers have keys; all of these keys are allowed, unless a test says
+// otherwise.
+inline bool is_keyed = false;
+inline std::set<PublicKey> all_keys;
+
+inline LinkPtr open_link(const std::string& listen, const std::string& advertise,
+                         Link::Limits limits = {}) {
+    if (!is_keyed) return Link::open(listen, advertise, limits);
+    const auto [seed, key] = diloco::link::make_key();
+    all_keys.insert(key);
+    const LinkPtr link = Link::open(listen, advertise, limits, seed);
+    link->allow(all_keys);
+    return link;
+}
+inline LinkPtr open_link() { return open_link(kAnyPort, kAnyPort); }
+
+// The key of all strangers.
+inline const std::shared_ptr<Identity>& strange_identity() {
+    static const std::shared_ptr<Identity> identity = Identity::open({});
+    all_keys.insert(identity->public_key());
+    return identity;
+}
 
 inline Bytes pattern(size_t num_bytes, int seed) {
     Bytes bytes(num_bytes);
@@ -56,8 +85,7 @@ class Member {
     ~Member() { close(); }
     Member(Member&& other) = default;
 
-    void connect(const std::string& token, int rank,
-                 const std::vector<std::pair<std::string, std::string>>& peers,
+    void connect(const std::string& token, int rank, const Places& peers,
                  milliseconds limit = kEnough) {
         channels = link->connect(token, rank, peers, lanes, limit);
     }
@@ -116,15 +144,25 @@ class Member {
 
 using Members = std::vector<Member>;
 
-inline std::vector<std::pair<std::string, std::string>> places(const std::vector<LinkPtr>& links) {
-    std::vector<std::pair<std::string, std::string>> found;
-    for (const LinkPtr& link : links) found.emplace_back(link->nonce(), link->address());
+inline Places places(const std::vector<LinkPtr>& links) {
+    Places found;
+    for (const LinkPtr& link : links) {
+        const std::string key = link->has_key() ? diloco::link::to_hex(link->public_key()) : "";
+        found.push_back({link->nonce(), link->address(), key});
+    }
     return found;
+}
+
+inline void allow_all(const std::vector<LinkPtr>& links) {
+    for (const LinkPtr& link : links) {
+        if (link->has_key()) link->allow(all_keys);
+    }
 }
 
 // All of them connect at once.
 inline Members connect_all(const std::vector<LinkPtr>& links, const std::string& token,
                            int lanes = 1) {
+    allow_all(links);
     Members members;
     for (const LinkPtr& link : links) members.emplace_back(link, lanes);
     std::vector<std::thread> threads;
@@ -143,8 +181,7 @@ inline Members connect_new(int size, const std::string& token = "group", int lan
 }
 
 // The sentence with which a call of connect() fails.
-inline std::string error_of_connect(const LinkPtr& link, int rank,
-                                    const std::vector<std::pair<std::string, std::string>>& peers,
+inline std::string error_of_connect(const LinkPtr& link, int rank, const Places& peers,
                                     milliseconds limit, int lanes = 1,
                                     const std::string& token = "failing") {
     try {
@@ -192,7 +229,7 @@ inline int num_descriptors() {
     return count;
 }
 
-// A plain socket that has connected to a link.
+// A socket that has connected to a link. Where links have keys, greet() begins with TLS.
 class Stranger {
   public:
     explicit Stranger(const std::string& address) {
@@ -210,12 +247,29 @@ class Stranger {
     ~Stranger() { close(); }
 
     void close() {
+        session_.reset();
         if (fd_ >= 0) ::close(fd_);
         fd_ = -1;
     }
 
+    // Proves the key of an identity; whether the link's key was right, too.
+    bool begin_tls(const std::shared_ptr<Identity>& identity = strange_identity()) {
+        const auto allow = [](const PublicKey&) { return true; };
+        session_ = std::make_unique<TlsSession>(identity, fd_, true, allow);
+        return repeat([&] { return session_->handshake(); });
+    }
+
     // Whether all could be written.
     bool write(const void* data, size_t num_bytes) const {
+        if (session_) {
+            iovec part{const_cast<void*>(data), num_bytes};
+            return repeat([&] {
+                size_t done = 0;
+                const auto outcome = session_->write(&part, 1, done);
+                part = {static_cast<uint8_t*>(part.iov_base) + done, part.iov_len - done};
+                return outcome;
+            });
+        }
         return ::send(fd_, data, num_bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(num_bytes);
     }
 
@@ -225,12 +279,25 @@ class Stranger {
     }
 
     bool read(void* data, size_t num_bytes) const {
+        if (session_) {
+            iovec part{data, num_bytes};
+            return repeat([&] {
+                size_t done = 0;
+                const auto outcome = session_->read(&part, 1, done);
+                part = {static_cast<uint8_t*>(part.iov_base) + done, part.iov_len - done};
+                return outcome;
+            });
+        }
         return ::recv(fd_, data, num_bytes, MSG_WAITALL) == static_cast<ssize_t>(num_bytes);
     }
 
     // Reads on; whether the link has closed the connection.
     bool is_closed() const {
         char bytes[4096];
+        if (session_) {
+            while (read(bytes, 1)) continue;
+            return true;
+        }
         ssize_t got;
         do {
             got = ::recv(fd_, bytes, sizeof(bytes), 0);
@@ -238,14 +305,14 @@ class Stranger {
         return got == 0 || errno == ECONNRESET;
     }
 
-    // Greets as a process with a nonce of its own.
-    diloco::link::Answer greet(const std::string& nonce, uint32_t version = 1) const {
+    // Greets as a process with a nonce of its own, or as the one of `own`.
+    diloco::link::Answer greet(const std::string& nonce, uint32_t version = 1,
+                               const std::string& own = std::string(32, '5')) {
+        if (is_keyed && !session_) EXPECT(begin_tls());
         diloco::link::Hello hello;
         hello.version = version;
-        hello.own.fill(0x5a);
-        for (size_t i = 0; i < hello.wanted.size(); ++i) {
-            hello.wanted[i] = static_cast<uint8_t>(std::stoi(nonce.substr(2 * i, 2), nullptr, 16));
-        }
+        hello.own = nonce_of(own);
+        hello.wanted = nonce_of(nonce);
         EXPECT(write(hello));
         diloco::link::Answer answer;
         EXPECT(read(&answer, sizeof(answer)));
@@ -253,7 +320,29 @@ class Stranger {
     }
 
   private:
+    static diloco::link::Nonce nonce_of(const std::string& text) {
+        diloco::link::Nonce nonce;
+        for (size_t i = 0; i < nonce.size(); ++i) {
+            nonce[i] = static_cast<uint8_t>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
+        }
+        return nonce;
+    }
+
+    // Until it is done; whether it went well.
+    template <class Step>
+    bool repeat(Step step) const {
+        while (true) {
+            const TlsSession::Outcome outcome = step();
+            if (outcome == TlsSession::Outcome::kDone) return true;
+            if (outcome > TlsSession::Outcome::kWantsWrite) return false;
+            const bool reads = outcome == TlsSession::Outcome::kWantsRead;
+            pollfd wanted{fd_, static_cast<short>(reads ? POLLIN : POLLOUT), 0};
+            if (poll(&wanted, 1, 60000) <= 0) return false;
+        }
+    }
+
     int fd_ = -1;
+    std::unique_ptr<TlsSession> session_{};
 };
 
 }  // namespace diloco_test

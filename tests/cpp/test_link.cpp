@@ -374,7 +374,7 @@ void test_last_words() {
 // ----------------------------------------------------------------------------------- addresses
 
 void test_no_address() {
-    std::vector<LinkPtr> links{open_link(), Link::open("", "")};
+    std::vector<LinkPtr> links{open_link(), open_link("", "")};
     EXPECT(links[1]->address().empty());
     Members members = connect_all(links, "nat", 2);
     EXPECT(links[0]->counters().at("open") == 2);
@@ -385,7 +385,7 @@ void test_no_address() {
         EXPECT(members[from].wait(members[from].send(1 - from, 1, sent, 2)));
         EXPECT(members[1 - from].wait(recv) && received == sent);
     }
-    const std::vector<LinkPtr> none{Link::open("", ""), Link::open("", "")};
+    const std::vector<LinkPtr> none{open_link("", ""), open_link("", "")};
     const std::string error = error_of_connect(none[0], 0, places(none), 60s);
     EXPECT(says(error, "rank 0") && says(error, "rank 1") && says(error, "no address"));
 }
@@ -393,7 +393,7 @@ void test_no_address() {
 // A peer whose address refuses: its own connection carries both directions.
 void test_refused_address() {
     const std::string gone = open_link()->address();
-    std::vector<LinkPtr> links{open_link(), Link::open(kAnyPort, gone)};
+    std::vector<LinkPtr> links{open_link(), open_link(kAnyPort, gone)};
     Members members = connect_all(links, "one way");
     EXPECT(links[0]->counters().at("open") == 1);
     Bytes word = pattern(24, 1), in(24);
@@ -403,12 +403,14 @@ void test_refused_address() {
 
 void test_other_process() {
     const LinkPtr own = open_link();
-    std::vector<std::pair<std::string, std::string>> peers = places({own, open_link()});
-    EXPECT(says(error_of_connect(own, 0, peers, 300ms), "rank 1 at " + peers[1].second));
+    Places peers = places({own, open_link()});
+    EXPECT(says(error_of_connect(own, 0, peers, 300ms), "rank 1 at " + peers[1].address));
     const LinkPtr other = open_link();
-    peers[1].second = other->address();
+    peers[1].address = other->address();
+    allow_all({own, other});
     const std::string error = error_of_connect(own, 0, peers, 300ms, 1, "again");
-    EXPECT(says(error, "rank 1") && says(error, "another process listens there now"));
+    EXPECT(says(error, "rank 1") &&
+           says(error, is_keyed ? "the process there has the key" : "another process listens"));
     EXPECT(other->counters().at("strangers") > 0 && other->counters().at("open") == 0);
 }
 
@@ -417,6 +419,7 @@ void test_who_does_not_come() {
     std::vector<LinkPtr> links{open_link(), open_link(), open_link()};
     std::vector<std::thread> threads;
     std::vector<std::string> errors(2);
+    allow_all(links);
     for (int rank : {0, 1}) {
         threads.emplace_back([&, rank] {
             errors[rank] = error_of_connect(links[rank], rank, places(links), 700ms);
@@ -454,10 +457,10 @@ void test_arguments() {
     EXPECT(says(error_of_connect(own, 0, places({own, own}), 1s), "same process"));
     EXPECT(says(error_of_connect(own, 0, peers, 1s, 0), "got 0"));
     auto wrong = peers;
-    wrong[1].second = "nowhere";
+    wrong[1].address = "nowhere";
     EXPECT(says(error_of_connect(own, 0, wrong, 1s), "host:port"));
     wrong = peers;
-    wrong[1].first = "xyz";
+    wrong[1].nonce = "xyz";
     EXPECT(says(error_of_connect(own, 0, wrong, 1s), "32 hexadecimal digits"));
     std::string error;
     try {
@@ -470,6 +473,7 @@ void test_arguments() {
 
 void test_lanes_differ() {
     std::vector<LinkPtr> links{open_link(), open_link()};
+    allow_all(links);
     std::string error;
     std::thread other([&] { error = error_of_connect(links[1], 1, places(links), 5s, 3); });
     const std::string own = error_of_connect(links[0], 0, places(links), 5s, 2);
@@ -488,7 +492,7 @@ void wait_for_descriptors(int expected) {
 }
 
 void test_strangers() {
-    const LinkPtr link = Link::open(kAnyPort, kAnyPort, {60s, 300ms});
+    const LinkPtr link = open_link(kAnyPort, kAnyPort, {60s, 300ms});
     const int before = num_descriptors();
     for (int i = 0; i < 2000; ++i) Stranger stranger(link->address());
     {
@@ -598,7 +602,7 @@ void test_greedy_peer() {
 
 // Connections and early frames of nobody's group end after the grace.
 void test_grace() {
-    const LinkPtr link = Link::open(kAnyPort, kAnyPort, {300ms, 5s});
+    const LinkPtr link = open_link(kAnyPort, kAnyPort, {300ms, 5s});
     Stranger idle(link->address());
     idle.greet(link->nonce());
     EXPECT(idle.write(frame_of(FrameKind::kJoin, 1)));
@@ -641,9 +645,7 @@ void test_fork() {
     EXPECT(members[1].wait(members[1].send(0, 1, sent)) && members[0].wait(recv));
 }
 
-}  // namespace
-
-int main() {
+void test_all() {
     test_sizes();
     test_order();
     test_three();
@@ -672,5 +674,14 @@ int main() {
     test_greedy_peer();
     test_grace();
     test_fork();
+}
+
+}  // namespace
+
+int main() {
+    test_all();
+    is_keyed = true;
+    strange_identity();
+    test_all();
     return passed("link");
 }

@@ -35,33 +35,97 @@ void check_signals() {
 
 namespace {
 
-using Places = std::vector<std::pair<std::string, std::string>>;
+// (nonce, address) or (nonce, address, key) of each rank.
+using Places = std::vector<std::vector<std::string>>;
 
 std::vector<c10::intrusive_ptr<LinkGroup>> make_groups(Link& link, const std::string& token,
                                                        int rank, const Places& peers, int lanes,
                                                        double limit_s) {
+    std::vector<link::Place> places;
+    for (const std::vector<std::string>& peer : peers) {
+        if (peer.size() != 2 && peer.size() != 3) {
+            throw std::invalid_argument("a peer is (nonce, address) or (nonce, address, key)");
+        }
+        places.push_back({peer[0], peer[1], peer.size() == 3 ? peer[2] : ""});
+    }
     py::gil_scoped_release no_gil;
-    return connect_groups(link, token, rank, peers, lanes, from_seconds(limit_s), check_signals);
+    return connect_groups(link, token, rank, places, lanes, from_seconds(limit_s), check_signals);
+}
+
+// The bytes of a seed or of a public key.
+std::array<uint8_t, 32> key_of(const char* what, const std::string& bytes) {
+    std::array<uint8_t, 32> key;
+    if (bytes.size() != key.size()) {
+        throw std::invalid_argument(std::string(what) + " has 32 bytes, got " +
+                                    std::to_string(bytes.size()));
+    }
+    std::copy(bytes.begin(), bytes.end(), key.begin());
+    return key;
+}
+
+py::bytes bytes_of(const link::PublicKey& key) {
+    return {reinterpret_cast<const char*>(key.data()), key.size()};
+}
+
+std::shared_ptr<link::Identity> open_identity(const std::string& seed) {
+    // OpenSSL is the library that Python has loaded for this module.
+    py::module_::import("ssl");
+    py::gil_scoped_release no_gil;
+    return link::Identity::open(key_of("a seed", seed));
+}
+
+std::shared_ptr<Link> open_link(const std::string& listen, const std::string& advertise,
+                                const std::string& seed) {
+    std::optional<link::Seed> own;
+    if (!seed.empty()) {
+        own = key_of("a seed", seed);
+        py::module_::import("ssl");
+    }
+    // The name of a host may be looked up.
+    py::gil_scoped_release no_gil;
+    return Link::open(listen, advertise, Link::Limits(), own);
+}
+
+void allow(Link& link, const std::vector<std::string>& keys) {
+    std::set<link::PublicKey> allowed;
+    for (const std::string& key : keys) allowed.insert(key_of("a public key", key));
+    py::gil_scoped_release no_gil;
+    link.allow(std::move(allowed));
+}
+
+py::bytes public_key(const Link& link) {
+    if (!link.has_key()) return {};
+    return bytes_of(link.public_key());
 }
 
 void register_link(py::module_& m) {
     using release = py::call_guard<py::gil_scoped_release>;
     m.def("own_host", &own_host, py::arg("interface"), release(),
           "The host at which gloo would listen on this interface; 127.0.0.1 where it could not.");
+    m.def(
+        "link_public_key",
+        [](const py::bytes& seed) { return bytes_of(open_identity(seed)->public_key()); },
+        py::arg("seed"), "The public key of a private one.");
     py::class_<LinkGroup, c10d::Backend, c10::intrusive_ptr<LinkGroup>>(m, "LinkGroup");
     py::class_<Link, std::shared_ptr<Link>>(m, "Link")
-        .def(py::init([](const std::string& listen, const std::string& advertise) {
-                 // The name of a host may be looked up.
-                 py::gil_scoped_release no_gil;
-                 return Link::open(listen, advertise);
-             }),
-             py::arg("listen"), py::arg("advertise"))
+        .def(py::init([](const std::string& listen, const std::string& advertise,
+                         const py::bytes& seed) { return open_link(listen, advertise, seed); }),
+             py::arg("listen"), py::arg("advertise"), py::arg("seed") = py::bytes())
         .def_property_readonly("address", &Link::address,
                                "Where the others can dial this process; empty: nowhere.")
         .def_property_readonly("nonce", &Link::nonce)
+        .def_property_readonly("public_key", &public_key, "Empty without a seed.")
+        .def(
+            "allow",
+            [](Link& link, const std::vector<py::bytes>& keys) {
+                allow(link, std::vector<std::string>(keys.begin(), keys.end()));
+            },
+            py::arg("keys"),
+            "Replaces the public keys that may connect; connections of other keys end.")
         .def("groups", &make_groups, py::arg("token"), py::arg("rank"), py::arg("peers"),
              py::arg("lanes"), py::arg("limit_s"),
-             "Two groups for each lane, once all peers (nonce, address) have called it.")
+             "Two groups for each lane, once all peers have called it: (nonce, address) of each "
+             "rank, and with a seed (nonce, address, public key as hexadecimal digits).")
         .def("close", &Link::close, release())
         .def("counters", &Link::counters, release());
 }

@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "exchange/link/connection.h"
@@ -19,9 +20,13 @@ namespace diloco::link {
 // Early eager messages, grants without a send, and grants under way: at most so many of each.
 constexpr size_t kMostEarly = 1024;
 
+// A process, and the key that it has proven; zeros where the link has no keys. A process
+// that claims the nonce with another key is another peer.
+using PeerId = std::pair<Nonce, PublicKey>;
+
 // Another process.
 struct Peer {
-    Nonce nonce{};
+    PeerId id{};
     std::string name{};  // for people: rank and address
     std::vector<Lane> lanes{};
     std::map<uint64_t, std::shared_ptr<Channel>> channels{};  // by token

@@ -35,26 +35,29 @@ int digit_of(char letter) {
     return -1;
 }
 
-Nonce nonce_of(const std::string& text) {
-    Nonce nonce{};
-    bool is_sound = text.size() == 2 * nonce.size();
-    for (size_t i = 0; is_sound && i < nonce.size(); ++i) {
+// The bytes of a nonce or of a key.
+template <class Bytes>
+Bytes bytes_of(const char* what, const std::string& text) {
+    Bytes bytes{};
+    bool is_sound = text.size() == 2 * bytes.size();
+    for (size_t i = 0; is_sound && i < bytes.size(); ++i) {
         const int high = digit_of(text[2 * i]), low = digit_of(text[2 * i + 1]);
         is_sound = high >= 0 && low >= 0;
-        nonce[i] = static_cast<uint8_t>(high << 4 | (low & 15));
+        bytes[i] = static_cast<uint8_t>(high << 4 | (low & 15));
     }
     if (!is_sound) {
-        throw std::invalid_argument("a nonce has 32 hexadecimal digits, got \"" + text + "\"");
+        throw std::invalid_argument(std::string(what) + " has " + std::to_string(2 * bytes.size()) +
+                                    " hexadecimal digits, got \"" + text + "\"");
     }
-    return nonce;
+    return bytes;
 }
 
 }  // namespace
 
-std::vector<Link::ChannelPtr> Link::connect(
-    const std::string& token, int rank,
-    const std::vector<std::pair<std::string, std::string>>& peers, int lanes, milliseconds limit,
-    const std::function<void()>& check) {
+std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
+                                            const std::vector<link::Place>& peers, int lanes,
+                                            milliseconds limit,
+                                            const std::function<void()>& check) {
     check_process();
     const std::lock_guard<std::mutex> once(call_mutex_);
     Call call = begin_call(token, rank, peers, lanes, limit);
@@ -96,8 +99,7 @@ std::vector<Link::ChannelPtr> Link::connect(
 
 // Checks the arguments and looks the addresses up, which may take a while.
 Link::Call Link::begin_call(const std::string& token, int rank,
-                            const std::vector<std::pair<std::string, std::string>>& peers,
-                            int lanes, milliseconds limit) {
+                            const std::vector<link::Place>& peers, int lanes, milliseconds limit) {
     Call call;
     call.token = hash_of(token);
     call.lanes = lanes;
@@ -105,7 +107,7 @@ Link::Call Link::begin_call(const std::string& token, int rank,
     call.deadline = call.begin + limit;
     const auto size = peers.size();
     if (rank < 0 || static_cast<size_t>(rank) >= size ||
-        peers[static_cast<size_t>(rank)].first != nonce_text_) {
+        peers[static_cast<size_t>(rank)].nonce != nonce_text_) {
         throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size) +
                                     " peers is not this process");
     }
@@ -115,13 +117,15 @@ Link::Call Link::begin_call(const std::string& token, int rank,
     }
     std::string apart;
     for (size_t i = 0; i < size; ++i) {
-        const auto& [nonce, address] = peers[i];
+        const auto& [nonce, address, key] = peers[i];
         for (size_t j = 0; j < i; ++j) {
-            if (peers[j].first != nonce) continue;
+            if (peers[j].nonce != nonce) continue;
             throw std::invalid_argument("rank " + std::to_string(j) + " and rank " +
                                         std::to_string(i) + " are the same process");
         }
-        nonce_of(nonce);
+        const link::PeerId id{bytes_of<Nonce>("a nonce", nonce),
+                              key_of(i, i == static_cast<size_t>(rank), key)};
+        call.ids.push_back(id);
         call.addresses.push_back(address);
         call.found.emplace_back();
         if (i == static_cast<size_t>(rank)) continue;
@@ -148,10 +152,43 @@ Link::Call Link::begin_call(const std::string& token, int rank,
         if (i == static_cast<size_t>(rank)) continue;
         const std::string at = call.addresses[i].empty() ? "" : " at " + call.addresses[i];
         call.peers.back() = std::make_shared<link::Peer>();
-        call.peers.back()->nonce = nonce_of(peers[i].first);
+        call.peers.back()->id = call.ids[i];
         call.peers.back()->name = "rank " + std::to_string(i) + at;
     }
     return call;
+}
+
+// The key of a rank; zeros where the link has no keys.
+link::PublicKey Link::key_of(size_t rank, bool is_own, const std::string& text) const {
+    const std::string name = "rank " + std::to_string(rank);
+    if (!identity_) {
+        if (text.empty()) return {};
+        throw std::invalid_argument("this link has no key, and " + name + " has the key " + text);
+    }
+    if (text.empty() && is_own) return public_key();
+    if (text.empty()) {
+        throw std::invalid_argument("this link has a key, and the key of " + name + " is missing");
+    }
+    const auto key = bytes_of<link::PublicKey>("a public key", text);
+    if (is_own && key != public_key()) {
+        throw std::invalid_argument("this process (" + name + ") has the key " +
+                                    link::to_hex(public_key()) + ", and not " + text);
+    }
+    return key;
+}
+
+// A process may have said that it is one of the members before this one knew their keys.
+void Link::end_other_keys(Lock& lock, const Call& call) {
+    for (const auto& [id, peer] : std::map(peers_)) {
+        for (const PeerPtr& wanted : call.peers) {
+            if (!wanted || wanted->id.first != id.first || wanted->id == id) continue;
+            for (const link::Lane& lane : std::vector(peer->lanes)) {
+                for (const ConnectionPtr& one : {lane.own, lane.theirs}) {
+                    if (one) disconnect(lock, one, "its key is not the key of " + wanted->name);
+                }
+            }
+        }
+    }
 }
 
 // Makes the peers and channels known.
@@ -159,7 +196,10 @@ void Link::enter(Lock& lock, Call& call) {
     const auto& closed = closed_tokens_;
     bool was_used = std::find(closed.begin(), closed.end(), call.token) != closed.end();
     for (const PeerPtr& wanted : call.peers) {
-        const auto known = wanted ? peers_.find(wanted->nonce) : peers_.end();
+        if (wanted && is_other_key(wanted->id)) {
+            throw std::invalid_argument(wanted->name + " has another key in another group");
+        }
+        const auto known = wanted ? peers_.find(wanted->id) : peers_.end();
         if (known == peers_.end()) continue;
         const auto channel = known->second->channels.find(call.token);
         was_used = was_used || (channel != known->second->channels.end() &&
@@ -167,10 +207,11 @@ void Link::enter(Lock& lock, Call& call) {
     }
     if (was_used) throw std::invalid_argument("groups of this token have been made before");
     if (is_closing_) throw std::runtime_error("the link was closed");
+    end_other_keys(lock, call);
     for (size_t i = 0; i < call.peers.size(); ++i) {
         if (!call.peers[i]) continue;
         const std::string name = call.peers[i]->name;
-        call.peers[i] = peer_of(call.peers[i]->nonce, name);
+        call.peers[i] = peer_of(call.peers[i]->id, name);
         link::Peer& peer = *call.peers[i];
         peer.name = name;
         ++peer.num_users;
@@ -247,6 +288,8 @@ std::string Link::missing(const Call& call) const {
         if (one.empty()) continue;
         text += (text.empty() ? "" : "; ") + one;
     }
+    // It may have come from any of them.
+    if (refused_at_ >= call.begin) text += "; a connection from " + last_refusal_;
     return text;
 }
 

@@ -3,6 +3,7 @@
 #include <netinet/tcp.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -17,6 +18,44 @@ void set_option(int fd, int level, int name, int value) {
     setsockopt(fd, level, name, &value, sizeof(value));
 }
 
+// The result of a session's call.
+Moved moved_by(const TlsSession& session, TlsSession::Outcome outcome, size_t num_bytes) {
+    Moved moved;
+    moved.num_bytes = num_bytes;
+    switch (outcome) {
+        case TlsSession::Outcome::kDone:
+            break;
+        case TlsSession::Outcome::kWantsRead:
+        case TlsSession::Outcome::kWantsWrite:
+            moved.is_blocked = true;
+            break;
+        case TlsSession::Outcome::kClosed:
+        case TlsSession::Outcome::kFailed: {
+            moved.is_over = true;
+            moved.trouble = session.trouble();
+            // The sentence about a closed connection says the rest.
+            if (moved.trouble == kPeerHasClosed) moved.trouble.clear();
+            if (moved.trouble == kPeerHasVanished) moved.trouble = "it has not said goodbye";
+            break;
+        }
+    }
+    return moved;
+}
+
+// The result of a system call.
+Moved moved_by(ssize_t result, int error) {
+    Moved moved;
+    if (result >= 0) {
+        moved.num_bytes = static_cast<size_t>(result);
+    } else if (error == EAGAIN) {
+        moved.is_blocked = true;
+    } else if (error != EINTR) {
+        moved.is_over = true;
+        moved.trouble = std::strerror(error);
+    }
+    return moved;
+}
+
 }  // namespace
 
 void set_options(int fd) {
@@ -26,6 +65,44 @@ void set_options(int fd) {
     set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 30);
     set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 30);
     set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 600 * 1000);
+}
+
+Moved Connection::transmit(const iovec* parts, int num_parts) const {
+    if (session) {
+        size_t done = 0;
+        const TlsSession::Outcome outcome = session->write(parts, num_parts, done);
+        return moved_by(*session, outcome, done);
+    }
+    msghdr head{};
+    head.msg_iov = const_cast<iovec*>(parts);
+    head.msg_iovlen = static_cast<size_t>(num_parts);
+    const ssize_t written = sendmsg(fd.get(), &head, MSG_NOSIGNAL | MSG_DONTWAIT);
+    return moved_by(written, errno);
+}
+
+Moved Connection::receive(const iovec* parts, int num_parts) const {
+    if (session) {
+        size_t done = 0;
+        const TlsSession::Outcome outcome = session->read(parts, num_parts, done);
+        return moved_by(*session, outcome, done);
+    }
+    const ssize_t got = readv(fd.get(), parts, num_parts);
+    Moved moved = moved_by(got, errno);
+    moved.is_over = moved.is_over || got == 0;
+    return moved;
+}
+
+std::string Connection::say(const void* data, size_t num_bytes) {
+    const iovec part{const_cast<void*>(data), num_bytes};
+    const Moved moved = transmit(&part, 1);
+    has_unsent = session && moved.is_blocked;
+    if (moved.num_bytes == num_bytes) return "";
+    return moved.trouble.empty() ? "it has closed the connection" : moved.trouble;
+}
+
+void Connection::say_bye() {
+    if (!session || std::exchange(has_said_bye, true)) return;
+    has_unsent = session->close() == TlsSession::Outcome::kWantsWrite;
 }
 
 int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk) {

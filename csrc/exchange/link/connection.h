@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "exchange/link/sockets.h"
+#include "exchange/link/tls.h"
 
 namespace diloco::link {
 
@@ -28,6 +29,7 @@ using Nonce = std::array<uint8_t, 16>;
 
 constexpr std::array<uint8_t, 8> kGreeting{'D', 'I', 'L', 'O', 'L', 'I', 'N', 'K'};
 constexpr uint32_t kLinkVersion = 1;
+constexpr uint8_t kTlsAlert = 21, kTlsHandshake = 22;  // the first byte, where TLS is spoken
 
 struct Hello {
     std::array<uint8_t, 8> magic = kGreeting;
@@ -38,7 +40,14 @@ struct Hello {
 };
 static_assert(sizeof(Hello) == 48, "the greeting is a wire format");
 
-enum class Status : uint32_t { kWelcome = 1, kOtherProcess, kOtherVersion };
+enum class Status : uint32_t {
+    kWelcome = 1,
+    kOtherProcess,
+    kOtherVersion,
+    kHasKeys,  // the acceptor speaks TLS only
+    kNoKeys,   // the dialler has begun with TLS, and the acceptor has no keys
+    kOtherKey  // the acceptor knows the process of this nonce by another key
+};
 
 struct Answer {
     std::array<uint8_t, 8> magic = kGreeting;
@@ -130,13 +139,22 @@ struct OutFrame {
 struct Peer;
 struct Dial;
 
+// The result of a call to the kernel. With a TLS session in between, the bytes are plain text.
+struct Moved {
+    size_t num_bytes = 0;
+    bool is_blocked = false;  // the kernel has no more room, or no more bytes
+    bool is_over = false;     // nothing will follow
+    std::string trouble{};    // why it is over; empty: the peer has closed
+};
+
 struct Connection {
-    enum class State { kConnecting, kAsking, kAsked, kOpen, kClosed };
+    enum class State { kConnecting, kSecuring, kAsking, kAsked, kOpen, kClosed };
 
     static constexpr size_t kStagingBytes = 4096;
 
     uint64_t id = 0;
     Descriptor fd{};
+    std::shared_ptr<TlsSession> session{};  // of a keyed link, once the handshake has begun
     State state = State::kClosed;
     bool is_ready = false;  // it stands in the list of connections to be served
     std::shared_ptr<Peer> peer{};
@@ -155,8 +173,10 @@ struct Connection {
     std::vector<OutFrame>
         batch{};  // between plan_write() and wrote(); else at most one begun frame
 
+    bool has_unsent = false;  // encrypted bytes wait in the session
+
     bool has_output(bool with_bulk = true) const {
-        return !batch.empty() || !control.empty() || (with_bulk && !bulk.empty());
+        return has_unsent || !batch.empty() || !control.empty() || (with_bulk && !bulk.empty());
     }
     // Chooses what to write next, control frames first; returns the number of parts.
     int plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk);
@@ -181,6 +201,21 @@ struct Connection {
     bool took(size_t num_bytes);
     bool take_staged();
     size_t num_staged() const { return end - begin; }
+
+    // The handshake, on the thread for handshakes.
+    bool is_shaking = false;  // it waits for that thread, or is there
+    bool has_heard = false;   // the peer's first byte was looked at
+    bool has_shaken = false;  // both have proven their keys
+    bool has_left = false;    // the peer has closed before that
+    bool has_said_bye = false;
+
+    // Calls to the kernel, without the link's mutex.
+    Moved transmit(const iovec* parts, int num_parts) const;
+    Moved receive(const iovec* parts, int num_parts) const;
+    // A short greeting, which the kernel has room for; an empty text, or why it could not leave.
+    std::string say(const void* data, size_t num_bytes);
+    // Nothing was cut off: a session says so once.
+    void say_bye();
 };
 using ConnectionPtr = std::shared_ptr<Connection>;
 

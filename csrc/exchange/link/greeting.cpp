@@ -86,8 +86,10 @@ std::string published(const std::string& advertise, const std::string& listening
 
 }  // namespace
 
-Link::Link(const std::string& listen, const std::string& advertise, Limits limits)
+Link::Link(const std::string& listen, const std::string& advertise, Limits limits,
+           const std::optional<link::Seed>& seed)
     : limits_(limits), pid_(getpid()), nonce_(random_nonce()), nonce_text_(hex_of(nonce_)) {
+    if (seed) identity_ = link::Identity::open(*seed);
     if (!listen.empty()) listener_ = open_listener(listen);
     address_ = published(advertise, listener_ ? name_of_socket(listener_.get()) : "");
     epoll_ = Descriptor([] { return epoll_create1(EPOLL_CLOEXEC); });
@@ -99,13 +101,14 @@ Link::Link(const std::string& listen, const std::string& advertise, Limits limit
     }
     next_sweep_ = Clock::now() + kSweepPeriod;
     thread_ = std::thread([this] { loop(); });
+    if (identity_) shake_thread_ = std::thread([this] { shake_hands(); });
 }
 
-Link::PeerPtr Link::peer_of(const Nonce& nonce, const std::string& name) {
-    PeerPtr& peer = peers_[nonce];
+Link::PeerPtr Link::peer_of(const link::PeerId& id, const std::string& name) {
+    PeerPtr& peer = peers_[id];
     if (!peer) {
         peer = std::make_shared<link::Peer>();
-        peer->nonce = nonce;
+        peer->id = id;
         peer->name = name;
         peer->idle_since = Clock::now();
         peer->lanes.reserve(link::kMostLanes);  // references to lanes stay valid
@@ -145,7 +148,8 @@ void Link::accept_some(Lock& lock) {
             accept_at_ = Clock::now() + kAcceptPause;
             return;
         }
-        const ConnectionPtr connection = add_connection(std::move(fd), State::kAsked);
+        const ConnectionPtr connection =
+            add_connection(std::move(fd), identity_ ? State::kSecuring : State::kAsked);
         if (!connection) continue;
         connection->deadline = Clock::now() + limits_.greeting;
         strangers_.push_back(connection);
@@ -153,9 +157,29 @@ void Link::accept_some(Lock& lock) {
     }
 }
 
-void Link::refuse_stranger(Lock& lock, const ConnectionPtr& connection) {
+// `why`: a sentence for the user who waits for this connection, unless nobody can know of it.
+void Link::refuse_stranger(Lock& lock, const ConnectionPtr& connection, const std::string& why) {
     ++num_strangers_;
+    if (!why.empty()) {
+        last_refusal_ = name_of_peer(connection->fd.get()) + " was refused: " + why;
+        refused_at_ = Clock::now();
+    }
     disconnect(lock, ConnectionPtr(connection), "");
+}
+
+// A connection that came, or one that this process has dialled.
+void Link::refuse(Lock& lock, const ConnectionPtr& connection, const std::string& why) {
+    if (!connection->dial) return refuse_stranger(lock, connection, why);
+    disconnect(lock, connection, why);
+}
+
+// Tells a link that has keys that this one has none.
+void Link::answer_tls(const ConnectionPtr& connection) {
+    // Bytes that nobody has read would take the answer back.
+    while (recv(connection->fd.get(), scratch_.data(), scratch_.size(), MSG_DONTWAIT) > 0) continue;
+    Answer answer;
+    answer.status = static_cast<uint32_t>(Status::kNoKeys);
+    connection->say(&answer, sizeof(answer));
 }
 
 // Reads the greeting of either side, and nothing after it.
@@ -163,23 +187,23 @@ void Link::greet(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
     const bool is_asked = it.state == State::kAsked;
     const size_t size = is_asked ? sizeof(Hello) : sizeof(Answer);
-    const auto refuse = [&](const std::string& text) {
-        if (is_asked) return refuse_stranger(lock, connection);
-        disconnect(lock, connection, text);
-    };
     while (it.can_read && it.end < size) {
-        const ssize_t got = recv(it.fd.get(), it.staging.data() + it.end, size - it.end, 0);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0 && errno == EAGAIN) {
-            it.can_read = false;
-            return;
-        }
-        if (got < 0) return refuse(std::strerror(errno));
-        if (got == 0) return refuse("it has closed the connection");
-        it.end += static_cast<size_t>(got);
+        const iovec part{it.staging.data() + it.end, size - it.end};
+        const link::Moved moved = it.receive(&part, 1);
+        it.end += moved.num_bytes;
+        if (moved.is_blocked) it.can_read = false;
         const size_t known = std::min(it.end, link::kGreeting.size());
         if (std::memcmp(it.staging.data(), link::kGreeting.data(), known) != 0) {
-            return refuse("another program answers there");
+            if (!is_asked) return refuse(lock, connection, "another program answers there");
+            if (it.staging[0] != link::kTlsHandshake) return refuse_stranger(lock, connection);
+            answer_tls(connection);
+            return refuse_stranger(lock, connection, "it has keys, and this link has none");
+        }
+        if (moved.is_over && it.end < size) {
+            if (is_asked) return refuse_stranger(lock, connection);
+            const bool is_said = !moved.trouble.empty();
+            return refuse(lock, connection,
+                          is_said ? moved.trouble : "it has closed the connection");
         }
     }
     if (it.end < size) return;
@@ -191,28 +215,56 @@ void Link::greet(Lock& lock, const ConnectionPtr& connection) {
     }
 }
 
+namespace {
+
+// The process that greets with this nonce.
+link::PeerId id_of(const link::Connection& connection, const Nonce& nonce) {
+    return {nonce, connection.session ? connection.session->peer() : link::PublicKey{}};
+}
+
+// For the user of this process; empty where the user of the other one will know.
+std::string why_refused(Status status, const link::PeerId& id) {
+    if (status == Status::kHasKeys) return "it has no keys, and this link has";
+    if (status != Status::kOtherKey) return "";
+    return "it says that it is a process of another key; it has the key " + link::to_hex(id.second);
+}
+
+}  // namespace
+
+// Whether this process knows the nonce by another key.
+bool Link::is_other_key(const link::PeerId& id) const {
+    const auto first = peers_.lower_bound({id.first, link::PublicKey{}});
+    for (auto it = first; it != peers_.end() && it->first.first == id.first; ++it) {
+        if (it->second->num_users > 0 && it->first.second != id.second) return true;
+    }
+    return false;
+}
+
 void Link::on_hello(Lock& lock, const ConnectionPtr& connection) {
     Hello hello;
     std::memcpy(&hello, connection->staging.data(), sizeof(hello));
     Answer answer;
     answer.own = nonce_;
     Status status = Status::kWelcome;
+    const link::PeerId id = id_of(*connection, hello.own);
+    if (is_other_key(id)) status = Status::kOtherKey;
     if (hello.wanted != nonce_) status = Status::kOtherProcess;
     if (hello.version != link::kLinkVersion) status = Status::kOtherVersion;
+    if (identity_ && !connection->session) status = Status::kHasKeys;
     answer.status = static_cast<uint32_t>(status);
     const bool is_sound = hello.own != nonce_ && hello.lane < link::kMostLanes;
-    const auto sent = send(connection->fd.get(), &answer, sizeof(answer), MSG_NOSIGNAL);
-    if (sent != static_cast<ssize_t>(sizeof(answer)) || !is_sound || status != Status::kWelcome) {
-        return refuse_stranger(lock, connection);
+    const std::string trouble = connection->say(&answer, sizeof(answer));
+    if (!trouble.empty() || !is_sound || status != Status::kWelcome) {
+        return refuse_stranger(lock, connection, why_refused(status, id));
     }
     const auto is_idle = [](const auto& entry) { return entry.second->num_users == 0; };
     const auto num_idle = std::count_if(peers_.begin(), peers_.end(), is_idle);
-    if (static_cast<size_t>(num_idle) >= kMostIdlePeers && peers_.count(hello.own) == 0) {
+    if (static_cast<size_t>(num_idle) >= kMostIdlePeers && peers_.count(id) == 0) {
         return refuse_stranger(lock, connection);
     }
     strangers_.erase(std::remove(strangers_.begin(), strangers_.end(), connection),
                      strangers_.end());
-    connection->peer = peer_of(hello.own, "a process at " + name_of_peer(connection->fd.get()));
+    connection->peer = peer_of(id, "a process at " + name_of_peer(connection->fd.get()));
     connection->lane = static_cast<int>(hello.lane);
     settle(lock, connection, false);
 }
@@ -256,14 +308,19 @@ void Link::finish_connect(Lock& lock, const ConnectionPtr& connection) {
     socklen_t length = sizeof(error);
     getsockopt(connection->fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
     if (error != 0) return disconnect(lock, connection, std::strerror(error));
+    if (!identity_) return ask(lock, connection);
+    connection->state = State::kSecuring;
+    queue_shake(connection);
+}
+
+// Greets the process that this one has dialled.
+void Link::ask(Lock& lock, const ConnectionPtr& connection) {
     Hello hello;
     hello.own = nonce_;
-    hello.wanted = connection->peer->nonce;
+    hello.wanted = connection->peer->id.first;
     hello.lane = static_cast<uint32_t>(connection->lane);
-    const auto sent = send(connection->fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL);
-    if (sent != static_cast<ssize_t>(sizeof(hello))) {
-        return disconnect(lock, connection, std::strerror(errno));
-    }
+    const std::string trouble = connection->say(&hello, sizeof(hello));
+    if (!trouble.empty()) return disconnect(lock, connection, trouble);
     connection->state = State::kAsking;
 }
 
@@ -277,7 +334,15 @@ void Link::on_answer(Lock& lock, const ConnectionPtr& connection) {
                               " of the link's protocol, this process version " +
                               std::to_string(link::kLinkVersion));
     }
-    if (status != Status::kWelcome || answer.own != connection->peer->nonce) {
+    if (status == Status::kHasKeys) {
+        return disconnect(lock, connection, "the link there has keys, and this link has none");
+    }
+    if (status == Status::kOtherKey) {
+        return disconnect(lock, connection,
+                          "the process there knows this process by another key than " +
+                              link::to_hex(public_key()));
+    }
+    if (status != Status::kWelcome || answer.own != connection->peer->id.first) {
         return disconnect(lock, connection, "another process listens there now");
     }
     const auto dial = std::exchange(connection->dial, nullptr);
@@ -317,7 +382,7 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
     for (const auto& dial : std::vector(dials_)) {
         const ConnectionPtr connection = dial->connection;
         if (connection && connection->deadline <= now) {
-            const bool is_there = connection->state == State::kAsking;
+            const bool is_there = connection->state != State::kConnecting;
             disconnect(lock, connection,
                        is_there ? "it does not answer, and may be stopped" : "no answer");
         } else if (!connection && dial->retry_at <= now && !is_closing_) {
@@ -327,6 +392,7 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
     if (!is_accepting_ && accept_at_ <= now && listener_) {
         is_accepting_ = watch(epoll_.get(), listener_.get(), 1, EPOLLIN);
     }
+    if (std::exchange(has_new_keys_, false)) end_removed_keys(lock);
     if (next_sweep_ > now) return;
     next_sweep_ = now + kSweepPeriod;
     sweep(lock, now);
@@ -334,7 +400,7 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
 
 // Offers what waits for a grant, and forgets who and what nobody has asked for.
 void Link::sweep(Lock& lock, Clock::time_point now) {
-    for (const auto& [nonce, peer] : std::map(peers_)) {
+    for (const auto& [id, peer] : std::map(peers_)) {
         for (const auto& [token, channel] : std::map(peer->channels)) {
             if (channel->state == Channel::State::kOpen) channel->offer();
             if (channel->state == Channel::State::kUnknown &&
@@ -350,7 +416,7 @@ void Link::sweep(Lock& lock, Clock::time_point now) {
                 if (one) disconnect(lock, one, "");
             }
         }
-        peers_.erase(nonce);
+        peers_.erase(id);
     }
 }
 

@@ -91,9 +91,8 @@ c10::intrusive_ptr<c10d::Work> LinkGroup::post(std::vector<at::Tensor>& tensors,
 }
 
 std::vector<c10::intrusive_ptr<LinkGroup>> connect_groups(
-    Link& link, const std::string& token, int rank,
-    const std::vector<std::pair<std::string, std::string>>& peers, int lanes,
-    std::chrono::milliseconds limit, const std::function<void()>& check) {
+    Link& link, const std::string& token, int rank, const std::vector<link::Place>& peers,
+    int lanes, std::chrono::milliseconds limit, const std::function<void()>& check) {
     const auto channels = link.connect(token, rank, peers, lanes, limit, check);
     std::vector<c10::intrusive_ptr<LinkGroup>> groups;
     for (int number = 0; number < 2 * lanes; ++number) {

@@ -40,8 +40,7 @@ class LinkGroup : public c10d::Backend {
 
 // Two groups for each lane; see Link::connect().
 std::vector<c10::intrusive_ptr<LinkGroup>> connect_groups(
-    Link& link, const std::string& token, int rank,
-    const std::vector<std::pair<std::string, std::string>>& peers, int lanes,
-    std::chrono::milliseconds limit, const std::function<void()>& check);
+    Link& link, const std::string& token, int rank, const std::vector<link::Place>& peers,
+    int lanes, std::chrono::milliseconds limit, const std::function<void()>& check);
 
 }  // namespace diloco

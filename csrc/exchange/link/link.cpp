@@ -38,15 +38,12 @@ std::string closed_by(const Peer& peer, const std::string& text) {
     return "connection closed by peer: " + peer.name + (text.empty() ? "" : ": " + text);
 }
 
-// A cause for people: the sentence goes on after it.
-std::string text_of_errno(int error) { return std::strerror(error); }
-
 }  // namespace
 
 std::shared_ptr<Link> Link::open(const std::string& listen, const std::string& advertise,
-                                 Limits limits) {
+                                 Limits limits, const std::optional<link::Seed>& seed) {
     // In a forked child neither the thread nor the state of the mutexes is ours.
-    return std::shared_ptr<Link>(new Link(listen, advertise, limits), [](Link* link) {
+    return std::shared_ptr<Link>(new Link(listen, advertise, limits, seed), [](Link* link) {
         if (link->is_own_process()) delete link;
     });
 }
@@ -154,15 +151,17 @@ void Link::close() {
     {
         Lock lock(mutex_);
         if (!std::exchange(is_closing_, true)) {
-            for (const auto& [nonce, peer] : std::map(peers_)) {
+            for (const auto& [id, peer] : std::map(peers_)) {
                 for (const auto& [token, channel] : std::map(peer->channels)) {
                     end_all(lock, *channel, -1, "the link was closed");
                 }
             }
         }
         changed_.notify_all();
+        shake_due_.notify_all();
         wake();
     }
+    if (shake_thread_.joinable()) shake_thread_.join();
     if (thread_.joinable()) thread_.join();
 }
 
@@ -266,6 +265,9 @@ void Link::serve(Lock& lock, const ConnectionPtr& connection) {
         case State::kConnecting:
             if (connection->can_write || connection->is_hung_up) finish_connect(lock, connection);
             break;
+        case State::kSecuring:
+            secure(lock, connection);
+            break;
         case State::kAsking:
         case State::kAsked:
             greet(lock, connection);
@@ -292,28 +294,26 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
     while (budget > 0 && it.state == State::kOpen && it.can_write && !it.is_writing &&
            it.trouble.empty() && it.has_output(with_bulk)) {
         std::array<iovec, kMostParts> parts;
-        msghdr head{};
-        head.msg_iov = parts.data();
         const int num_parts = it.plan_write(parts.data(), kMostParts, budget, with_bulk);
-        head.msg_iovlen = static_cast<size_t>(num_parts);
-        if (num_parts == 0) return;  // its first message is being cancelled
+        if (num_parts == 0 && !it.has_unsent) return;  // its first message is being cancelled
         size_t planned = 0;
         for (int i = 0; i < num_parts; ++i) planned += parts[static_cast<size_t>(i)].iov_len;
         it.is_writing = true;
         const uint64_t num_writable = it.num_writable;
         lock.unlock();
-        const ssize_t written = sendmsg(it.fd.get(), &head, MSG_NOSIGNAL | MSG_DONTWAIT);
-        const int error = errno;
+        const link::Moved moved = it.transmit(parts.data(), num_parts);
         lock.lock();
         it.is_writing = false;
-        const size_t done = written > 0 ? static_cast<size_t>(written) : 0;
+        it.has_unsent = it.session && moved.is_blocked;
+        const size_t done = moved.num_bytes;
         for (const MessagePtr& message : it.wrote(done)) {
             if (message->channel) message->channel->finish(message, "");
         }
         if (num_cancelling_ > 0) io_done_.notify_all();
-        if (written < 0 && error != EAGAIN && error != EINTR) it.trouble = text_of_errno(error);
+        if (moved.is_over) it.trouble = moved.trouble;
+        if (moved.is_over && it.trouble.empty()) it.trouble = "it takes no more";
         // Meanwhile the kernel may have said that there is room again.
-        const bool is_full = written < 0 ? error == EAGAIN : done < planned;
+        const bool is_full = moved.is_blocked || (!it.session && done > 0 && done < planned);
         if (is_full && it.num_writable == num_writable) {
             it.can_write = false;
         }
@@ -342,24 +342,21 @@ void Link::read(Lock& lock, const ConnectionPtr& connection) {
         const size_t planned = parts[0].iov_len + (num_parts > 1 ? parts[1].iov_len : 0);
         const MessagePtr target = it.target;
         lock.unlock();
-        const ssize_t got = readv(it.fd.get(), parts.data(), num_parts);
-        const int error = errno;
+        const link::Moved moved = it.receive(parts.data(), num_parts);
         lock.lock();
         if (target) target->is_in_io = false;
         if (num_cancelling_ > 0) io_done_.notify_all();
-        if (got == 0) return disconnect(lock, connection, "");
-        if (got < 0) {
-            if (error == EINTR) continue;
-            if (error != EAGAIN) return disconnect(lock, connection, text_of_errno(error));
-            it.can_read = false;
-            return;
-        }
-        const auto num_bytes = static_cast<size_t>(got);
-        received_bytes_ += got;
+        const size_t num_bytes = moved.num_bytes;
+        received_bytes_ += static_cast<int64_t>(num_bytes);
         budget -= std::min(budget, num_bytes);
-        if (num_bytes < planned && !it.is_hung_up) it.can_read = false;
-        if (it.took(num_bytes)) end_payload(connection);
-        parse(lock, connection);
+        // A session has read on until the kernel had no more.
+        const bool is_short = !it.session && num_bytes > 0 && num_bytes < planned;
+        if (moved.is_blocked || (is_short && !it.is_hung_up)) it.can_read = false;
+        if (num_bytes > 0) {
+            if (it.took(num_bytes)) end_payload(connection);
+            parse(lock, connection);
+        }
+        if (moved.is_over) return disconnect(lock, connection, moved.trouble);
     }
 }
 
@@ -519,6 +516,7 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
     connections_.erase(it.id);
     strangers_.erase(std::remove(strangers_.begin(), strangers_.end(), connection),
                      strangers_.end());
+    if (was_open && !it.is_writing) it.say_bye();
     shutdown(it.fd.get(), SHUT_RDWR);
     if (const auto dial = std::exchange(it.dial, nullptr)) {
         dial_failed(*dial, text.empty() ? "it has closed the connection" : text);
@@ -552,8 +550,9 @@ void Link::linger(Lock& lock) {
     while (!connections_.empty() && Clock::now() < deadline) {
         for (const ConnectionPtr& connection : open_connections()) {
             flush(lock, connection, false);
-            const bool is_done = !connection->has_output() && !connection->is_writing;
-            if (is_done) shutdown(connection->fd.get(), SHUT_WR);
+            if (connection->has_output() || connection->is_writing) continue;
+            connection->say_bye();
+            if (!connection->has_unsent) shutdown(connection->fd.get(), SHUT_WR);
         }
         pass(lock);
     }

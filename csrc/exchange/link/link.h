@@ -5,6 +5,9 @@
 // group opens connections to newcomers only. Both processes dial where both have an address, and
 // each sends over the connection that it dialled; a process that cannot dial sends over the
 // connection that its peer dialled.
+//
+// A link with a key speaks TLS only: below the greeting each process proves that it holds an
+// allowed key, and a peer is known by its nonce and its key.
 #pragma once
 
 #include <sys/types.h>
@@ -17,6 +20,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -42,6 +47,31 @@ struct Dial {
     std::string trouble{};  // of the last attempt
 };
 
+// The public keys that may connect. Threads share it.
+class Keyring {
+  public:
+    void replace(std::set<PublicKey> keys) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        keys_ = std::move(keys);
+    }
+    bool has(const PublicKey& key) const {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return keys_.count(key) > 0;
+    }
+
+  private:
+    mutable std::mutex mutex_;
+    std::set<PublicKey> keys_;
+};
+
+// How the others find a process: 32 hexadecimal digits, host:port or "", and the public key as 64
+// hexadecimal digits or "".
+struct Place {
+    std::string nonce{};
+    std::string address{};
+    std::string key{};
+};
+
 }  // namespace link
 
 class Link : public std::enable_shared_from_this<Link> {
@@ -56,9 +86,10 @@ class Link : public std::enable_shared_from_this<Link> {
 
     // `listen`: host:port, with brackets around an IPv6 address; port 0 is any free one; "" does
     // not listen. `advertise`: where the others can dial this process; port 0 is the port that
-    // listens; "": they cannot.
+    // listens; "": they cannot. `seed`: the private key of this process; without it all is plain.
     static std::shared_ptr<Link> open(const std::string& listen, const std::string& advertise,
-                                      Limits limits);
+                                      Limits limits,
+                                      const std::optional<link::Seed>& seed = std::nullopt);
     static std::shared_ptr<Link> open(const std::string& listen, const std::string& advertise) {
         return open(listen, advertise, Limits());
     }
@@ -69,15 +100,20 @@ class Link : public std::enable_shared_from_this<Link> {
     // The others need to know: host:port, and 128 random bits as hexadecimal digits.
     const std::string& address() const { return address_; }
     const std::string& nonce() const { return nonce_text_; }
+    bool has_key() const { return identity_ != nullptr; }
+    // Only where has_key().
+    const link::PublicKey& public_key() const { return identity_->public_key(); }
+
+    // Replaces the keys that may connect; at first there are none. Connections of other keys end.
+    void allow(std::set<link::PublicKey> keys);
 
     // Connects the groups of a token, two for each lane: returns the channels to all peers by rank,
-    // null for the own rank. `token` is the same on all members and was never used before;
-    // `peers`: nonce and address of each rank. Returns once every member has called it, else throws
-    // one sentence that names each rank that is not connected at the limit. `check` is called again
-    // and again meanwhile, and may throw. Then close_group() must be called for each group.
+    // null for the own rank. `token` is the same on all members and was never used before. Returns
+    // once every member has called it, else throws one sentence that names each rank that is not
+    // connected at the limit. `check` is called again and again meanwhile, and may throw. Then
+    // close_group() must be called for each group.
     std::vector<std::shared_ptr<link::Channel>> connect(
-        const std::string& token, int rank,
-        const std::vector<std::pair<std::string, std::string>>& peers, int lanes,
+        const std::string& token, int rank, const std::vector<link::Place>& peers, int lanes,
         std::chrono::milliseconds limit, const std::function<void()>& check = [] {});
 
     // Ends all works and connections. Messages that are written already still arrive.
@@ -110,13 +146,15 @@ class Link : public std::enable_shared_from_this<Link> {
         uint64_t token = 0;
         int lanes = 0;
         Clock::time_point begin{}, deadline{};
-        std::vector<PeerPtr> peers{};  // by rank; null for the own rank
+        std::vector<link::PeerId> ids{};  // by rank
+        std::vector<PeerPtr> peers{};     // null for the own rank
         std::vector<ChannelPtr> channels{};
         std::vector<std::string> addresses{};
         std::vector<std::vector<Address>> found{};
     };
 
-    Link(const std::string& listen, const std::string& advertise, Limits limits);
+    Link(const std::string& listen, const std::string& advertise, Limits limits,
+         const std::optional<link::Seed>& seed);
 
     // link.cpp: the thread, and bytes.
     void loop();
@@ -150,20 +188,35 @@ class Link : public std::enable_shared_from_this<Link> {
     void greet(Lock& lock, const ConnectionPtr& connection);
     void on_hello(Lock& lock, const ConnectionPtr& connection);
     void on_answer(Lock& lock, const ConnectionPtr& connection);
-    void refuse_stranger(Lock& lock, const ConnectionPtr& connection);
+    void refuse_stranger(Lock& lock, const ConnectionPtr& connection, const std::string& why = "");
+    void refuse(Lock& lock, const ConnectionPtr& connection, const std::string& why);
+    void answer_tls(const ConnectionPtr& connection);
+    bool is_other_key(const link::PeerId& id) const;
     void settle(Lock& lock, const ConnectionPtr& connection, bool is_own);
     void start(const std::shared_ptr<link::Dial>& dial);
     void finish_connect(Lock& lock, const ConnectionPtr& connection);
+    void ask(Lock& lock, const ConnectionPtr& connection);
     void dial_failed(link::Dial& dial, const std::string& trouble);
     void stop_dial(Lock& lock, link::Lane& lane);
     void run_timers(Lock& lock, Clock::time_point now);
     void sweep(Lock& lock, Clock::time_point now);
-    PeerPtr peer_of(const link::Nonce& nonce, const std::string& name);
+    PeerPtr peer_of(const link::PeerId& id, const std::string& name);
+
+    // handshake.cpp: keys.
+    void shake_hands();
+    void shake(Lock& lock, const ConnectionPtr& connection);
+    void secure(Lock& lock, const ConnectionPtr& connection);
+    bool hear(Lock& lock, const ConnectionPtr& connection);
+    void on_secure(Lock& lock, const ConnectionPtr& connection);
+    void queue_shake(const ConnectionPtr& connection);
+    void end_removed_keys(Lock& lock);
+    void refuse_removed(Lock& lock, const ConnectionPtr& connection);
 
     // connect.cpp
-    Call begin_call(const std::string& token, int rank,
-                    const std::vector<std::pair<std::string, std::string>>& peers, int lanes,
-                    std::chrono::milliseconds limit);
+    Call begin_call(const std::string& token, int rank, const std::vector<link::Place>& peers,
+                    int lanes, std::chrono::milliseconds limit);
+    link::PublicKey key_of(size_t rank, bool is_own, const std::string& text) const;
+    void end_other_keys(Lock& lock, const Call& call);
     void enter(Lock& lock, Call& call);
     bool are_connected(Lock& lock, Call& call, bool is_asking);
     bool connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_asking);
@@ -176,6 +229,8 @@ class Link : public std::enable_shared_from_this<Link> {
     link::Nonce nonce_{};
     std::string nonce_text_;
     std::string address_;
+    std::shared_ptr<link::Identity> identity_;  // null: all is plain
+    const std::shared_ptr<link::Keyring> allowed_ = std::make_shared<link::Keyring>();
     Descriptor epoll_, wakeup_, listener_;
 
     std::mutex call_mutex_;   // connect() runs once at a time
@@ -190,7 +245,12 @@ class Link : public std::enable_shared_from_this<Link> {
     std::unordered_map<uint64_t, ConnectionPtr> connections_;
     std::deque<ConnectionPtr> ready_;
     std::deque<ConnectionPtr> strangers_;  // that have not greeted yet, oldest first
-    std::map<link::Nonce, PeerPtr> peers_;
+    std::map<link::PeerId, PeerPtr> peers_;
+    std::condition_variable shake_due_;  // for the thread for handshakes
+    std::deque<ConnectionPtr> shakes_;   // own dials before strangers
+    bool has_new_keys_ = false;
+    std::string last_refusal_;  // why a connection that came was refused
+    Clock::time_point refused_at_{};
     std::vector<std::shared_ptr<link::Dial>> dials_;
     std::deque<uint64_t> closed_tokens_;
     Clock::time_point accept_at_{};  // no descriptor was left: accept again then
@@ -204,6 +264,7 @@ class Link : public std::enable_shared_from_this<Link> {
     int64_t sent_bytes_ = 0;
     int64_t received_bytes_ = 0;
     std::thread thread_;
+    std::thread shake_thread_;  // of a link with keys: a handshake takes the time of many messages
 };
 
 }  // namespace diloco

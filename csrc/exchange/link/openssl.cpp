@@ -1,0 +1,138 @@
+#include "exchange/link/openssl.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <array>
+#include <atomic>
+
+namespace diloco::link::openssl {
+namespace {
+
+constexpr unsigned long kOldestVersion = 0x30000000UL;
+constexpr const char* kLibrary = "libssl.so.3";
+
+std::atomic<uint64_t> forks{0};
+std::atomic<bool> has_cleaned_up{false};
+
+std::string text_of_version(unsigned long number) {
+    return std::to_string(number >> 28) + "." + std::to_string((number >> 20) & 0xff);
+}
+
+Functions load() {
+    const auto find_in = [](void* library) {
+        return [library](const char* name) { return dlsym(library, name); };
+    };
+    // A Python may contain OpenSSL itself; what shows there of an OpenSSL that is not whole, or of
+    // another library with such names, does not count.
+    void* const program = dlopen(nullptr, RTLD_NOW);
+    if (program != nullptr && dlsym(program, "SSL_new") != nullptr) {
+        try {
+            return find_functions("the OpenSSL of this program", find_in(program));
+        } catch (const TlsError&) {
+        }
+    }
+    void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    if (library == nullptr) library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+        const char* const reason = dlerror();
+        throw TlsError(std::string("an encrypted link needs OpenSSL 3.0 or newer, and ") +
+                       kLibrary + " cannot be loaded: " + (reason ? reason : "no reason given"));
+    }
+    return find_functions(kLibrary, find_in(library));
+}
+
+struct Loaded {
+    Functions functions = load();
+
+    Loaded() {
+        pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+        functions.OPENSSL_atexit([] { has_cleaned_up.store(true); });
+    }
+};
+
+// The numbers of <openssl/sslerr.h>. 1000 and above: an alert by which the peer has ended it.
+struct Reason {
+    unsigned long number;
+    const char* sentence;
+};
+constexpr std::array<Reason, 21> kReasons{{
+    {101, "the peer offers no key exchange that is known here"},
+    {115, "the peer does not speak TLS"},
+    {123, "the peer does not hold the private key of its certificate"},
+    {134, "the certificate of the peer was refused"},
+    {152, "the peer sent a larger certificate than a link has"},
+    {155, "the peer does not speak TLS, but HTTP"},
+    {156, "the peer does not speak TLS, but HTTP"},
+    {193, "the peer offers no cipher that is known here"},
+    {198, "the peer does not speak TLS, or bytes of the connection were changed"},
+    {199, "the peer showed no certificate"},
+    {207, "this side has said goodbye already"},
+    {235, "the peer speaks TLS, but no link"},
+    {258, "the peer does not speak TLS 1.3"},
+    {267, "the peer does not speak TLS"},
+    {281, "bytes of the connection were changed on the way"},
+    {1020, "the peer says that bytes of the connection were changed on the way"},
+    {1042, "the peer does not allow this process's key"},
+    {1048, "the peer does not know this process's key"},
+    {1070, "the peer does not speak TLS 1.3"},
+    {1116, "the peer asks for a certificate"},
+    {1120, "the peer speaks TLS, but no link"},
+}};
+
+// How OpenSSL 3 packs an error.
+constexpr unsigned long kLibraryOfSsl = 20;
+constexpr unsigned long library_of(unsigned long error) { return (error >> 23) & 0xff; }
+constexpr unsigned long reason_of(unsigned long error) { return error & 0x7fffff; }
+
+}  // namespace
+
+Functions find_functions(const std::string& library,
+                         const std::function<void*(const char*)>& find) {
+    Functions found;
+    const auto find_one = [&](const char* name) {
+        void* const function = find(name);
+        if (function == nullptr) {
+            throw TlsError("an encrypted link needs OpenSSL 3.0 or newer, and " + library +
+                           " has no function " + name);
+        }
+        return function;
+    };
+    // The version first: it says more than a missing name.
+    found.OpenSSL_version_num =
+        reinterpret_cast<unsigned long (*)()>(find_one("OpenSSL_version_num"));
+    const unsigned long version = found.OpenSSL_version_num();
+    if (version < kOldestVersion) {
+        throw TlsError("an encrypted link needs OpenSSL 3.0 or newer, and " + library +
+                       " is of version " + text_of_version(version));
+    }
+#define DILOCO_FIND(result, name, parameters) \
+    found.name = reinterpret_cast<result(*) parameters>(find_one(#name));
+    DILOCO_OPENSSL_FUNCTIONS(DILOCO_FIND)
+#undef DILOCO_FIND
+    return found;
+}
+
+const Functions& functions() {
+    static const Loaded loaded;
+    return loaded.functions;
+}
+
+uint64_t num_forks() { return forks.load(std::memory_order_relaxed); }
+
+bool is_over() { return has_cleaned_up.load(std::memory_order_acquire); }
+
+std::string take_trouble(const Functions& ssl) {
+    const unsigned long error = ssl.ERR_get_error();
+    ssl.ERR_clear_error();
+    if (error == 0) return "TLS failed without a reason";
+    if (library_of(error) == kLibraryOfSsl) {
+        for (const Reason& one : kReasons) {
+            if (one.number == reason_of(error)) return one.sentence;
+        }
+    }
+    const char* const text = ssl.ERR_reason_error_string(error);
+    return std::string("TLS failed: ") + (text ? text : "error " + std::to_string(error));
+}
+
+}  // namespace diloco::link::openssl

@@ -1,0 +1,258 @@
+// Links with keys: who may connect, who may not, and with which sentence; connections of keys that
+// are removed; links with keys and without that meet.
+#include <algorithm>
+#include <thread>
+
+#include "link_world.h"
+
+using namespace diloco_test;
+using namespace std::chrono_literals;
+using diloco::link::Status;
+using diloco::link::to_hex;
+
+namespace {
+
+constexpr size_t kMiB = 1024 * 1024;
+
+LinkPtr open_plain_link(const std::string& address = kAnyPort) {
+    return Link::open(address, address);
+}
+
+// Both call connect() at once; the sentences with which they fail.
+std::vector<std::string> errors_of(const std::vector<LinkPtr>& links,
+                                   const std::vector<Places>& peers, milliseconds limit = 500ms) {
+    std::vector<std::string> errors(links.size());
+    std::vector<std::thread> threads;
+    const std::string token = "failing " + links[0]->nonce() + std::to_string(rand());
+    for (size_t i = 0; i < links.size(); ++i) {
+        threads.emplace_back([&, i] {
+            errors[i] = error_of_connect(links[i], static_cast<int>(i), peers[i], limit, 1, token);
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return errors;
+}
+
+void expect_flow(const Members& members, int from, int to) {
+    const Bytes sent = pattern(300000, from + 7);
+    Bytes received(sent.size());
+    const Work recv = members[static_cast<size_t>(to)].recv(from, 99, received);
+    EXPECT(members[static_cast<size_t>(from)].wait(
+        members[static_cast<size_t>(from)].send(to, 99, sent)));
+    EXPECT(members[static_cast<size_t>(to)].wait(recv) && received == sent);
+}
+
+void test_not_allowed() {
+    const std::vector<LinkPtr> links{open_link(), open_link()};
+    const std::string second = to_hex(links[1]->public_key());
+    links[0]->allow({links[0]->public_key()});
+    links[1]->allow(all_keys);
+    const Places peers = places(links);
+    const auto errors = errors_of(links, {peers, peers});
+    EXPECT(says(errors[0], "rank 1") && says(errors[0], "the key of the peer is not allowed"));
+    EXPECT(says(errors[0], second));
+    EXPECT(says(errors[1], "rank 0") && says(errors[1], "does not allow this process's key"));
+    EXPECT(links[0]->counters().at("connects") == 0 && links[1]->counters().at("connects") == 0);
+    EXPECT(links[0]->counters().at("strangers") > 0);
+    // As soon as the key is allowed, they connect.
+    links[0]->allow(all_keys);
+    expect_flow(connect_all(links, "allowed"), 0, 1);
+}
+
+// A process that waits for a member without an address reads why its connection was refused.
+void test_refused_guest() {
+    const std::vector<LinkPtr> links{open_link(), open_link("", "")};
+    links[0]->allow({});
+    links[1]->allow(all_keys);
+    const Places peers = places(links);
+    const auto errors = errors_of(links, {peers, peers});
+    EXPECT(says(errors[0], "has not dialled this process; a connection from 127.0.0.1:"));
+    EXPECT(says(errors[0], "was refused: the key of the peer is not allowed"));
+    EXPECT(says(errors[1], "does not allow this process's key"));
+}
+
+// Both keys are allowed, but the first process takes the second for one of another key.
+void test_wrong_key() {
+    const std::vector<LinkPtr> links{open_link(), open_link()}, other{open_link()};
+    allow_all(links);
+    const Places right = places(links);
+    Places wrong = right;
+    wrong[1].key = places(other)[0].key;
+    const auto errors = errors_of(links, {wrong, right});
+    EXPECT(says(errors[0],
+                "the process there has the key " + right[1].key + ", and not " + wrong[1].key));
+    EXPECT(says(errors[0], "it has the key " + right[1].key));
+    EXPECT(says(errors[1], "knows this process by another key than " + right[1].key));
+    expect_flow(connect_all(links, "right"), 1, 0);
+}
+
+// A member with an allowed key says that it is another member.
+void test_claimed_nonce() {
+    const std::vector<LinkPtr> links{open_link(), open_link()};
+    const std::vector<std::string> nonces{links[0]->nonce(), links[1]->nonce()};
+    // Before the group, nobody knows whose nonce it is.
+    Stranger early(links[0]->address());
+    EXPECT(early.greet(nonces[0], 1, nonces[1]).status == static_cast<uint32_t>(Status::kWelcome));
+    const Members members = connect_all(links, "group");
+    EXPECT(early.is_closed());
+    Stranger late(links[0]->address());
+    EXPECT(late.greet(nonces[0], 1, nonces[1]).status == static_cast<uint32_t>(Status::kOtherKey));
+    EXPECT(late.is_closed());
+    expect_flow(members, 0, 1);
+    expect_flow(members, 1, 0);
+    EXPECT(links[0]->counters().at("open") == 2);
+}
+
+// While bulk travels; the others are not touched.
+void test_removed() {
+    const std::vector<LinkPtr> links{open_link(), open_link(), open_link()};
+    const Members members = connect_all(links, "group");
+    constexpr int kNum = 16;
+    std::vector<std::unique_ptr<Mapping>> memory;
+    std::vector<Work> works;
+    for (int tag = 0; tag < kNum; ++tag) {
+        for (const int rank : {0, 1}) {
+            memory.push_back(std::make_unique<Mapping>(8 * kMiB));
+            works.push_back(members[rank].recv(1 - rank, tag, memory.back()->data(), 8 * kMiB));
+            memory.push_back(std::make_unique<Mapping>(8 * kMiB));
+            works.push_back(members[rank].send(1 - rank, tag, memory.back()->data(), 8 * kMiB));
+        }
+    }
+    EXPECT(members[0].wait(works[0]));
+    const auto begin = std::chrono::steady_clock::now();
+    links[0]->allow({links[0]->public_key(), links[2]->public_key()});
+    int num_failed = 0;
+    for (size_t i = 0; i < works.size(); ++i) {
+        const int rank = static_cast<int>(i % 4) / 2;
+        const std::string error = members[rank].error_of(works[i]);
+        memory[i]->unmap();
+        if (error.empty()) continue;
+        ++num_failed;
+        EXPECT(says(error, "connection closed by peer: rank " + std::to_string(1 - rank)));
+        if (rank == 0) EXPECT(says(error, "its key is not allowed any more"));
+    }
+    EXPECT(num_failed > kNum);
+    EXPECT(std::chrono::steady_clock::now() - begin < 2s);
+    expect_flow(members, 0, 2);
+    expect_flow(members, 2, 1);
+    const std::vector<LinkPtr> two(links.begin(), links.begin() + 2);
+    const auto errors = errors_of(two, {places(two), places(two)});
+    EXPECT(says(errors[0], "the key of the peer is not allowed"));
+    EXPECT(says(errors[1], "does not allow this process's key"));
+    links[0]->allow(all_keys);
+    expect_flow(connect_all(two, "again"), 0, 1);
+}
+
+// Both hear it, whichever of them dials.
+void test_plain_and_keyed() {
+    const std::string has_keys = "the link there has keys, and this link has none";
+    const std::string no_keys = "the link there has no keys, and this link has keys";
+    for (const bool plain_listens : {true, false}) {
+        for (const bool keyed_listens : {true, false}) {
+            if (!plain_listens && !keyed_listens) continue;
+            const auto place = [](bool listens) { return listens ? kAnyPort : ""; };
+            const LinkPtr plain = open_plain_link(place(plain_listens));
+            const std::string at = place(keyed_listens);
+            const LinkPtr keyed = open_link(at, at);
+            Places at_plain = places({plain, keyed}), at_keyed = at_plain;
+            at_plain[1].key.clear();
+            at_keyed[0].key = to_hex(*all_keys.begin());
+            std::swap(at_keyed[0], at_keyed[1]);
+            std::vector<std::string> errors(2);
+            std::thread other([&] { errors[1] = error_of_connect(keyed, 0, at_keyed, 500ms); });
+            errors[0] = error_of_connect(plain, 0, at_plain, 500ms);
+            other.join();
+            EXPECT(
+                says(errors[0], keyed_listens ? has_keys : "it has keys, and this link has none"));
+            EXPECT(says(errors[1], plain_listens ? no_keys : "it has no keys, and this link has"));
+            EXPECT(plain->counters().at("open") == 0 && keyed->counters().at("open") == 0);
+        }
+    }
+}
+
+// Handshakes that begin and do not go on count among the handshakes of strangers; messages go on
+// meanwhile.
+void test_slow_handshakes() {
+    const std::vector<LinkPtr> links{open_link(kAnyPort, kAnyPort, {60s, 300ms}), open_link()};
+    const Members members = connect_all(links, "group");
+    const int before = num_descriptors();
+    {
+        // The head of a TLS record of 512 bytes, and of a greeting in it, which never comes.
+        const uint8_t head[] = {22, 3, 1, 2, 0, 1, 0, 1, 252, 3, 3};
+        std::vector<std::unique_ptr<Stranger>> many;
+        for (int i = 0; i < 200; ++i) {
+            many.push_back(std::make_unique<Stranger>(links[0]->address()));
+            many.back()->write(head, sizeof(head));
+        }
+        expect_flow(members, 0, 1);
+        for (const auto& one : many) EXPECT(one->is_closed());
+        Stranger garbage(links[0]->address());
+        EXPECT(garbage.write("\x16\x03\x01\x00\x05wrong", 10) && garbage.is_closed());
+    }
+    for (int i = 0; i < 3000 && num_descriptors() != before; ++i) {
+        std::this_thread::sleep_for(10ms);
+    }
+    EXPECT(num_descriptors() == before);
+    EXPECT(links[0]->counters().at("strangers") == 201);
+    expect_flow(members, 1, 0);
+}
+
+// Strangers that go through all the arithmetic with a key that is not allowed.
+void test_refused_handshakes() {
+    const std::vector<LinkPtr> links{open_link(), open_link()};
+    const Members members = connect_all(links, "group");
+    const auto other = Identity::open(diloco::link::make_key().first);
+    for (int i = 0; i < 100; ++i) {
+        Stranger stranger(links[0]->address());
+        EXPECT(stranger.begin_tls(other) && stranger.is_closed());
+    }
+    EXPECT(links[0]->counters().at("strangers") == 100);
+    EXPECT(links[0]->counters().at("open") == 2);
+    expect_flow(members, 0, 1);
+}
+
+void test_arguments() {
+    const LinkPtr own = open_link();
+    const std::vector<LinkPtr> two{own, open_link()};
+    const Places peers = places(two);
+    Places wrong = peers;
+    wrong[1].key.clear();
+    EXPECT(says(error_of_connect(own, 0, wrong, 1s), "the key of rank 1 is missing"));
+    wrong[1].key = "abc";
+    EXPECT(says(error_of_connect(own, 0, wrong, 1s), "64 hexadecimal digits"));
+    wrong = peers;
+    wrong[0].key = peers[1].key;
+    EXPECT(says(error_of_connect(own, 0, wrong, 1s), "this process (rank 0) has the key"));
+    const LinkPtr plain = open_plain_link();
+    wrong = places({plain, own});
+    EXPECT(says(error_of_connect(plain, 0, wrong, 1s), "this link has no key, and rank 1 has"));
+    std::string error;
+    try {
+        plain->allow({});
+    } catch (const std::exception& failure) {
+        error = failure.what();
+    }
+    EXPECT(says(error, "this link has no key"));
+    const Members members = connect_all(two, "group");
+    wrong = peers;
+    wrong[1].key = to_hex(*all_keys.begin());
+    EXPECT(says(error_of_connect(own, 0, wrong, 1s), "has another key in another group"));
+    expect_flow(members, 0, 1);
+}
+
+}  // namespace
+
+int main() {
+    is_keyed = true;
+    strange_identity();
+    test_not_allowed();
+    test_refused_guest();
+    test_wrong_key();
+    test_claimed_nonce();
+    test_removed();
+    test_plain_and_keyed();
+    test_slow_handshakes();
+    test_refused_handshakes();
+    test_arguments();
+    return passed("keyed link");
+}
