@@ -13,7 +13,15 @@ import zmq
 import zmq.auth
 
 from diloco_comm import _C
-from diloco_comm.base.service.keys import Allowed, Keys, allow, make_keys, make_pairs, remove
+from diloco_comm.base.service.keys import (
+    Allowed,
+    Keys,
+    LinkKeys,
+    allow,
+    make_keys,
+    make_pairs,
+    remove,
+)
 
 
 def mode(path: Path) -> int:
@@ -248,3 +256,115 @@ def test_allowed_keys_are_those_in_the_folder_now(tmp_path: Path) -> None:
     # A look within the same second is no look, unless it is asked for.
     assert len(allowed.present()) == 2
     assert allowed.present(at_once=True) == {(paris or "").encode()} == allowed.present()
+
+
+# --------------------------------------------------------------------------- the keys of a link
+
+
+def link_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    make_pairs(folder, ["paris"])
+    make_pairs(tmp_path / "there", ["tokyo"])
+    allow(folder, [tmp_path / "there" / "tokyo.key"])
+    return folder
+
+
+def test_a_link_takes_the_pair_in_a_folder_or_a_file(tmp_path: Path) -> None:
+    folder = link_folder(tmp_path)
+    tokyo = Keys.read(tmp_path / "there" / "tokyo.key").link or ""
+    for place in (folder, str(folder), folder / "paris.key_secret"):
+        found = LinkKeys.read(place)
+        assert found.seed.hex() == Keys.read(folder / "paris.key_secret").link_secret
+        assert found.folder == folder and found.allowed.present() == {bytes.fromhex(tokyo)}
+
+
+def _open(folder: Path) -> None:
+    (folder / "paris.key_secret").chmod(0o640)
+
+
+def _another(folder: Path) -> None:
+    make_pairs(folder, ["lima"])
+
+
+def _no_secret(folder: Path) -> None:
+    (folder / "paris.key_secret").unlink()
+
+
+def _unreadable(folder: Path) -> None:
+    _no_secret(folder)
+    (folder / "paris.key_secret").mkdir(mode=0o700)
+
+
+def _old(folder: Path) -> None:
+    old_pair(folder, "paris")
+
+
+def _nobody(folder: Path) -> None:
+    remove(folder, "tokyo")
+
+
+def _no_allowed(folder: Path) -> None:
+    _nobody(folder)
+    (folder / "allowed").rmdir()
+
+
+def _old_allowed(folder: Path) -> None:
+    _nobody(folder)
+    allow(folder, [old_pair(folder.parent / "older", "lima")[0]])
+
+
+def _damaged(folder: Path) -> None:
+    path = folder / "paris.key_secret"
+    path.write_text(path.read_text().replace('link-secret = "', 'link-secret = "x'))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (_open, r"others than the owner may use .*, which has mode 640: run `chmod 600 .*secret`"),
+        (_another, r"holds lima.key_secret, paris.key_secret: give keys= the file of this process"),
+        (_no_secret, r"holds no file NAME.key_secret: `diloco-comm keys make FOLDER NAME`"),
+        (_unreadable, r"paris.key_secret cannot be read: Is a directory"),
+        (_old, r"is of an older version .*: run `diloco-comm keys make \S+/keys paris`"),
+        (
+            _nobody,
+            r"holds no key of a link, so that nobody could connect: .*`diloco-comm keys allow",
+        ),
+        (_no_allowed, r"holds no key of a link"),
+        (_old_allowed, r"holds no key of a link"),
+        (_damaged, r"is no file of keys: link-secret is not a key"),
+    ],
+)
+def test_keys_that_a_link_cannot_use_are_one_sentence(
+    tmp_path: Path, spoil: Callable[[Path], None], text: str
+) -> None:
+    folder = link_folder(tmp_path)
+    spoil(folder)
+    with pytest.raises(ValueError, match=text) as caught:
+        LinkKeys.read(folder)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lima.key_secret", "there is no .*lima.key_secret: `diloco-comm keys make FOLDER NAME`"),
+        ("paris.key", "keys must be a folder or a file NAME.key_secret, got '.*paris.key'"),
+        ("none", "keys must be a folder or a file NAME.key_secret, got '.*none'"),
+    ],
+)
+def test_a_place_that_holds_no_keys(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LinkKeys.read(link_folder(tmp_path) / name)
+
+
+def test_an_older_key_among_the_allowed_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = link_folder(tmp_path)
+    allow(folder, [old_pair(tmp_path / "older", "lima")[0]])
+    assert len(LinkKeys.read(folder).allowed.present()) == 1
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert (
+        "lima.key is of an older version" in line and "`diloco-comm keys make FOLDER lima`" in line
+    )

@@ -25,7 +25,7 @@ PUBLIC: dict[str, Any] = {
 # Arguments whose defaults the table describes, or that have none.
 IN_WORDS = {
     *("feedback_decay", "impl", "config", "backend", "offload", "offsets", "chunk_bytes"),
-    *("model", "optimizer", "sync_every", "block_size", "listen", "advertise"),
+    *("model", "optimizer", "sync_every", "block_size", "listen", "advertise", "link_keys"),
 }
 UNITS = {"s": 1.0, "min": 60.0}
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

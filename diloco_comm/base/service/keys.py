@@ -344,6 +344,86 @@ class Allowed:
             )
 
 
+@dataclass(frozen=True)
+class LinkKeys:
+    """The keys with which a process protects its link.
+
+    Attributes:
+        folder: Has the pair of this process, and the folder ``allowed``.
+        seed: The private key.
+        allowed: The public keys of those who may connect.
+    """
+
+    folder: Path
+    seed: bytes
+    allowed: Allowed
+
+    @classmethod
+    def read(cls, place: str | Path) -> LinkKeys:
+        """Read the keys of this process.
+
+        Args:
+            place: A folder with one file NAME.key_secret, or such a file.
+
+        Raises:
+            ValueError: If the keys are not there, not whole or not secret, or let nobody in.
+        """
+        path = _own_secret(Path(place))
+        try:
+            mode = path.stat().st_mode
+            seed = Keys.read(path).link_secret
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ValueError(
+                f"others than the owner may use {path}, which has mode {stat.S_IMODE(mode):03o}: "
+                f"run `chmod 600 {path}`"
+            )
+        folder, name = path.parent, path.stem
+        if seed is None:
+            raise ValueError(
+                f"{path} is of an older version and has no keys of a link: run `diloco-comm keys "
+                f"make {folder} {name}`, which adds them"
+            )
+        return cls(folder, bytes.fromhex(seed), _allowed_in_link(folder / ALLOWED))
+
+
+def _own_secret(place: Path) -> Path:
+    """Return the file of the secret keys that a user means."""
+    made_by = "`diloco-comm keys make FOLDER NAME` makes keys"
+    if place.is_dir():
+        found = sorted(place.glob(f"*{SECRET}"))
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise ValueError(f"{place} holds {names}: give keys= the file of this process")
+        if not found:
+            raise ValueError(f"{place} holds no file NAME{SECRET}: {made_by}")
+        return found[0]
+    if place.suffix != SECRET:
+        raise ValueError(f"keys must be a folder or a file NAME{SECRET}, got {str(place)!r}")
+    if not place.exists():
+        raise ValueError(f"there is no {place}: {made_by}")
+    return place
+
+
+def _allowed_in_link(folder: Path) -> Allowed:
+    older = [path for path, keys in readable_keys(folder).items() if keys.link is None]
+    allowed = Allowed(folder, lambda keys: bytes.fromhex(keys.link) if keys.link else None)
+    if not folder.is_dir() or not allowed.present():
+        raise ValueError(
+            f"{folder} holds no key of a link, so that nobody could connect: copy the public file "
+            f"NAME{PUBLIC} of each other replica, and run `diloco-comm keys allow {folder.parent} "
+            f"NAME{PUBLIC}`"
+        )
+    for path in older:
+        logger.warning(
+            "%s is of an older version and lets nobody into a link: run `diloco-comm keys make "
+            "FOLDER %s` where its secret is, and `diloco-comm keys allow` here",
+            *(path, path.stem),
+        )
+    return allowed
+
+
 def _stamp(path: Path) -> tuple[object, ...]:
     try:
         found = path.stat()
