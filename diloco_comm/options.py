@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -82,6 +83,9 @@ class Link:
             a router translates addresses. "": the others cannot dial this process, which dials
             them; then two such processes cannot be in one group. Default: where this process
             listens.
+        keys: With "tcp", a folder with the keys of this process, made by `diloco-comm keys make`,
+            or the file NAME.key_secret there: all connections are encrypted, and only the owners of
+            keys in the folder ``allowed`` beside can connect. All replicas have keys, or none.
     """
 
     backend: str | None = None
@@ -92,6 +96,7 @@ class Link:
     suspect_after: float | timedelta | None = None
     listen: str | None = None
     advertise: str | None = None
+    keys: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,7 @@ HOMES = {
     "suspect_after": ("link", "suspect_after"),
     "listen": ("link", "listen"),
     "advertise": ("link", "advertise"),
+    "link_keys": ("link", "keys"),
     "on_nonfinite": ("nonfinite", "action"),
     "max_skipped": ("nonfinite", "max_skipped"),
     "on_reset": ("nonfinite", "on_reset"),

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,13 +71,14 @@ class Exchange(StreamMember):
             that is waited for is given up; default: the environment's, 30.
         admission: Is asked before this replica enters an epoch.
         listen, advertise: With "tcp", see ``diloco_comm.Link``.
+        link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
 
     Attributes:
         link: Description of the emulated link, or None.
 
     Raises:
         ValueError, TypeError: If an argument is out of range.
-        RuntimeError: If this process cannot listen where ``listen`` says.
+        RuntimeError: If this process cannot listen where ``listen`` says, or cannot encrypt.
         ReplicaMismatch, SyncError: If the replicas do not come together.
     """
 
@@ -104,6 +106,7 @@ class Exchange(StreamMember):
         admission: Admission | None = None,
         listen: str | None = None,
         advertise: str | None = None,
+        link_keys: str | Path | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -120,6 +123,7 @@ class Exchange(StreamMember):
             report_patience=report_patience,
             listen=listen,
             advertise=advertise,
+            link_keys=link_keys,
         )
         current = Epoch(epoch, checked_members(members, replica))
         with batch_threads():

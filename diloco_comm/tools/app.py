@@ -18,6 +18,7 @@ from .common.exits import fail, given_options, misuse
 from .common.printing import announcer
 from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor.command import doctor
+from .keys.command import keys_app
 from .launch.command import EXAMPLES as LAUNCH_EXAMPLES
 from .launch.command import SETTINGS as LAUNCH_SETTINGS
 from .launch.command import launch
@@ -81,6 +82,7 @@ app.add_typer(profile, name="profile")
 app.add_typer(bench.app, name="bench")
 app.add_typer(serve_app, name="serve")
 app.add_typer(registry_app, name="registry")
+app.add_typer(keys_app, name="keys")
 
 
 @app.command(epilog=DEMO_EXAMPLES)

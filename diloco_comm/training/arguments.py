@@ -12,6 +12,7 @@ from torch import nn
 from ..base import env
 from ..base.checks import choice, flag, not_negative, timeout_seconds
 from ..base.service.addresses import check_link
+from ..base.service.keys import LinkKeys
 from ..methods.settings import Config, Settings, merge, read_config
 from ..options import ALONE, Link, NonFinite, StorePeers, Wire, choices_in
 from ..replica.model_watch import CHECKS
@@ -94,7 +95,10 @@ def check_arguments(
     choice("checks", checks, CHECKS)
     choice("init", init, ("broadcast", "check", "join"))
     choice("offload", offload, (None, "cpu"))
-    check_link(chosen["backend"], chosen["listen"], chosen["advertise"])
+    check_link(chosen["backend"], chosen["listen"], chosen["advertise"], chosen["link_keys"])
+    if chosen["link_keys"] is not None:
+        # Before the others wait for this replica.
+        LinkKeys.read(chosen["link_keys"])
     if chosen["membership"] is not None:
         _check_membership(chosen, init)
 

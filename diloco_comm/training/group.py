@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ class Place:
         replica, num_replicas, members, name: See ``StorePeers``.
         init: See ``DiLoCo``.
         source_rank: Rank of the replica whose weights all take with ``init="broadcast"``.
-        backend, join_timeout, suspect_after, listen, advertise: See ``Link``.
+        backend, join_timeout, suspect_after, listen, advertise, link_keys: See ``Link``.
         admission: See ``Exchange``.
         beside, inner: See ``Agreement``.
     """
@@ -85,6 +86,7 @@ class Place:
     suspect_after: Any
     listen: str | None = None
     advertise: str | None = None
+    link_keys: str | Path | None = None
     source_rank: int = 0
     admission: Admission | None = None
     beside: joining.CopyBeside | None = None
@@ -104,7 +106,7 @@ class Place:
             of = chosen["num_replicas"]
             group = handshake.replica_group(chosen["group"], chosen["mesh"], store, of)
         names = ("replica", "num_replicas", "members", "name", "backend", "join_timeout")
-        of_link = ("suspect_after", "listen", "advertise")
+        of_link = ("suspect_after", "listen", "advertise", "link_keys")
         same = {name: chosen[name] for name in (*names, *of_link)}
         return cls(group, store, init=init, **same)
 
@@ -171,6 +173,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         suspect_after=place.suspect_after,
         listen=place.listen,
         advertise=place.advertise,
+        link_keys=place.link_keys,
         impl=replica.impl,
         device=plan.device,
         collectives=handshake.collectives_of(place.backend, place.group, plan.device),

@@ -14,9 +14,9 @@ from async_helpers import (
     serving,
 )
 
-from diloco_comm.asynchronous.protocol.keys import make_keys
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.worker.link import ServerLost, ServerRefused, read_status
+from diloco_comm.base.service.keys import make_keys
 
 
 def test_keys_let_in_the_allowed_and_nobody_else(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ PUBLIC: dict[str, Any] = {
 # Arguments whose defaults the table describes, or that have none.
 IN_WORDS = {
     *("feedback_decay", "impl", "config", "backend", "offload", "offsets", "chunk_bytes"),
-    *("model", "optimizer", "sync_every", "block_size", "listen", "advertise"),
+    *("model", "optimizer", "sync_every", "block_size", "listen", "advertise", "link_keys"),
 }
 # By default from the environment, and of the process.
 FROM_THE_LAUNCHER = {"registry", "run", "replica", "key", "insecure", "name"}

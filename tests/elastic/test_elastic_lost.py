@@ -32,7 +32,7 @@ from support_paths import FOLDERS
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, ReplicaMismatch, RunEnded, Streaming, SyncError
-from diloco_comm.base.service.curve import make_keys
+from diloco_comm.base.service.keys import make_keys
 from diloco_comm.elastic import driver, options
 from diloco_comm.elastic.exits import MISFIT, status_of
 from diloco_comm.elastic.registry import connect as registry_at

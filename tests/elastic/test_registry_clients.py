@@ -18,7 +18,7 @@ from registries import serving
 from torch.distributed import HashStore
 
 from diloco_comm import Elastic, ReplicaMismatch
-from diloco_comm.base.service.curve import Guard, make_keys
+from diloco_comm.base.service.keys import Guard, make_keys
 from diloco_comm.base.service.sockets import receive
 from diloco_comm.elastic import options
 from diloco_comm.elastic.registry import RegistryMismatch, RegistryUnavailable, connect
@@ -155,15 +155,15 @@ def test_a_folder_of_keys_that_is_gone_for_a_moment_locks_nobody_out(
     with zmq.Context() as context:
         guard = Guard(context, tmp_path / "allowed")
         try:
-            (key,) = guard._present()
+            (key,) = guard.allowed.present()
             (tmp_path / "allowed").rename(tmp_path / "away")
             for _ in range(2):
-                guard._look_at = 0.0
+                guard.allowed._look_at = 0.0
                 assert guard.callback("*", key)
             (line,) = [one.getMessage() for one in caplog.records]
             assert "is gone: the clients that it named before stay allowed" in line
             (tmp_path / "allowed").mkdir()
-            guard._look_at = 0.0
+            guard.allowed._look_at = 0.0
             assert not guard.callback("*", key)
         finally:
             guard.stop()

@@ -11,8 +11,8 @@ import pytest
 from cli_helpers import check_misuse, run_cli
 
 from diloco_comm import __version__
-from diloco_comm.base.service.curve import make_keys
-from diloco_comm.tools.report.command import MASK, mask
+from diloco_comm.base.service.keys import Keys, make_keys
+from diloco_comm.tools.report.command import MASK, mask, secrets_of
 
 HF_TOKEN = "hf_" + "aB3" * 11
 WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
@@ -146,13 +146,19 @@ def test_what_a_reader_needs_stays(text: str) -> None:
     assert mask(text) == (text, 0)
 
 
-def test_curve_keys_are_masked_wherever_they_stand(folder: Path) -> None:
+def test_keys_are_masked_wherever_they_stand(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_keys(folder)
+    monkeypatch.setenv("DILOCO_COMM_KEY", str(folder))
     for path in folder.glob("*.key_secret"):
-        secret = secret_key(path)
-        for text in (path.read_text(), f"key {secret}", f"({secret},)", repr(secret.encode())):
-            assert secret not in mask(text, [secret])[0]
-        assert secret not in mask(f'secret-key = "{secret}"')[0]
+        keys = Keys.read(path)
+        for secret, name in (
+            (keys.curve_secret or "", "secret-key"), (keys.link_secret or "", "link-secret"),
+        ):  # fmt: skip
+            assert secret in secrets_of(os.environ)
+            for text in (path.read_text(), f"key {secret}", f"({secret},)", repr(secret.encode())):
+                assert secret not in mask(text, [secret])[0]
+            assert secret not in mask(f'{name} = "{secret}"')[0]
+        assert keys.link_secret not in mask(path.read_text())[0]
 
 
 def test_a_secret_that_the_report_cuts_is_masked_before(

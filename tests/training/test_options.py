@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,6 +252,10 @@ def test_a_wire_without_a_name_keeps_the_preset_s(make: Any) -> None:
             "advertise='' needs .*got backend='gloo'",
         ),
         ({"link": Link("tcp", listen="0.0.0.0")}, ValueError, 'must be "host:port"'),
+        ({"link": Link(keys="keys")}, ValueError, "keys='keys' needs .*got no backend"),
+        ({"link": Link("gloo", keys=Path("k"))}, ValueError, "keys='k' needs .*got backend='gloo'"),
+        ({"link": Link("tcp", keys=4)}, TypeError, "keys must be a folder or a file .*got 4"),
+        ({"link": Link("tcp", keys="/none")}, ValueError, "keys must be a folder or a file"),
         ({"nonfinite": ["skip"]}, TypeError, "nonfinite must be a NonFinite or a string"),
         ({"nonfinite": "ignore"}, ValueError, "ignore"),
         ({"nonfinite": NonFinite("skip", on_reset=print)}, ValueError, "on_reset"),
@@ -300,7 +305,8 @@ def test_every_spelling_makes_the_same_choices() -> None:
     """Also those that no configuration shows."""
     more = {"join_timeout": 9.0, "backend": "tcp", "listen": "h:1", "advertise": "g:2"}
     old = {"wire": "int4", **WIRE, **LINK, **more, "on_nonfinite": "reset", "on_reset": print}
-    groups = {"wire": Wire("int4", **WIRE), "link": Link(**LINK, **more)}
+    old["link_keys"] = "k"
+    groups = {"wire": Wire("int4", **WIRE), "link": Link(**LINK, **more, keys="k")}
     new = {**groups, "nonfinite": NonFinite("reset", on_reset=print)}
     assert choices_of(old) == choices_of(new) and choices_of(new)["on_reset"] is print
     place = StorePeers("tcp://h:1", 1, members=[1, 2], name="x")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import zmq
 
-from ...base.service import curve
+from ...base.service.keys import Guard, protect_server
 from ...base.service.sockets import beat
 from ..protocol.connections import Connections
 from ..protocol.messages import MAX_BODY, MAX_JSON
@@ -31,7 +31,7 @@ class Listener:
 
     def __init__(self, address: str, keys: str | Path | None, lost_after: float) -> None:
         self._context = zmq.Context()
-        self.guard: curve.Guard | None = None
+        self.guard: Guard | None = None
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.router_mandatory = True
@@ -44,7 +44,7 @@ class Listener:
         self.connections = Connections(self.socket)
         try:
             if keys is not None:
-                self.guard = curve.protect_server(self._context, self.socket, Path(keys))
+                self.guard = protect_server(self._context, self.socket, Path(keys))
             self.socket.bind(address)
         except zmq.ZMQError as error:
             self.close()

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from ...base.extension import RefusedVersions
-from ...base.service.curve import REVOKED
+from ...base.service.keys import REVOKED
 from ...base.service.sockets import NOBLOCK, receive
 from ..protocol.connections import connection_of
 from ..protocol.messages import PROTOCOL, Kind, Message, ProtocolError, pack, parse

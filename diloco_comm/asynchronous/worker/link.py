@@ -13,8 +13,8 @@ import zmq
 from torch import Tensor
 
 from ...base.errors import SyncError
-from ...base.service import curve
 from ...base.service.addresses import parse_address
+from ...base.service.keys import WORKER, protect_worker
 from ...base.service.sockets import NOBLOCK, POLLIN, beat, receive
 from ...ops.wire import Layout
 from ..protocol.messages import (
@@ -121,7 +121,7 @@ class Link:
         *,
         timeout: float,
         keys: str | Path | None = None,
-        key_name: str = curve.WORKER,
+        key_name: str = WORKER,
     ) -> None:
         parse_address(address)
         self.address, self.timeout = address, timeout
@@ -144,7 +144,7 @@ class Link:
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1_000
         try:
             if keys is not None:
-                curve.protect_worker(self._socket, Path(keys), key_name)
+                protect_worker(self._socket, Path(keys), key_name)
             self._socket.connect(address)
         except (ValueError, zmq.ZMQError):
             self.close()

@@ -1,4 +1,4 @@
 """What every server of this package needs: keys, ZeroMQ sockets, the lock of its folder.
 
-``curve`` and ``sockets`` need pyzmq, the extra ``[async]``.
+``sockets`` and the servers' part of ``keys`` need pyzmq, the extra ``[async]``.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 # "host:port"; a host with colons of its own, as IPv6 has, stands in brackets.
@@ -90,17 +91,25 @@ def name_of_place(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def check_link(backend: str | None, listen: str | None, advertise: str | None) -> None:
+def check_link(
+    backend: str | None,
+    listen: str | None,
+    advertise: str | None,
+    keys: str | Path | None = None,
+) -> None:
     """Check where a link listens, and where the others find it; see ``diloco_comm.Link``.
 
     Raises:
         ValueError: If the choices do not go together, or one of them is no place.
         TypeError: If one of them is no string.
     """
-    for name, place in (("listen", listen), ("advertise", advertise)):
-        if place is not None and backend != "tcp":
+    for name, value in (("listen", listen), ("advertise", advertise), ("keys", keys)):
+        if value is not None and backend != "tcp":
             given = "no backend" if backend is None else f"backend={backend!r}"
-            raise ValueError(f'{name}={place!r} needs link=Link(backend="tcp"), got {given}')
+            shown = repr(str(value) if isinstance(value, Path) else value)
+            raise ValueError(f'{name}={shown} needs link=Link(backend="tcp"), got {given}')
+    if not isinstance(keys, str | Path | None):
+        raise TypeError(f"keys must be a folder or a file NAME.key_secret, got {keys!r}")
     own_port = None if listen in (None, "") else parse_place("listen", listen)[1]
     if advertise is None:
         return

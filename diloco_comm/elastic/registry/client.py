@@ -13,8 +13,8 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ...base.service import curve
 from ...base.service.addresses import parse_address
+from ...base.service.keys import REVOKED, WORKER, protect_worker
 from ...base.service.sockets import NOBLOCK, POLLIN, POLLOUT, receive
 from .messages import MAX_FRAME, NO_ID, Kind, Message, ProtocolError, pack, parse
 from .protocol import (
@@ -92,10 +92,10 @@ class RegistryClient:
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 500
         try:
             if self._key is not None:
-                folder, name = self._key, curve.WORKER
+                folder, name = self._key, WORKER
                 if folder.name.endswith(_SECRET):
                     folder, name = folder.parent, folder.name.removesuffix(_SECRET)
-                curve.protect_worker(socket, folder, name)
+                protect_worker(socket, folder, name)
                 socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
             socket.connect(self.address)
         except BaseException:
@@ -207,7 +207,7 @@ class RegistryClient:
             )
         self.server_nonce, self._is_durable = answer.nonce.hex(), answer.is_durable
         if answer.kind != expected:
-            kind = KeyRefused if answer.sentence == curve.REVOKED else RegistryUnavailable
+            kind = KeyRefused if answer.sentence == REVOKED else RegistryUnavailable
             raise kind(f"the registry {self.address} refuses: {answer.sentence}")
         return answer
 

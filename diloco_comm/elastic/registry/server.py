@@ -20,8 +20,8 @@ import zmq
 
 from ...base.checks import number
 from ...base.extension import RefusedVersions
-from ...base.service import curve
 from ...base.service.addresses import require_keys
+from ...base.service.keys import REVOKED, Guard, protect_server
 from ...base.service.sockets import NOBLOCK, beat, receive
 from .journal import Journal
 from .messages import ID_BYTES, MAX_FRAME, NO_ID, Kind, Message, ProtocolError, pack, parse
@@ -74,7 +74,7 @@ class RegistryServer:
         require_keys(address, keys, insecure, maker="diloco-comm registry keygen")
         self._beats = Beats(_check_drop_after(drop_after))
         self._context = zmq.Context()
-        self._guard: curve.Guard | None = None
+        self._guard: Guard | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._stop = threading.Event()
         self._records: Records | None = None
@@ -106,7 +106,7 @@ class RegistryServer:
         socket.ipv6 = "[" in address
         beat(socket, _LOST_AFTER_S)
         if keys is not None:
-            self._guard = curve.protect_server(self._context, socket, Path(keys))
+            self._guard = protect_server(self._context, socket, Path(keys))
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
@@ -166,7 +166,7 @@ class RegistryServer:
                 self._answer(peer, error.number, Kind.REFUSED, [str(error).encode()])
             return
         if self._guard is not None and not self._guard.admits(frames[-1]):
-            self._answer(peer, request.number, Kind.REFUSED, [curve.REVOKED.encode()])
+            self._answer(peer, request.number, Kind.REFUSED, [REVOKED.encode()])
             return
         try:
             self._handle(peer, request)

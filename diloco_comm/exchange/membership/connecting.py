@@ -14,6 +14,7 @@ from ..waiting import store_advice
 from .line import GROUPS, STREAMS, outcome_key
 from .meeting import rendezvous
 from .meeting.attendance import OwnTime
+from .own_link import Dial
 from .plans import Plan
 from .stores import decide_once
 
@@ -35,7 +36,7 @@ def connect_members(
     replica: int,
     lanes: int,
     limit: float,
-    dial: rendezvous.Dial | None = None,
+    dial: Dial | None = None,
 ) -> rendezvous.Groups:
     """Connect the groups of a planned epoch.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +20,12 @@ from ...base import env
 from ...base.checks import timeout_seconds
 from ...base.errors import LeftBehind, NonFiniteError, SyncError
 from ...base.memory import memory_order
-from ...base.service.addresses import check_link, link_places
+from ...base.service.addresses import check_link
+from ...base.service.keys import LinkKeys
 from ..buffers import ExchangeBuffers
 from ..round import END, Header, error_from, verdict_of, wait_for_job
 from ..waiting import describe_store
+from .own_link import OwnLink
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Options:
     report_patience: float
     listen: str | None
     advertise: str | None
+    link_keys: LinkKeys | None
 
     @classmethod
     def checked(
@@ -64,6 +68,7 @@ class Options:
         report_patience: float | None,
         listen: str | None,
         advertise: str | None,
+        link_keys: str | Path | None,
     ) -> Options:
         """Check the options; the environment has the values of options that are None.
 
@@ -71,6 +76,7 @@ class Options:
             ValueError, TypeError: If an option is out of range.
         """
         timeout_s = timeout_seconds(timeout)
+        check_link(collectives, listen, advertise, link_keys)
         for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
             if value is not None and value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}")
@@ -94,25 +100,24 @@ class Options:
             report_patience=patience,
             listen=listen,
             advertise=advertise,
+            link_keys=None if link_keys is None else LinkKeys.read(link_keys),
         )
         options._check_collectives()
         return options
 
-    def make_link(self) -> _C.Link | None:
+    def make_link(self) -> OwnLink | None:
         """Begin to listen for the peers; None over gloo and NCCL.
 
         Raises:
-            RuntimeError: If this process cannot listen there.
+            RuntimeError: If this process cannot listen there, or cannot encrypt.
         """
         if self.collectives != "tcp":
             return None
-        places = link_places(self.listen, self.advertise, lambda: _C.own_host(env.gloo_interface()))
-        return _C.Link(*places)
+        return OwnLink(self.listen, self.advertise, self.link_keys)
 
     def _check_collectives(self) -> None:
         if self.collectives not in ("gloo", "tcp", "nccl"):
             raise ValueError(f"collectives must be gloo, tcp or nccl, got {self.collectives!r}")
-        check_link(self.collectives, self.listen, self.advertise)
         if self.collectives == "nccl" and self.device.type == "cpu":
             raise ValueError("collectives nccl need parameters on a GPU, these are in CPU memory")
         if self.collectives == "nccl" and self.lanes > 1:
@@ -192,7 +197,7 @@ class Member:
         options: Options,
         name: str,
         line_name: str | None,
-        tcp: _C.Link | None,
+        tcp: OwnLink | None,
     ) -> None:
         self.engine, self.tcp = engine, tcp
         self.store = self._users_store = store

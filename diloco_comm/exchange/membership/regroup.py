@@ -10,6 +10,7 @@ import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from . import connecting, line, sealing, termination, verdicts
 from .meeting import rendezvous
 from .meeting.attendance import Limits
 from .member import Epoch, Member
+from .own_link import Dial
 from .plans import Plan
 from .stores import bounded
 from .termination import Decision
@@ -166,9 +168,8 @@ def connect(member: Member, agreement: Agreement) -> rendezvous.Groups:
     limit = _connect_limit(member, is_first=is_first)
     dial = None
     if member.tcp is not None:
-        infos = [plan.infos[replica] for replica in members]
-        peers = [(info["link"], info["address"]) for info in infos]
-        dial = rendezvous.Dial(member.tcp, f"{member.name}/{plan.epoch}", members, peers)
+        ways = [plan.infos[replica] for replica in members]
+        dial = Dial(member.tcp, f"{member.name}/{plan.epoch}", members, ways)
     with verdicts.added(member, store):
         return connecting.connect_members(
             store, plan, members, member.replica, member.lanes, limit, dial
@@ -240,12 +241,14 @@ def _meet(
     last_rounds: sealing.LastRounds | None,
     join: bool,
 ) -> Plan:
-    settings = {
+    settings: dict[str, Any] = {
         "lanes": member.lanes,
         "chunk_bytes": member.chunk_bytes,
         "window": member.window,
         "collectives": member.collectives,
     }
+    if member.tcp is not None:
+        settings["Link(keys=)"] = "given" if member.tcp.public_key else "none"
     return rendezvous.agree(
         store,
         member.replica,

@@ -62,8 +62,7 @@ class Survivor:
 
 def _way_to(member: Member) -> dict[str, str]:
     """Say how the others reach a member."""
-    link = {} if member.tcp is None else {"link": member.tcp.nonce}
-    return {"address": member.address, **link}
+    return {"address": member.address} if member.tcp is None else member.tcp.ways()
 
 
 def seal(member: Member) -> None:

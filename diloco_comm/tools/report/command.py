@@ -184,7 +184,7 @@ def mask(text: str, secrets: Iterable[str] = ()) -> tuple[str, int]:
 
 
 def secrets_of(environment: Mapping[str, str]) -> set[str]:
-    """Return the secrets that the environment names: values of variables, and CURVE keys."""
+    """Return the secrets that the environment names: values of variables, and keys."""
     found = set()
     for name, value in environment.items():
         if not _SECRET_NAME.search(name):
@@ -203,7 +203,7 @@ def secrets_of(environment: Mapping[str, str]) -> set[str]:
 def _keys_in(file: Path) -> set[str]:
     # A file that this user may not read has told no secret to the logs, either.
     with contextlib.suppress(OSError):
-        return set(re.findall(r'"([^"\n]{40})"', file.read_text(errors="replace")))
+        return set(re.findall(r'"([^"\n]{40}|[0-9a-f]{64})"', file.read_text(errors="replace")))
     return set()
 
 

@@ -282,6 +282,6 @@ def keygen(
     as_json: Annotated[bool, typer.Option("--json", help="Print the paths in JSON.")] = False,
 ) -> None:
     """Make CURVE keys for a server and its workers."""
-    from ..common.hosting import write_keys
+    from ..keys.command import write_keys
 
     write_keys(folder, worker, as_json=as_json)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,7 @@ from ....base import extension
 from ....base.background import batch_threads
 from ....base.errors import ReplicaMismatch, SyncError
 from ...waiting import WaitLog, store_advice
+from ..own_link import Dial
 from ..plans import Plan, current_group, own_place
 from .attendance import Attendance, Limits, Pulses
 from .founding import refuse_second_founding
@@ -168,22 +167,6 @@ def _wait_for_plan(
         time.sleep(pause)
 
 
-@dataclass(frozen=True)
-class Dial:
-    """How this process reaches the members of an epoch over its link.
-
-    Attributes:
-        token: Names the groups of the epoch, equal on all members.
-        members: The numbers of the replicas, in rank order.
-        peers: Nonce and address of each member's link, in rank order.
-    """
-
-    link: _C.Link
-    token: str
-    members: Sequence[int]
-    peers: Sequence[tuple[str, str]]
-
-
 def build_groups(
     store: dist.Store,
     dial: Dial | None,
@@ -204,34 +187,12 @@ def build_groups(
     """
     name, deadline = f"the groups of epoch {epoch}", time.monotonic() + timeout
     if dial is not None:
-        return dial_groups(dial, rank, lanes, timeout, name)
+        return dial.groups(rank, lanes, timeout, name)
     prefixes = [dist.PrefixStore(f"{epoch}/{number}", store) for number in range(2 * lanes)]
     return [
         connect(prefix, rank, size, max(deadline - time.monotonic(), 0.1), name)
         for prefix in prefixes
     ]
-
-
-def dial_groups(dial: Dial, rank: int, lanes: int, timeout: float, name: str) -> Groups:
-    """Connect groups over the link of this process; its connections of an older epoch stay.
-
-    Args:
-        name: For the error.
-
-    Raises:
-        SyncError: If a peer did not connect in time.
-    """
-    started = time.monotonic()
-    try:
-        return dial.link.groups(dial.token, rank, list(dial.peers), lanes, timeout)
-    except (RuntimeError, ValueError) as error:
-        # The link knows ranks.
-        why = re.sub(r"\brank (\d+)", lambda r: f"replica {dial.members[int(r[1])]}", str(error))
-        raise SyncError(
-            f"{name} could not be connected: {why}",
-            stage="connect",
-            seconds=time.monotonic() - started,
-        ) from error
 
 
 def connect(

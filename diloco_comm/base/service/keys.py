@@ -1,0 +1,519 @@
+"""A folder of keys, the same for registry, servers and links: own pairs, and who may come in.
+
+A folder of keys looks like this. A file that ends in ``.key_secret`` stays on its machine:
+
+    keys/paris.key  keys/paris.key_secret    a pair
+    keys/allowed/tokyo.key                   the public keys that are let in
+
+A pair is two pairs: CURVE keys, with which ZeroMQ protects a registry or a server, and ed25519
+keys, with which a link protects its connections. ZeroMQ's readers of keys skip the lines of links.
+A running process reads ``allowed`` again: a key that is added or removed counts a second later.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import zmq
+
+logger = logging.getLogger(__name__)
+
+SERVER, WORKER, ALLOWED = "server", "worker", "allowed"
+# Answer to a client whose key was removed.
+REVOKED = "the key of this client is not among the server's allowed keys any more"
+PUBLIC, SECRET = ".key", ".key_secret"
+# Seconds between two looks at the folder of allowed keys.
+LOOK_S = 1.0
+# ZeroMQ's text of 32 bytes.
+_Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_HEX = re.compile("[0-9a-f]{64}")
+_PUBLIC_HEAD = "#   Public keys of {name}: let others have this file.\n\nmetadata\n"
+_SECRET_HEAD = (
+    "#   SECRET keys of {name}: this file stays on its machine, readable by its owner only.\n\n"
+    "metadata\n"
+)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys in one file, as they are written there; None for a key that the file does not hold.
+
+    Attributes:
+        curve, curve_secret: Z85, 40 characters.
+        link, link_secret: 64 hexadecimal digits: the public key, and its seed.
+    """
+
+    curve: str
+    curve_secret: str | None = None
+    link: str | None = None
+    link_secret: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Keys:
+        """Read a file of keys.
+
+        Raises:
+            ValueError: If the file holds no public key, or a key that is none.
+            OSError: If the file cannot be read.
+        """
+        found: dict[str, str] = {}
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, is_key, value = line.strip().partition("=")
+            if is_key and not name.startswith("#"):
+                found.setdefault(name.strip(), value.strip(" \t'\""))
+        for name, form in _FORMS.items():
+            if name in found and not form.fullmatch(found[name]):
+                raise ValueError(f"{path} is no file of keys: {name} is not a key")
+        if "public-key" not in found:
+            raise ValueError(f"{path} is no file of keys: it holds no public-key")
+        return cls(found["public-key"], *map(found.get, list(_FORMS)[1:]))
+
+    def text_of_link(self, *, is_secret: bool) -> str:
+        seed = f'    link-secret = "{self.link_secret}"\n' if is_secret else ""
+        return f'link\n    link-key = "{self.link}"\n{seed}'
+
+    def text(self, name: str, *, is_secret: bool) -> str:
+        secret = f'    secret-key = "{self.curve_secret}"\n' if is_secret else ""
+        head = (_SECRET_HEAD if is_secret else _PUBLIC_HEAD).format(name=name)
+        curve = f'{head}curve\n    public-key = "{self.curve}"\n{secret}'
+        return curve + self.text_of_link(is_secret=is_secret)
+
+
+_FORMS = {"public-key": _Z85, "secret-key": _Z85, "link-key": _HEX, "link-secret": _HEX}
+
+
+def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
+    """Make a pair of keys for each worker and allow these workers; make the server's if missing.
+
+    Args:
+        workers: Names of the workers' files; a single "worker" by default.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ValueError: If a worker already has keys, or a name is not a plain file name.
+        OSError: If a file cannot be written.
+    """
+    names = [WORKER] if workers is None else workers
+    for name in names:
+        if name == SERVER:
+            raise ValueError(f"a worker's keys need a plain name, got {name!r}")
+        _check_name(name)
+        _check_new(folder, name)
+    missing = [] if (folder / f"{SERVER}{SECRET}").exists() else [SERVER]
+    written = []
+    for name in dict.fromkeys([*missing, *names]):
+        written += make_pairs(folder, [name])
+        if name != SERVER:
+            # An older pair of that name may have been removed, all but this copy.
+            (folder / ALLOWED / f"{name}{PUBLIC}").unlink(missing_ok=True)
+            written += allow(folder, [folder / f"{name}{PUBLIC}"])
+    return written
+
+
+def make_pairs(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Make a pair for each name; add the link's keys to an older pair that has none.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ValueError: If a pair is complete, or a name is not a plain file name; no file is written.
+        OSError: If a file cannot be written.
+    """
+    names = list(dict.fromkeys(names))
+    for name in names:
+        _check_name(name)
+        if not _is_without_link(folder, name):
+            _check_new(folder, name)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    written = []
+    for name in names:
+        public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
+        if secret.exists():
+            written += _add_link(public, secret)
+            continue
+        keys = _new_keys()
+        _write(secret, keys.text(name, is_secret=True), 0o600)
+        _write(public, keys.text(name, is_secret=False), 0o644)
+        written += [public, secret]
+    return written
+
+
+def _check_name(name: str) -> None:
+    if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():
+        raise ValueError(f"keys need a plain name, got {name!r}")
+
+
+def _check_new(folder: Path, name: str) -> None:
+    secret = folder / f"{name}{SECRET}"
+    if secret.exists():
+        raise ValueError(f"{secret} exists: remove it to make a new one")
+
+
+def _is_without_link(folder: Path, name: str) -> bool:
+    public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
+    if not secret.exists():
+        return False
+    if not public.exists():
+        raise ValueError(f"{secret} exists without {public}: remove it to make a new one")
+    shown, hidden = Keys.read(public), Keys.read(secret)
+    if shown.curve != hidden.curve or (shown.link and not hidden.link_secret):
+        raise ValueError(f"{public} and {secret} are no pair: remove both to make a new one")
+    return not (shown.link and hidden.link_secret)
+
+
+def _add_link(public: Path, secret: Path) -> list[Path]:
+    """Add the link's keys to the files of an older pair, or to the one where they are missing."""
+    shown, hidden = Keys.read(public), Keys.read(secret)
+    keys = _link_keys(hidden, hidden.link_secret or secrets.token_hex(32))
+    written = []
+    # The secret comes first: a public key without its secret could not be mended.
+    for path, found in ((secret, hidden.link_secret), (public, shown.link)):
+        if found is None:
+            is_secret = path == secret
+            text = path.read_text(encoding="utf-8")
+            line = "" if text.endswith("\n") else "\n"
+            mode = 0o600 if is_secret else stat.S_IMODE(path.stat().st_mode)
+            _write(path, f"{text}{line}{keys.text_of_link(is_secret=is_secret)}", mode)
+            written.append(path)
+    return written
+
+
+def _new_keys() -> Keys:
+    try:
+        import zmq
+    except ModuleNotFoundError:
+        raise ValueError("new keys need pyzmq: pip install 'diloco_comm[async]'") from None
+    _need_curve()
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return _link_keys(Keys(public, secret), secrets.token_hex(32))
+
+
+def _link_keys(keys: Keys, seed: str) -> Keys:
+    from ... import _C
+
+    public = _C.link_public_key(bytes.fromhex(seed)).hex()
+    return Keys(keys.curve, keys.curve_secret, public, seed)
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    """Write a file, whole or not at all, which never has more than this mode."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            # The umask took some of the mode away.
+            os.fchmod(number, mode)
+            file.write(text)
+            file.flush()
+            os.fsync(number)
+        os.replace(partial, path)
+    except FileExistsError:
+        raise OSError(f"{partial} is in the way: remove it") from None
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+# ------------------------------------------------------------------------------ who may come in
+
+
+def allow(folder: Path, files: Iterable[Path]) -> list[Path]:
+    """Let in the owners of public keys: copy the files into the folder ``allowed``.
+
+    Returns:
+        The files written; a file of the same keys that is there already is replaced.
+
+    Raises:
+        ValueError: If a file holds no public keys, or secret ones, or keys that other names have;
+            no file is written.
+        OSError: If a file cannot be read or written.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}: `diloco-comm keys make` makes one")
+    allowed = folder / ALLOWED
+    present, texts = readable_keys(allowed), {}
+    for file in files:
+        if file.suffix != PUBLIC:
+            raise ValueError(f"public keys are in a file NAME{PUBLIC}, got {file}")
+        keys, target = Keys.read(file), allowed / file.name
+        if keys.curve_secret or keys.link_secret:
+            raise ValueError(f"{file} holds secret keys: give the file NAME{PUBLIC} of the pair")
+        _check_names(present, keys, target)
+        present[target], texts[target] = keys, file.read_text(encoding="utf-8")
+    allowed.mkdir(exist_ok=True)
+    for target, text in texts.items():
+        _write(target, text, 0o644)
+    return list(texts)
+
+
+def _check_names(present: Mapping[Path, Keys], keys: Keys, target: Path) -> None:
+    """Make sure that a key has one name, so that ``remove`` removes the key, and a name one key."""
+    for path, there in present.items():
+        is_same = there.curve == keys.curve and there.link in (None, keys.link)
+        if path == target and not is_same:
+            raise ValueError(f"{path} holds other keys: remove it first, or rename the new file")
+        has_same_link = keys.link is not None and keys.link == there.link
+        if path != target and (there.curve == keys.curve or has_same_link):
+            raise ValueError(f"{path} holds the same keys as {target.name}: remove it first")
+
+
+def remove(folder: Path, name: str) -> Path:
+    """Let the owner of a name in no longer; return the file removed.
+
+    Raises:
+        ValueError: If the name is not among the allowed ones.
+        OSError: If the file cannot be removed.
+    """
+    allowed = folder / ALLOWED
+    names = [path.stem for path in sorted(allowed.glob(f"*{PUBLIC}"))]
+    if name not in names:
+        raise ValueError(f"{allowed} has no {name}: it names {', '.join(names) or 'nobody'}")
+    path = allowed / f"{name}{PUBLIC}"
+    path.unlink()
+    return path
+
+
+def readable_keys(folder: Path) -> dict[Path, Keys]:
+    """Return the public keys in a folder by file; a word in the log for each unreadable file."""
+    found = {}
+    for path in sorted(folder.glob(f"*{PUBLIC}")):
+        try:
+            found[path] = Keys.read(path)
+        except (OSError, ValueError) as error:
+            logger.warning("%s lets nobody in: %s", path, error)
+    return found
+
+
+class Allowed:
+    """The keys of one kind in a folder as it is now: the folder is looked at once a second.
+
+    Args:
+        folder: With a file ``NAME.key`` for each client.
+        key_of: Returns the key that counts of those in a file, or None.
+    """
+
+    def __init__(self, folder: Path, key_of: Callable[[Keys], bytes | None]) -> None:
+        self._folder, self._key_of = folder, key_of
+        self._keys: frozenset[bytes] = frozenset()
+        self._seen: Sequence[tuple[object, ...]] = ()
+        self._look_at = 0.0
+        self._is_missing = False
+
+    def present(self, *, at_once: bool = False) -> frozenset[bytes]:
+        """Return the keys that are let in.
+
+        Args:
+            at_once: Look now, however short ago the last look was.
+        """
+        now = time.monotonic()
+        if now >= self._look_at or at_once:
+            self._look_at = now + LOOK_S
+            if not self._folder.is_dir():
+                # The file is about to be replaced, such as by a copy of another host's.
+                self._note_missing()
+                return self._keys
+            self._is_missing = False
+            seen = [_stamp(path) for path in sorted(self._folder.glob(f"*{PUBLIC}"))]
+            if seen != self._seen:
+                keys = map(self._key_of, readable_keys(self._folder).values())
+                self._keys, self._seen = frozenset(filter(None, keys)), seen
+        return self._keys
+
+    def _note_missing(self) -> None:
+        if not self._is_missing:
+            self._is_missing = True
+            logger.warning(
+                "the folder %s is gone: the clients that it named before stay allowed; make the "
+                "folder again, without the keys that are to be refused",
+                self._folder,
+            )
+
+
+@dataclass(frozen=True)
+class LinkKeys:
+    """The keys with which a process protects its link.
+
+    Attributes:
+        folder: Has the pair of this process, and the folder ``allowed``.
+        seed: The private key.
+        allowed: The public keys of those who may connect.
+    """
+
+    folder: Path
+    seed: bytes
+    allowed: Allowed
+
+    @classmethod
+    def read(cls, place: str | Path) -> LinkKeys:
+        """Read the keys of this process.
+
+        Args:
+            place: A folder with one file NAME.key_secret, or such a file.
+
+        Raises:
+            ValueError: If the keys are not there, not whole or not secret, or let nobody in.
+        """
+        path = _own_secret(Path(place))
+        try:
+            mode = path.stat().st_mode
+            seed = Keys.read(path).link_secret
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ValueError(
+                f"others than the owner may use {path}, which has mode {stat.S_IMODE(mode):03o}: "
+                f"run `chmod 600 {path}`"
+            )
+        folder, name = path.parent, path.stem
+        if seed is None:
+            raise ValueError(
+                f"{path} is of an older version and has no keys of a link: run `diloco-comm keys "
+                f"make {folder} {name}`, which adds them"
+            )
+        return cls(folder, bytes.fromhex(seed), _allowed_in_link(folder / ALLOWED))
+
+
+def _own_secret(place: Path) -> Path:
+    """Return the file of the secret keys that a user means."""
+    made_by = "`diloco-comm keys make FOLDER NAME` makes keys"
+    if place.is_dir():
+        found = sorted(place.glob(f"*{SECRET}"))
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise ValueError(f"{place} holds {names}: give keys= the file of this process")
+        if not found:
+            raise ValueError(f"{place} holds no file NAME{SECRET}: {made_by}")
+        return found[0]
+    if place.suffix != SECRET:
+        raise ValueError(f"keys must be a folder or a file NAME{SECRET}, got {str(place)!r}")
+    if not place.exists():
+        raise ValueError(f"there is no {place}: {made_by}")
+    return place
+
+
+def _allowed_in_link(folder: Path) -> Allowed:
+    older = [path for path, keys in readable_keys(folder).items() if keys.link is None]
+    allowed = Allowed(folder, lambda keys: bytes.fromhex(keys.link) if keys.link else None)
+    if not folder.is_dir() or not allowed.present():
+        raise ValueError(
+            f"{folder} holds no key of a link, so that nobody could connect: copy the public file "
+            f"NAME{PUBLIC} of each other replica, and run `diloco-comm keys allow {folder.parent} "
+            f"NAME{PUBLIC}`"
+        )
+    for path in older:
+        logger.warning(
+            "%s is of an older version and lets nobody into a link: run `diloco-comm keys make "
+            "FOLDER %s` where its secret is, and `diloco-comm keys allow` here",
+            *(path, path.stem),
+        )
+    return allowed
+
+
+def _stamp(path: Path) -> tuple[object, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return path, None
+    return path, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+# --------------------------------------------------------------------- sockets of ZeroMQ (CURVE)
+
+
+class Guard:
+    """Lets in the clients whose public key is in a folder now, while they connect and afterwards.
+
+    Args:
+        folder: With a file ``NAME.key`` for each client.
+    """
+
+    def __init__(self, context: zmq.Context, folder: Path) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self.allowed = Allowed(folder, lambda keys: keys.curve.encode())
+        self._thread = ThreadAuthenticator(context)
+        self._thread.start()
+        # New connections are checked on that thread.
+        self._thread.configure_curve_callback(domain="*", credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a client that connects may come in; the interface is pyzmq's."""
+        return key in self.allowed.present()
+
+    def admits(self, frame: zmq.Frame) -> bool:
+        """Return whether the client that has sent a frame is still allowed."""
+        return str(frame.get("User-Id")).encode() in self.allowed.present()
+
+    def stop(self) -> None:
+        """End the thread; idempotent."""
+        self._thread.stop()
+
+
+def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> Guard:
+    """Accept only workers with one of the allowed keys.
+
+    Returns:
+        The guard of the socket; the caller ends it with ``stop``.
+
+    Raises:
+        ValueError: If a key is missing or invalid.
+    """
+    _need_curve()
+    public, secret = _curve_pair(folder, SERVER)
+    if not any((folder / ALLOWED).glob(f"*{PUBLIC}")):
+        raise ValueError(f"{folder / ALLOWED} holds no *.key: no worker could get in")
+    guard = Guard(context, folder / ALLOWED)
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_server = True
+    return guard
+
+
+def protect_worker(socket: zmq.Socket, folder: Path, name: str = WORKER) -> None:
+    """Use a worker's keys, and accept only the server whose public key is in ``server.key``.
+
+    Raises:
+        ValueError: If a key is missing or invalid.
+    """
+    _need_curve()
+    public, secret = _curve_pair(folder, name)
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_serverkey = _load(folder / f"{SERVER}{PUBLIC}").curve.encode()
+
+
+def _curve_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
+    path = folder / f"{name}{SECRET}"
+    keys = _load(path)
+    if keys.curve_secret is None:
+        raise ValueError(f"{path} holds no secret key")
+    return keys.curve.encode(), keys.curve_secret.encode()
+
+
+def _load(path: Path) -> Keys:
+    if not path.is_file():
+        raise ValueError(f"there is no key {path}: `diloco-comm keys make` makes one")
+    try:
+        return Keys.read(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _need_curve() -> None:
+    import zmq
+
+    if not zmq.has("curve"):
+        raise ValueError("this ZeroMQ was built without CURVE: install pyzmq's own wheel")

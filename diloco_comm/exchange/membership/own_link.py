@@ -1,0 +1,187 @@
+"""The link of this process: one port for all that replicas send, and with keys who may connect."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ... import _C
+from ...base import env
+from ...base.background import batch_threads
+from ...base.checks import warn
+from ...base.errors import SyncError, named
+from ...base.service.addresses import link_places, parse_place
+from ...base.service.keys import LOOK_S, LinkKeys
+
+_log = logging.getLogger(__name__)
+
+_told: set[str] = set()
+
+
+class OwnLink:
+    """The connections to all peers, and whose connections are let in.
+
+    Args:
+        listen, advertise: See ``diloco_comm.Link``.
+        keys: None for plain connections.
+
+    Attributes:
+        public_key: The public key as hexadecimal digits; empty without keys.
+
+    Raises:
+        RuntimeError: If this process cannot listen there, or there is no OpenSSL for the keys.
+    """
+
+    def __init__(self, listen: str | None, advertise: str | None, keys: LinkKeys | None) -> None:
+        places = link_places(listen, advertise, lambda: _C.own_host(env.gloo_interface()))
+        self._keys = keys
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._allowed: frozenset[bytes] = frozenset()
+        if keys is None:
+            self.link = _C.Link(*places)
+            _warn_if_public(self.link.address)
+        else:
+            self.link = _C.Link(*places, keys.seed)
+            self._look()
+            with batch_threads():
+                name = "diloco_comm allowed keys"
+                self._watcher = threading.Thread(target=self._watch, daemon=True, name=name)
+                self._watcher.start()
+        self.public_key = "" if keys is None else self.link.public_key.hex()
+
+    @property
+    def nonce(self) -> str:
+        return self.link.nonce
+
+    @property
+    def address(self) -> str:
+        return self.link.address
+
+    def counters(self) -> dict[str, int]:
+        return self.link.counters()
+
+    def ways(self) -> dict[str, str]:
+        """Return what the others need to know to reach this process."""
+        return {"address": self.address, "link": self.nonce, "link key": self.public_key}
+
+    def close(self) -> None:
+        """End all connections; idempotent."""
+        self._ended.set()
+        self.link.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            try:
+                self._look()
+            except Exception as error:
+                # The keys of before stay allowed.
+                _log.warning("the allowed keys could not be read again: %s", error)
+
+    def _look(self) -> None:
+        """Let in the keys that are in the folder now; connections of other keys end."""
+        assert self._keys is not None
+        with self._lock:
+            present = self._keys.allowed.present(at_once=True)
+            if present != self._allowed:
+                self.link.allow(sorted(present))
+                self._allowed = present
+
+    def refusal_of(self, replica: int, members: Sequence[int], keys: Sequence[str]) -> str:
+        """Return why members are not let in, in a sentence; empty if all are.
+
+        Args:
+            replica: The number of this one.
+            keys: The public key of each member.
+        """
+        if self._keys is None:
+            return ""
+        # A key that was added a moment ago counts.
+        self._look()
+        allowed = {key.hex() for key in self._allowed}
+        strange = [
+            member
+            for member, key in zip(members, keys, strict=True)
+            if member != replica and key not in allowed
+        ]
+        if not strange:
+            return ""
+        is_are = "key of {} is" if len(strange) == 1 else "keys of {} are"
+        return (
+            f"the {is_are.format(named(strange))} not among the allowed keys of replica {replica}: "
+            f"copy the public file NAME.key there, and run `diloco-comm keys allow "
+            f"{self._keys.folder} NAME.key`"
+        )
+
+
+def _warn_if_public(address: str) -> None:
+    """Warn once of a link without keys that a stranger may reach, or whose rounds may be read."""
+    if not address or not _is_public(parse_place("address", address)[0]) or address in _told:
+        return
+    _told.add(address)
+    warn(
+        f"everything that replicas send to {address} travels unencrypted, and whoever reaches that "
+        "port can take part: give Link(keys=...), made by `diloco-comm keys make`, or join the "
+        "networks by a VPN"
+    )
+
+
+def _is_public(host: str) -> bool:
+    """Whether a host is neither this one nor in a private network; a name is looked up."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    numbers = [ipaddress.ip_address(str(number).partition("%")[0]) for number in found]
+    return any(not (number.is_loopback or number.is_private) for number in numbers)
+
+
+@dataclass(frozen=True)
+class Dial:
+    """How this process reaches the members of an epoch over its link.
+
+    Attributes:
+        token: Names the groups of the epoch, equal on all members.
+        members: The numbers of the replicas, in rank order.
+        ways: ``OwnLink.ways`` of each member, in rank order.
+    """
+
+    own: OwnLink
+    token: str
+    members: Sequence[int]
+    ways: Sequence[Mapping[str, Any]]
+
+    def groups(self, rank: int, lanes: int, timeout: float, name: str) -> list[_C.LinkGroup]:
+        """Connect groups over the link; its connections of an older epoch stay.
+
+        Args:
+            name: For the error.
+
+        Raises:
+            SyncError: If a peer did not connect in time, or is not let in.
+        """
+        started = time.monotonic()
+        peers = [(way["link"], way["address"], way["link key"]) for way in self.ways]
+        cause: Exception | None = None
+        why = self.own.refusal_of(self.members[rank], self.members, [key for *_, key in peers])
+        if not why:
+            try:
+                return self.own.link.groups(self.token, rank, peers, lanes, timeout)
+            except (RuntimeError, ValueError) as error:
+                # The link knows ranks.
+                why = re.sub(
+                    r"\brank (\d+)", lambda r: f"replica {self.members[int(r[1])]}", str(error)
+                )
+                cause = error
+        raise SyncError(
+            f"{name} could not be connected: {why}",
+            stage="connect",
+            seconds=time.monotonic() - started,
+        ) from cause

@@ -1,0 +1,1 @@
+"""``diloco-comm keys``: the keys of registry, servers and links."""

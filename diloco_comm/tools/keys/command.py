@@ -1,0 +1,162 @@
+"""The sub-command ``diloco-comm keys``: the keys of registry, servers and links in one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..common.exits import fail, misuse
+from ..common.outputs import check_folder
+
+if TYPE_CHECKING:
+    from ...base.service.keys import Keys
+
+# The paragraphs behind \b keep their line breaks.
+EXAMPLES = """Examples, on the machine of replica paris, and with tokyo's public file copied there:
+
+\b
+diloco-comm keys make keys paris
+diloco-comm keys allow keys tokyo.key
+diloco-comm keys list keys
+diloco-comm keys remove keys tokyo
+"""
+MAKE_EXAMPLES = """Examples:
+
+\b
+diloco-comm keys make keys paris
+diloco-comm keys make keys server paris tokyo
+"""
+ALLOW_EXAMPLES = """Examples:
+
+\b
+diloco-comm keys allow keys tokyo.key lima.key
+"""
+REMOVE_EXAMPLES = """Examples:
+
+\b
+diloco-comm keys remove keys tokyo
+"""
+LIST_EXAMPLES = """Examples:
+
+\b
+diloco-comm keys list keys --json
+"""
+
+Folder = Annotated[Path, typer.Argument(help="Folder of keys.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+keys_app = typer.Typer(
+    help="Make keys for registry, servers and links, and say who may come in.",
+    epilog=EXAMPLES,
+    no_args_is_help=True,
+)
+
+
+@keys_app.command(epilog=MAKE_EXAMPLES)
+def make(
+    folder: Folder,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of the pairs.")],
+    as_json: AsJson = False,
+) -> None:
+    """Make a pair of keys for each name: NAME.key for others, NAME.key_secret for its machine.
+
+    An older pair without keys of a link gets these, and is not changed otherwise.
+    """
+    from ...base.service.keys import make_pairs
+
+    with _errors(folder):
+        check_folder("FOLDER", folder)
+        _print_files(make_pairs(folder, names), as_json=as_json)
+
+
+@keys_app.command(epilog=ALLOW_EXAMPLES)
+def allow(
+    folder: Folder,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files NAME.key.")],
+    as_json: AsJson = False,
+) -> None:
+    """Let in the owners of public keys; counts within a second for what runs with this folder."""
+    from ...base.service.keys import allow
+
+    with _errors(folder):
+        _print_files(allow(folder, files), as_json=as_json)
+
+
+@keys_app.command(epilog=REMOVE_EXAMPLES)
+def remove(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(help="Name of an allowed key.")],
+    as_json: AsJson = False,
+) -> None:
+    """Let an owner in no longer; the connections of that key end within two seconds."""
+    from ...base.service.keys import remove
+
+    with _errors(folder):
+        _print_files([remove(folder, name)], as_json=as_json)
+
+
+@keys_app.command("list", epilog=LIST_EXAMPLES)
+def list_keys(folder: Folder, as_json: AsJson = False) -> None:
+    """Show the public keys in a folder: own pairs, and whom the folder lets in."""
+    from ...base.service.keys import ALLOWED, SECRET, readable_keys
+
+    with _errors(folder):
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}: `diloco-comm keys make` makes one")
+        own = [
+            {**_row(path, keys), "secret": path.with_suffix(SECRET).exists()}
+            for path, keys in readable_keys(folder).items()
+        ]
+        allowed = [_row(path, keys) for path, keys in readable_keys(folder / ALLOWED).items()]
+    if as_json:
+        print(json.dumps({"schema": 1, "own": own, "allowed": allowed}))
+        return
+    for row in own:
+        _print_row(row, "own pair" if row["secret"] else "public keys alone")
+    for row in allowed:
+        _print_row(row, "allowed")
+    if not allowed:
+        print("nobody is allowed")
+
+
+def _row(path: Path, keys: Keys) -> dict[str, Any]:
+    return {"name": path.stem, "curve": keys.curve, "link": keys.link}
+
+
+def _print_row(row: dict[str, Any], kind: str) -> None:
+    print(f"{row['name']}: {kind}")
+    print(f"  curve {row['curve']}")
+    print(f"  link  {row['link'] or 'none'}")
+
+
+def write_keys(folder: Path, workers: list[str] | None, *, as_json: bool) -> None:
+    """Make keys for a server and its clients, and print the files; end with a sentence."""
+    from ...base.service.keys import make_keys
+
+    with _errors(folder):
+        check_folder("FOLDER", folder)
+        _print_files(make_keys(folder, workers or None), as_json=as_json)
+
+
+def _print_files(files: list[Path], *, as_json: bool) -> None:
+    paths = [str(path) for path in files]
+    print(json.dumps({"schema": 1, "keys": paths}) if as_json else "\n".join(paths))
+
+
+@contextlib.contextmanager
+def _errors(folder: Path) -> Iterator[None]:
+    """End the command with a sentence."""
+    try:
+        yield
+    except ValueError as error:
+        misuse(str(error))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        fail(
+            f"cannot use the keys in {folder}: {error.filename or ''} {reason}".replace(":  ", ": ")
+        )

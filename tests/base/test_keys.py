@@ -1,0 +1,370 @@
+"""A folder of keys: its files and their modes, pairs of an older version, who is let in."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.auth
+
+from diloco_comm import _C
+from diloco_comm.base.service.keys import (
+    Allowed,
+    Keys,
+    LinkKeys,
+    allow,
+    make_keys,
+    make_pairs,
+    remove,
+)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def old_pair(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make a pair as the version before did: with the keys of ZeroMQ alone."""
+    folder.mkdir(exist_ok=True)
+    public, secret = (Path(path) for path in zmq.auth.create_certificates(folder, name))
+    secret.chmod(0o600)
+    return public, secret
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_a_pair_holds_keys_of_zeromq_and_of_a_link(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    before = os.umask(0)
+    try:
+        public, secret = make_pairs(folder, ["paris"])
+    finally:
+        os.umask(before)
+    assert {public, secret} == {folder / "paris.key", folder / "paris.key_secret"}
+    assert set(tree(folder)) == {"paris.key", "paris.key_secret"}
+    assert (mode(folder), mode(secret), mode(public)) == (0o700, 0o600, 0o644)
+    shown, hidden = Keys.read(public), Keys.read(secret)
+    assert (shown.curve, shown.link) == (hidden.curve, hidden.link)
+    assert shown.curve_secret is None and shown.link_secret is None
+    assert hidden.link_secret is not None and hidden.link_secret not in public.read_text()
+    assert _C.link_public_key(bytes.fromhex(hidden.link_secret)).hex() == shown.link
+    # ZeroMQ reads its keys there, and no other ones.
+    curve, curve_secret = zmq.auth.load_certificate(secret)
+    assert (curve.decode(), curve_secret) == (shown.curve, (hidden.curve_secret or "").encode())
+    assert zmq.auth.load_certificate(public) == (curve, None)
+    assert zmq.curve_public(curve_secret) == curve
+    assert zmq.auth.load_certificates(folder) == {curve: True}
+
+
+def test_the_public_key_of_a_seed_is_that_of_the_standard() -> None:
+    """The first two of RFC 8032, 7.1."""
+    for seed, public in (
+        (
+            "9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60",
+            "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a",
+        ),
+        (
+            "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb",
+            "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c",
+        ),
+    ):
+        assert _C.link_public_key(bytes.fromhex(seed)).hex() == public
+
+
+def test_pairs_differ_and_are_not_made_twice(tmp_path: Path) -> None:
+    make_pairs(tmp_path, ["paris", "tokyo", "paris"])
+    paris, tokyo = (Keys.read(tmp_path / f"{name}.key_secret") for name in ("paris", "tokyo"))
+    for name in ("curve", "curve_secret", "link", "link_secret"):
+        assert getattr(paris, name) != getattr(tokyo, name)
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=r"tokyo.key_secret exists: remove it to make a new one"):
+        make_pairs(tmp_path, ["lima", "tokyo"])
+    for name in ("", ".", "..", "a/b", "/a", ".hidden", "a\nb"):
+        with pytest.raises(ValueError, match=f"plain name, got {re.escape(repr(name))}"):
+            make_pairs(tmp_path, ["lima", name])
+    assert tree(tmp_path) == before
+
+
+def test_keygen_makes_the_same_pairs_and_lets_them_in(tmp_path: Path) -> None:
+    make_keys(tmp_path, ["paris"])
+    for name in ("server", "paris"):
+        assert Keys.read(tmp_path / f"{name}.key_secret").link_secret
+    assert set(tree(tmp_path / "allowed")) == {"paris.key"}
+    # A pair that was removed is made anew, and the new one is let in.
+    old = Keys.read(tmp_path / "paris.key")
+    (tmp_path / "paris.key_secret").unlink()
+    make_keys(tmp_path, ["paris"])
+    new = Keys.read(tmp_path / "paris.key")
+    assert new.link != old.link and Keys.read(tmp_path / "allowed/paris.key") == new
+
+
+# ------------------------------------------------------------------- a folder of an older version
+
+
+def test_an_older_pair_gets_the_keys_of_a_link_and_keeps_its_own(tmp_path: Path) -> None:
+    public, secret = old_pair(tmp_path, "paris")
+    old_pair(tmp_path, "tokyo")
+    public.chmod(0o640)
+    before = tree(tmp_path)
+    assert make_pairs(tmp_path, ["paris"]) == [secret, public]
+    after = tree(tmp_path)
+    assert {name for name in after if after[name] != before[name]} == {public.name, secret.name}
+    for path in (public, secret):
+        assert after[path.name].startswith(before[path.name])
+    assert (mode(public), mode(secret)) == (0o640, 0o600)
+    shown, hidden = Keys.read(public), Keys.read(secret)
+    assert shown.link == hidden.link
+    assert _C.link_public_key(bytes.fromhex(hidden.link_secret or "")).hex() == shown.link
+    with pytest.raises(ValueError, match="exists: remove it"):
+        make_pairs(tmp_path, ["paris"])
+
+
+def test_a_secret_without_its_public_line_is_mended(tmp_path: Path) -> None:
+    """As a crash between the two files leaves them."""
+    public, secret = old_pair(tmp_path, "paris")
+    before = public.read_text()
+    make_pairs(tmp_path, ["paris"])
+    after, kept = public.read_text(), secret.read_text()
+    public.write_text(before)
+    assert make_pairs(tmp_path, ["paris"]) == [public]
+    assert (public.read_text(), secret.read_text()) == (after, kept)
+
+
+def _no_public(public: Path, secret: Path) -> None:
+    public.unlink()
+
+
+def _other_public(public: Path, secret: Path) -> None:
+    old_pair(public.parent / "other", "paris")[0].replace(public)
+
+
+def _no_seed(public: Path, secret: Path) -> None:
+    secret.write_text(re.sub(" *link-secret.*\n", "", secret.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (_no_public, "exists without"),
+        (_other_public, "are no pair"),
+        (_no_seed, "are no pair"),
+    ],
+)
+def test_files_that_are_no_pair_are_left_as_they_are(
+    tmp_path: Path, spoil: Callable[[Path, Path], None], text: str
+) -> None:
+    make_pairs(tmp_path, ["paris"])
+    spoil(tmp_path / "paris.key", tmp_path / "paris.key_secret")
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=text) as caught:
+        make_pairs(tmp_path, ["paris"])
+    assert tree(tmp_path) == before and "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------ who is let in
+
+
+def test_public_files_are_allowed_and_removed(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    make_pairs(here, ["paris"])
+    make_pairs(there, ["tokyo", "lima"])
+    files = [there / "tokyo.key", there / "lima.key"]
+    assert allow(here, files) == [here / "allowed" / file.name for file in files]
+    assert tree(here / "allowed") == {file.name: file.read_bytes() for file in files}
+    # The same file again, and one of the copies itself, change nothing.
+    allow(here, [files[0], here / "allowed" / "lima.key"])
+    assert remove(here, "tokyo") == here / "allowed" / "tokyo.key"
+    assert set(tree(here)) == {"paris.key", "paris.key_secret", "allowed/lima.key"}
+    for name in ("tokyo", "../paris", ""):
+        with pytest.raises(ValueError, match=f"has no {name}: it names lima"):
+            remove(here, name)
+    remove(here, "lima")
+    with pytest.raises(ValueError, match="it names nobody"):
+        remove(here, "lima")
+
+
+def test_an_allowed_older_key_is_replaced_by_its_newer_self(tmp_path: Path) -> None:
+    public, _ = old_pair(tmp_path, "paris")
+    old = public.read_bytes()
+    allow(tmp_path, [public])
+    make_pairs(tmp_path, ["paris"])
+    assert (tmp_path / "allowed/paris.key").read_bytes() == old
+    allow(tmp_path, [public])
+    assert (tmp_path / "allowed/paris.key").read_bytes() == public.read_bytes() != old
+    # The older copy does not take the keys of the link away.
+    public.write_bytes(old)
+    with pytest.raises(ValueError, match="holds other keys"):
+        allow(tmp_path, [public])
+
+
+def test_files_that_let_nobody_in_are_refused(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    make_pairs(there, ["tokyo", "lima", "secret"])
+    (there / "lima.key").replace(there / "other.key")
+    (there / "secret.key_secret").replace(there / "secret.key")
+    (there / "text.key").write_text("no keys")
+    (there / "wrong.key").write_text(
+        (there / "tokyo.key").read_text().replace('link-key = "', "&g")
+    )
+    with pytest.raises(ValueError, match=f"there is no folder {here}: `diloco-comm keys make`"):
+        allow(here, [there / "tokyo.key"])
+    make_pairs(here, ["paris"])
+    allow(here, [there / "tokyo.key"])
+    (there / "again.key").write_bytes((there / "tokyo.key").read_bytes())
+    (there / "other").mkdir()
+    (there / "other.key").rename(there / "other" / "tokyo.key")
+    before = tree(here)
+    for file, text in (
+        ("tokyo.key_secret", "public keys are in a file NAME.key"),
+        ("secret.key", "holds secret keys: give the file NAME.key"),
+        ("text.key", "is no file of keys: it holds no public-key"),
+        ("again.key", "holds the same keys as again.key: remove it first"),
+        ("other/tokyo.key", "holds other keys: remove it first"),
+    ):
+        with pytest.raises(ValueError, match=text) as caught:
+            allow(here, [there / "tokyo.key", there / file])
+        assert "\n" not in str(caught.value) and tree(here) == before
+    with pytest.raises(OSError, match="No such file"):
+        allow(here, [there / "nobody.key"])
+
+
+@pytest.mark.parametrize("line", ["link-key", "public-key"])
+def test_a_damaged_key_is_named(tmp_path: Path, line: str) -> None:
+    make_pairs(tmp_path, ["paris"])
+    path = tmp_path / "paris.key"
+    path.write_text(re.sub(f'{line} = "..', f'{line} = "', path.read_text()))
+    with pytest.raises(ValueError, match=f"{path} is no file of keys: {line} is not a key"):
+        Keys.read(path)
+
+
+def test_allowed_keys_are_those_in_the_folder_now(tmp_path: Path) -> None:
+    make_pairs(tmp_path, ["paris", "tokyo"])
+    old, _ = old_pair(tmp_path, "old")
+    allow(tmp_path, [tmp_path / "paris.key", tmp_path / "tokyo.key", old])
+    paris, tokyo = (Keys.read(tmp_path / f"{name}.key").link for name in ("paris", "tokyo"))
+    allowed = Allowed(tmp_path / "allowed", lambda keys: keys.link and keys.link.encode())
+    assert allowed.present() == {(paris or "").encode(), (tokyo or "").encode()}
+    remove(tmp_path, "tokyo")
+    # A look within the same second is no look, unless it is asked for.
+    assert len(allowed.present()) == 2
+    assert allowed.present(at_once=True) == {(paris or "").encode()} == allowed.present()
+
+
+# --------------------------------------------------------------------------- the keys of a link
+
+
+def link_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    make_pairs(folder, ["paris"])
+    make_pairs(tmp_path / "there", ["tokyo"])
+    allow(folder, [tmp_path / "there" / "tokyo.key"])
+    return folder
+
+
+def test_a_link_takes_the_pair_in_a_folder_or_a_file(tmp_path: Path) -> None:
+    folder = link_folder(tmp_path)
+    tokyo = Keys.read(tmp_path / "there" / "tokyo.key").link or ""
+    for place in (folder, str(folder), folder / "paris.key_secret"):
+        found = LinkKeys.read(place)
+        assert found.seed.hex() == Keys.read(folder / "paris.key_secret").link_secret
+        assert found.folder == folder and found.allowed.present() == {bytes.fromhex(tokyo)}
+
+
+def _open(folder: Path) -> None:
+    (folder / "paris.key_secret").chmod(0o640)
+
+
+def _another(folder: Path) -> None:
+    make_pairs(folder, ["lima"])
+
+
+def _no_secret(folder: Path) -> None:
+    (folder / "paris.key_secret").unlink()
+
+
+def _unreadable(folder: Path) -> None:
+    _no_secret(folder)
+    (folder / "paris.key_secret").mkdir(mode=0o700)
+
+
+def _old(folder: Path) -> None:
+    old_pair(folder, "paris")
+
+
+def _nobody(folder: Path) -> None:
+    remove(folder, "tokyo")
+
+
+def _no_allowed(folder: Path) -> None:
+    _nobody(folder)
+    (folder / "allowed").rmdir()
+
+
+def _old_allowed(folder: Path) -> None:
+    _nobody(folder)
+    allow(folder, [old_pair(folder.parent / "older", "lima")[0]])
+
+
+def _damaged(folder: Path) -> None:
+    path = folder / "paris.key_secret"
+    path.write_text(path.read_text().replace('link-secret = "', 'link-secret = "x'))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (_open, r"others than the owner may use .*, which has mode 640: run `chmod 600 .*secret`"),
+        (_another, r"holds lima.key_secret, paris.key_secret: give keys= the file of this process"),
+        (_no_secret, r"holds no file NAME.key_secret: `diloco-comm keys make FOLDER NAME`"),
+        (_unreadable, r"paris.key_secret cannot be read: Is a directory"),
+        (_old, r"is of an older version .*: run `diloco-comm keys make \S+/keys paris`"),
+        (
+            _nobody,
+            r"holds no key of a link, so that nobody could connect: .*`diloco-comm keys allow",
+        ),
+        (_no_allowed, r"holds no key of a link"),
+        (_old_allowed, r"holds no key of a link"),
+        (_damaged, r"is no file of keys: link-secret is not a key"),
+    ],
+)
+def test_keys_that_a_link_cannot_use_are_one_sentence(
+    tmp_path: Path, spoil: Callable[[Path], None], text: str
+) -> None:
+    folder = link_folder(tmp_path)
+    spoil(folder)
+    with pytest.raises(ValueError, match=text) as caught:
+        LinkKeys.read(folder)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lima.key_secret", "there is no .*lima.key_secret: `diloco-comm keys make FOLDER NAME`"),
+        ("paris.key", "keys must be a folder or a file NAME.key_secret, got '.*paris.key'"),
+        ("none", "keys must be a folder or a file NAME.key_secret, got '.*none'"),
+    ],
+)
+def test_a_place_that_holds_no_keys(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LinkKeys.read(link_folder(tmp_path) / name)
+
+
+def test_an_older_key_among_the_allowed_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = link_folder(tmp_path)
+    allow(folder, [old_pair(tmp_path / "older", "lima")[0]])
+    assert len(LinkKeys.read(folder).allowed.present()) == 1
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert (
+        "lima.key is of an older version" in line and "`diloco-comm keys make FOLDER lima`" in line
+    )

@@ -1,0 +1,300 @@
+"""A link with keys: who may connect, and what others on the way can read; with real processes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exchange_helpers import N, connect_replica, gives_reference_bytes, sync, values
+from fault_replicas import wait_for
+from workers import Pool
+
+from diloco_comm import DiLoCo, Link
+from diloco_comm.base.errors import ReplicaMismatch, SyncError
+from diloco_comm.base.service.keys import allow, make_pairs, remove
+from diloco_comm.exchange.membership import own_link
+from diloco_comm.ops.wire import WireFormat
+
+Fresh = Callable[..., Pool]
+Address = tuple[str, int]
+# A removed key ends its connections within REMOVED_S; how long it may take on a loaded machine.
+REMOVED_S, PATIENCE_S = 2.0, 10.0
+# A JSON that replicas send each other, with a name in it.
+SAID = b'{"replica": "the replica of paris", "tokens": 17}'
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def folder_of(root: str | Path, replica: int) -> Path:
+    return Path(root, str(replica))
+
+
+def make_folders(root: Path, world: int) -> None:
+    """Make a folder of keys for each replica, which lets all others in."""
+    for replica in range(world):
+        make_pairs(folder_of(root, replica), [f"r{replica}"])
+    for replica in range(world):
+        others = [other for other in range(world) if other != replica]
+        files = [folder_of(root, other) / f"r{other}.key" for other in others]
+        allow(folder_of(root, replica), files)
+
+
+@contextmanager
+def member(
+    address: Address, replica: int, world: int, root: str, wire: str = "int8", **options: Any
+) -> Iterator[Any]:
+    """An exchange over a link with keys, and its buffers."""
+    options = {"link_keys": folder_of(root, replica), "collectives": "tcp", **options}
+    with closing(connect_replica(address, replica, list(range(world)), **options)) as ex:
+        yield ex, ex.buffers(N, WireFormat(wire))
+
+
+# ------------------------------------------------------------------------------------- rounds
+
+
+def _rounds(rank: int, world: int, address: Address, root: str, lanes: int) -> Any:
+    everybody = list(range(world))
+    with member(address, rank, world, root, lanes=lanes) as (ex, buffers):
+        fine = [gives_reference_bytes(ex, buffers, round, everybody) for round in range(4)]
+        return fine, len(ex.tcp.public_key)
+
+
+@pytest.mark.nightly("3 s each; more replicas and lanes are the general case", but=["2-3"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_rounds_give_the_bytes_of_the_reference(
+    fresh_workers: Fresh, tmp_path: Path, world: int, lanes: int
+) -> None:
+    make_folders(tmp_path, world)
+    pool = fresh_workers(world, init_group=False)
+    assert pool.run(_rounds, pool.store, str(tmp_path), lanes) == [([True] * 4, 64)] * world
+
+
+class Relay:
+    """A process between two replicas, as a router is, that records all bytes that pass.
+
+    Args:
+        target: The port to which connections lead.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()
+        self._streams: list[bytearray] = []
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        # A blocked accept() would keep the socket.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def passed(self) -> list[bytes]:
+        """Return the bytes of each direction of each connection."""
+        with self._lock:
+            return [bytes(stream) for stream in self._streams]
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self._listener.accept()
+                try:
+                    there = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    here.close()
+                    continue
+                for ends in ((here, there), (there, here)):
+                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
+
+    def _copy(self, source: socket.socket, to: socket.socket) -> None:
+        stream = bytearray()
+        with self._lock:
+            self._streams.append(stream)
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                with self._lock:
+                    stream += data
+                to.sendall(data)
+        with suppress(OSError):
+            to.shutdown(socket.SHUT_WR)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def parameters_of(replica: int) -> torch.Tensor:
+    return values(7, replica, N)
+
+
+def _through_relays(
+    rank: int, world: int, address: Address, root: str, ways: list[tuple[int, int]], keyed: bool
+) -> Any:
+    own, relay = ways[rank]
+    places = {"listen": f"127.0.0.1:{own}", "advertise": f"127.0.0.1:{relay}"}
+    keys = {} if keyed else {"link_keys": None}
+    with member(address, rank, world, root, "fp32", **places, **keys) as (ex, buffers):
+        sync(ex, buffers, [parameters_of(rank)])
+        buffers.commit()
+        return ex.exchange_objects(SAID)
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keys", "plain"])
+def test_a_relay_reads_nothing_of_a_link_with_keys(
+    fresh_workers: Fresh, tmp_path: Path, keyed: bool
+) -> None:
+    """Without keys the relay reads everything, which shows that the test looks well."""
+    make_folders(tmp_path, 2)
+    ports = free_ports(2)
+    relays = [Relay(port) for port in ports]
+    ways = [(port, relay.port) for port, relay in zip(ports, relays, strict=True)]
+    pool = fresh_workers(2, init_group=False)
+    try:
+        assert pool.run(_through_relays, pool.store, str(tmp_path), ways, keyed) == [[SAID] * 2] * 2
+    finally:
+        for relay in relays:
+            relay.close()
+    streams = [stream for relay in relays for stream in relay.passed()]
+    # All has gone through the relays: one half of the parameters of each replica, at least.
+    assert sum(map(len, streams)) > 4 * N
+    for replica in (0, 1):
+        flat = parameters_of(replica).numpy()
+        # Both halves, because one of them stays where it is.
+        parts = [flat[begin : begin + 8].tobytes() for begin in (0, 1000, N // 2 + 1000, N - 8)]
+        assert any(part in stream for part in parts for stream in streams) is not keyed
+    for words in (SAID, b"the replica of paris", b"tokens"):
+        assert any(words in stream for stream in streams) is not keyed, words
+
+
+# ------------------------------------------------------------------------------ who may connect
+
+
+def _refused(rank: int, world: int, address: Address, root: str) -> Any:
+    with pytest.raises(SyncError) as caught, member(address, rank, world, root):
+        pass
+    return str(caught.value), caught.value.stage, caught.value.seconds
+
+
+def test_a_replica_whose_key_is_not_allowed_is_named(fresh_workers: Fresh, tmp_path: Path) -> None:
+    make_folders(tmp_path, 3)
+    remove(folder_of(tmp_path, 0), "r2")
+    pool = fresh_workers(3, init_group=False)
+    results = pool.run(_refused, pool.store, str(tmp_path))
+    ((text, stage),) = {(text, stage) for text, stage, _ in results}
+    assert stage == "connect" and "\n" not in text
+    command = f"`diloco-comm keys allow {folder_of(tmp_path, 0)} NAME.key`"
+    assert "the key of replica 2 is not among the allowed keys of replica 0" in text
+    assert command in text
+
+
+def _removed(rank: int, world: int, address: Address, root: str) -> Any:
+    everybody, pair = list(range(world)), [0, 1]
+    with member(address, rank, world, root, suspect_after=3.0) as (ex, buffers):
+        assert gives_reference_bytes(ex, buffers, 0, everybody)
+        before = ex.tcp.counters()["open"]
+        ex.store.set(f"first/{rank}", "")
+        ex.store.wait(["removed"])
+        begin = time.monotonic()
+        # A lane to each of the two others is two connections.
+        while ex.tcp.counters()["open"] > before - (2 if rank < 2 else 4):
+            assert time.monotonic() < begin + REMOVED_S + PATIENCE_S, ex.tcp.counters()
+            time.sleep(0.05)
+        seconds = time.monotonic() - begin
+        with pytest.raises(SyncError) as caught:
+            sync(ex, buffers, [values(1, rank, N)], round=1)
+        if rank == 2:
+            return None
+        ex.change_group(pair, last_rounds={0: 0})
+        return seconds, str(caught.value), gives_reference_bytes(ex, buffers, 1, pair)
+
+
+def test_a_key_that_is_removed_ends_its_connections(fresh_workers: Fresh, tmp_path: Path) -> None:
+    """The others go on without the replica whose key is removed in the middle of the run."""
+    make_folders(tmp_path, 3)
+    pool = fresh_workers(3, init_group=False)
+    pool.submit(_removed, pool.store, str(tmp_path))
+    prefix = "diloco_comm/default"
+    wait_for(pool, [f"{prefix}/first/{rank}" for rank in range(3)])
+    for replica in (0, 1):
+        remove(folder_of(tmp_path, replica), "r2")
+    pool.crew.store.set(f"{prefix}/removed", "")
+    for seconds, text, fine in pool.collect()[:2]:
+        assert fine and seconds < REMOVED_S + PATIENCE_S
+        assert "replica 2" in text, text
+
+
+def _one_sided(rank: int, world: int, address: Address, root: str) -> Any:
+    keys = {"link_keys": None} if rank == 1 else {}
+    with pytest.raises(ReplicaMismatch) as caught, member(address, rank, world, root, **keys):
+        pass
+    return str(caught.value)
+
+
+def test_keys_on_one_side_alone_are_a_mismatch(fresh_workers: Fresh, tmp_path: Path) -> None:
+    make_folders(tmp_path, 3)
+    pool = fresh_workers(3, init_group=False)
+    (text,) = set(pool.run(_one_sided, pool.store, str(tmp_path)))
+    assert "Link(keys=) differs between replicas" in text and "\n" not in text
+    assert '"given" on replicas 0, 2' in text and '"none" on replica 1' in text
+
+
+# ---------------------------------------------------------------------------------- one process
+
+
+def test_diloco_takes_keys_and_tells_nobody(tmp_path: Path) -> None:
+    make_folders(tmp_path, 2)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    link = Link("tcp", keys=folder_of(tmp_path, 0))
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone", link=link) as diloco:
+        assert diloco.exchange.tcp is not None and diloco.exchange.tcp.public_key
+        assert not {"keys", "link_keys"} & diloco.config().keys()
+        names = {thread.name for thread in threading.enumerate()}
+        assert "diloco_comm allowed keys" in names
+    deadline = time.monotonic() + PATIENCE_S
+    while "diloco_comm allowed keys" in {one.name for one in threading.enumerate()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("host", "warns"),
+    [("8.8.8.8", True), ("[2606:4700::1]", True), ("10.1.2.3", False), ("localhost", False)],
+)
+def test_an_open_address_without_keys_is_a_warning(host: str, warns: bool) -> None:
+    (port,) = free_ports(1)
+    own_link._told.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            own_link.OwnLink(f"127.0.0.1:{port}", f"{host}:{port}", None).close()
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == warns
+    for text in texts:
+        assert f"{host}:{port} travels unencrypted" in text and "\n" not in text
+
+
+def test_an_open_address_with_keys_is_no_warning(tmp_path: Path) -> None:
+    make_folders(tmp_path, 2)
+    (port,) = free_ports(1)
+    keys = own_link.LinkKeys.read(folder_of(tmp_path, 0))
+    own_link._told.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own_link.OwnLink(f"127.0.0.1:{port}", f"8.8.8.8:{port}", keys).close()

@@ -1,0 +1,90 @@
+"""``diloco-comm keys`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_helpers import check_misuse, help_examples, run_cli
+
+from diloco_comm.base.service.keys import Keys, make_pairs
+
+
+def printed(*arguments: object) -> list[str]:
+    ended = run_cli("keys", *arguments)
+    assert (ended.status, ended.err) == (0, ""), ended
+    return ended.out.splitlines()
+
+
+def test_pairs_are_made_allowed_shown_and_removed(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert printed("make", keys, "paris") == [f"{keys}/paris.key", f"{keys}/paris.key_secret"]
+    assert printed("list", keys)[-1] == "nobody is allowed"
+    make_pairs(tmp_path, ["tokyo"])
+    assert printed("allow", keys, tmp_path / "tokyo.key") == [f"{keys}/allowed/tokyo.key"]
+    shown = json.loads(printed("list", keys, "--json")[0])
+    paris, tokyo = Keys.read(keys / "paris.key"), Keys.read(tmp_path / "tokyo.key")
+    assert shown == {
+        "schema": 1,
+        "own": [{"name": "paris", "curve": paris.curve, "link": paris.link, "secret": True}],
+        "allowed": [{"name": "tokyo", "curve": tokyo.curve, "link": tokyo.link}],
+    }
+    lines = printed("list", keys)
+    assert lines == [
+        *("paris: own pair", f"  curve {paris.curve}", f"  link  {paris.link}"),
+        *("tokyo: allowed", f"  curve {tokyo.curve}", f"  link  {tokyo.link}"),
+    ]
+    hidden = Keys.read(keys / "paris.key_secret")
+    for secret in (hidden.curve_secret, hidden.link_secret):
+        assert secret and secret not in "".join(lines) and secret not in json.dumps(shown)
+    assert printed("remove", keys, "tokyo") == [f"{keys}/allowed/tokyo.key"]
+    assert json.loads(printed("list", keys, "--json")[0])["allowed"] == []
+
+
+def test_json_of_the_files(tmp_path: Path) -> None:
+    made = json.loads(printed("make", tmp_path, "paris", "tokyo", "--json")[0])
+    names = ("paris.key", "paris.key_secret", "tokyo.key", "tokyo.key_secret")
+    assert made == {"schema": 1, "keys": [str(tmp_path / name) for name in names]}
+
+
+def test_a_wrong_word_is_one_sentence(tmp_path: Path) -> None:
+    printed("make", tmp_path, "paris")
+    check_misuse(run_cli("keys", "make", tmp_path, "paris"), "paris.key_secret exists: remove it")
+    check_misuse(run_cli("keys", "make", tmp_path, "a/b"), "keys need a plain name, got 'a/b'")
+    check_misuse(run_cli("keys", "make", tmp_path), "NAME")
+    check_misuse(run_cli("keys", "remove", tmp_path, "lima"), "has no lima: it names nobody")
+    secret = tmp_path / "paris.key_secret"
+    check_misuse(run_cli("keys", "allow", tmp_path, secret), "public keys are in a file NAME.key")
+    for command in (("list",), ("allow", tmp_path / "paris.key")):
+        ended = run_cli("keys", command[0], tmp_path / "none", *command[1:])
+        check_misuse(ended, f"there is no folder {tmp_path / 'none'}")
+    (tmp_path / "file").touch()
+    ended = run_cli("keys", "make", tmp_path / "file", "lima")
+    check_misuse(ended, "cannot write FOLDER", "Not a directory")
+    ended = run_cli("keys", "allow", tmp_path, tmp_path / "nobody.key")
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.count("\n") == 1 and "nobody.key" in ended.err and "No such file" in ended.err
+
+
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples of each command, in a folder in which what they name is there."""
+    examples = help_examples("keys")
+    assert {"keys make", "keys allow", "keys remove", "keys list"} <= examples.keys()
+    for name, lines in examples.items():
+        assert lines or name == "keys"
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        if name != "keys make":
+            make_pairs(Path("keys"), ["paris"])
+            os.mkdir("keys/allowed")
+            make_pairs(Path(), ["tokyo", "lima"])
+        if name == "keys remove":
+            shutil.copy("tokyo.key", "keys/allowed")
+        for line in lines:
+            if name == "keys make":
+                shutil.rmtree("keys", ignore_errors=True)
+            assert run_cli(*line.split()[1:]).status == 0, line
