@@ -432,6 +432,24 @@ void test_who_does_not_come() {
     EXPECT(!are_both_named);
 }
 
+// The kernel of a stopped process answers for it.
+void test_stopped_peer() {
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    const int silent = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    socklen_t length = sizeof(at);
+    EXPECT(bind(silent, reinterpret_cast<sockaddr*>(&at), length) == 0 && listen(silent, 8) == 0);
+    EXPECT(getsockname(silent, reinterpret_cast<sockaddr*>(&at), &length) == 0);
+    const LinkPtr own = open_link();
+    auto peers = places({own, open_link()});
+    peers[1].second = "127.0.0.1:" + std::to_string(ntohs(at.sin_port));
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT(says(error_of_connect(own, 0, peers, 300ms), "does not answer, and may be stopped"));
+    EXPECT(std::chrono::steady_clock::now() - begin < 30s);
+    close(silent);
+}
+
 void test_arguments() {
     const LinkPtr own = open_link();
     const auto peers = places({own, open_link()});
@@ -647,6 +665,7 @@ void test_all() {
     test_refused_address();
     test_other_process();
     test_who_does_not_come();
+    test_stopped_peer();
     test_arguments();
     test_lanes_differ();
     test_strangers();

@@ -212,6 +212,21 @@ def test_a_replica_that_cannot_be_dialled_dials_the_others(fresh_workers: Fresh)
     assert results[1][1] == "" and results[0][1] and results[2][1]
 
 
+def _shut(rank: int, world: int, address: Address, ports: list[int]) -> Any:
+    """Nothing listens where replica 1 says, as where a firewall lets nobody in."""
+    places = {"listen": f"127.0.0.1:{ports[0]}", "advertise": f"127.0.0.1:{ports[1]}"}
+    everybody = list(range(world))
+    with member(address, rank, everybody, **(places if rank == 1 else {})) as (ex, buffers):
+        fine = [gives_reference_bytes(ex, buffers, round, everybody) for round in range(2)]
+        ex.change_group(everybody, last_rounds={0: 1})
+        return [*fine, gives_reference_bytes(ex, buffers, 2, everybody)]
+
+
+def test_one_direction_in_which_replicas_can_dial_is_enough(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(2, init_group=False)
+    assert pool.run(_shut, pool.store, free_ports(2)) == [[True] * 3] * 2
+
+
 def _both_behind_nat(rank: int, world: int, address: Address) -> Any:
     members = [0, 4, 7]
     options = {"advertise": ""} if rank else {}

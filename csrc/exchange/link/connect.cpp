@@ -311,8 +311,13 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
             return name + " has no address that others can dial, and has not dialled this process";
         }
         if (call.found[rank].empty()) return name + " has an address that is not known here";
-        const bool was_tried = lane.dial && !lane.dial->trouble.empty();
-        return name + " cannot be reached: " + (was_tried ? lane.dial->trouble : "no answer");
+        std::string why = "no answer";
+        if (lane.dial && !lane.dial->trouble.empty()) why = lane.dial->trouble;
+        if (lane.dial && lane.dial->connection &&
+            lane.dial->connection->state == link::Connection::State::kAsking) {
+            why = "it does not answer, and may be stopped";
+        }
+        return name + " cannot be reached: " + why;
     }
     return "";
 }
