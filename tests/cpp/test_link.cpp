@@ -443,7 +443,7 @@ void test_stopped_peer() {
     EXPECT(getsockname(silent, reinterpret_cast<sockaddr*>(&at), &length) == 0);
     const LinkPtr own = open_link();
     auto peers = places({own, open_link()});
-    peers[1].second = "127.0.0.1:" + std::to_string(ntohs(at.sin_port));
+    peers[1].address = "127.0.0.1:" + std::to_string(ntohs(at.sin_port));
     const auto begin = std::chrono::steady_clock::now();
     EXPECT(says(error_of_connect(own, 0, peers, 300ms), "does not answer, and may be stopped"));
     EXPECT(std::chrono::steady_clock::now() - begin < 30s);

@@ -314,7 +314,7 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
         std::string why = "no answer";
         if (lane.dial && !lane.dial->trouble.empty()) why = lane.dial->trouble;
         if (lane.dial && lane.dial->connection &&
-            lane.dial->connection->state == link::Connection::State::kAsking) {
+            lane.dial->connection->state != link::Connection::State::kConnecting) {
             why = "it does not answer, and may be stopped";
         }
         return name + " cannot be reached: " + why;
