@@ -6,9 +6,10 @@
     python examples/two_machines.py --store tcp://127.0.0.1:29400 --replica 1 --join   after a death
 
 Both processes send over one port each, which --listen and --advertise name; by default any port of
-this machine. docs/tutorials/two-machines.md goes through it step by step. The replica that is left
-is alone, so that it alone decides when the other one may come back. Several survivors would have to
-agree on the step, since change_group is a call that all of them make together.
+this machine. With --keys all that they send is encrypted. docs/tutorials/two-machines.md goes
+through it step by step. The replica that is left is alone, so that it alone decides when the other
+one may come back. Several survivors would have to agree on the step, since change_group is a call
+that all of them make together.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ parser.add_argument("--replica", type=int, required=True, choices=[0, 1])
 parser.add_argument("--join", action="store_true")  # the other replica trains already
 parser.add_argument("--listen", metavar="HOST:PORT")  # such as 0.0.0.0:29700
 parser.add_argument("--advertise", metavar="HOST:PORT")  # "": nobody can dial this machine
+parser.add_argument("--keys", metavar="FOLDER")  # made by `diloco-comm keys make`
 parser.add_argument("--steps", type=int, default=1500)
 parser.add_argument("--sync-every", type=int, default=25)
 parser.add_argument("--pause", type=float, default=0.05)  # seconds that each step takes longer
@@ -59,7 +61,7 @@ diloco = DiLoCo(
     optimizer,
     sync_every=options.sync_every,
     peers=StorePeers(store, replica=options.replica, members=both),
-    link=Link("tcp", listen=options.listen, advertise=options.advertise),
+    link=Link("tcp", listen=options.listen, advertise=options.advertise, keys=options.keys),
     init="join" if options.join else "broadcast",
 )
 print(f"replica {options.replica}: {list(diloco.members)} at step {diloco.inner_step}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import cut_links
 import page_runner
@@ -18,7 +19,15 @@ def test_the_page_runs_as_it_says() -> None:
     reason = cut_links.missing()
     if reason:
         pytest.skip(reason)
-    _, printed = page_runner.run_on_two_machines(PAGE.read_text())
+    # The page's commands make them in the folder of the clone, which A and B share here.
+    folders = [page_runner.ROOT / name for name in ("keys-a", "keys-b")]
+    try:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        _, printed = page_runner.run_on_two_machines(PAGE.read_text())
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
     lines = {name: [line for line in printed[name] if "hash" in line] for name in "ab"}
     last = {re.sub(r"replica \d: ", "", lines[name][-1]) for name in "ab"}
     assert len(last) == 1 and "loss" in last.pop()
