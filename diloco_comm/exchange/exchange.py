@@ -135,7 +135,7 @@ class Exchange(StreamMember):
                 env.gloo_interface(),
                 listens=options.collectives != "tcp",
             )
-        tcp = options.make_link()
+            tcp = options.make_link()
         super().__init__(engine, store, replica, current, options, name, line_name, tcp)
         self.link: str | None = None
         self.guard_by(admission)
@@ -398,11 +398,13 @@ class Exchange(StreamMember):
         self._closed = True
         _open.discard(self)
         deadline = time.monotonic() + min(self.timeout, patience_s)
-        if self._driver is not None:
-            self._driver.close(deadline - time.monotonic())
-        self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
-        if self.tcp is not None:
-            self.tcp.close()
+        try:
+            if self._driver is not None:
+                self._driver.close(deadline - time.monotonic())
+            self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
+        finally:
+            if self.tcp is not None:
+                self.tcp.close()
 
     def __enter__(self) -> Exchange:
         return self

@@ -69,6 +69,14 @@ void Channel::put_join(int lane, int num_lanes, bool wants_answer) {
         static_cast<uint64_t>(num_lanes));
 }
 
+void Channel::answer_join(int lane) {
+    const Connection* connection = peer.lanes[static_cast<size_t>(lane)].chosen.get();
+    // A peer that asks again and again, and reads no answer, gets none.
+    if (connection == nullptr || connection->control.size() >= kMostEarly) return;
+    if (dead.empty()) return put_join(lane, own_lanes, false);
+    put(FrameKind::kEnd, 2 * lane, 0, 0, 0, 0);
+}
+
 std::string Channel::obstacle(int number) const {
     if (!dead.empty()) return dead;
     if (ended.count(number) > 0) {
@@ -155,6 +163,10 @@ void Channel::on_credit(const Frame& frame) {
 
 void Channel::offer() {
     for (const auto& [key, send] : sends_) {
+        const Connection* connection =
+            peer.lanes[static_cast<size_t>(send->number / 2)].chosen.get();
+        // The peer does not read, or reads slowly.
+        if (connection == nullptr || !connection->control.empty()) return;
         put(FrameKind::kOffer, send->number, send->tag, 0, 0, send->num_bytes);
     }
 }
@@ -251,7 +263,8 @@ void Channel::on_refuse(const Frame& frame) {
         untouched_.erase(frame.ticket);
         grant_next();
     }
-    if (message && message->moved == 0) finish(message, sizes_differ(*message, frame.total));
+    if (message && message->moved == 0 && !message->is_arriving)
+        finish(message, sizes_differ(*message, frame.total));
 }
 
 MessagePtr Channel::on_data(const Frame& frame) {
@@ -263,11 +276,15 @@ MessagePtr Channel::on_data(const Frame& frame) {
         frame.length > frame.total - frame.offset) {
         throw ProtocolError("a fragment that does not fit its message");
     }
+    if (std::exchange(recv->is_arriving, true)) {
+        throw ProtocolError("two fragments of a message at the same time");
+    }
     if (frame.offset == 0) erase(recvs_, recv);
     return recv;
 }
 
 void Channel::on_data_end(const MessagePtr& message) {
+    message->is_arriving = false;
     if (message->moved == message->num_bytes && !message->is_done) finish(message, "");
 }
 

@@ -32,6 +32,9 @@ struct Peer {
     std::map<uint64_t, std::shared_ptr<Channel>> channels{};  // by token
     int num_users = 0;                                        // channels with groups of this side
     Clock::time_point idle_since{};
+    // One of several connections has ended in good order: the others may still bring messages.
+    bool is_ending = false;
+    Clock::time_point ending_since{};
 };
 
 class Channel : public std::enable_shared_from_this<Channel> {
@@ -61,6 +64,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
     void put(FrameKind kind, int number, uint32_t tag, uint32_t ticket, uint64_t offset,
              uint64_t total);
     void put_join(int lane, int num_lanes, bool wants_answer);
+    // Says again that this side has joined, or that its group has come to an end.
+    void answer_join(int lane);
 
     void post_send(const MessagePtr& message);
     void post_recv(const MessagePtr& message);
@@ -83,6 +88,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
     void finish(const MessagePtr& message, const std::string& error);
     // All messages of one group that are not done; number -1: of all groups.
     std::vector<MessagePtr> unfinished(int number) const;
+    bool has_unfinished() const { return !unfinished_.empty(); }
 
   private:
     struct Grant {

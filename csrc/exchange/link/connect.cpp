@@ -19,6 +19,7 @@ constexpr milliseconds kOwnDialPatience{1000};
 constexpr milliseconds kShortestShare{200};
 constexpr milliseconds kCheckPeriod{100};
 constexpr milliseconds kAskPeriod{250};
+constexpr milliseconds kShortestPatience{1000};
 
 uint64_t hash_of(const std::string& token) {
     uint64_t hash = 0xcbf29ce484222325;
@@ -278,7 +279,21 @@ bool Link::connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_a
     } else if (is_asking && channel.joined.count(lane) == 0) {
         channel.put_join(lane, call.lanes, true);
     }
-    return channel.joined.count(lane) > 0;
+    const bool is_alive = has_answered(lock, call, ConnectionPtr(it.chosen));
+    return is_alive && channel.joined.count(lane) > 0;
+}
+
+// Whether a connection has given a sign of life since the call began. One that gives none is
+// closed, and the lane is dialled anew: a router may have forgotten the connection.
+bool Link::has_answered(Lock& lock, const Call& call, const ConnectionPtr& connection) {
+    if (connection->heard_at >= call.begin) return true;
+    ping(connection);
+    const auto patience =
+        std::max<Clock::duration>((call.deadline - call.begin) / 4, kShortestPatience);
+    if (Clock::now() - call.begin > patience) {
+        disconnect(lock, connection, "nothing comes over its former connection");
+    }
+    return false;
 }
 
 std::string Link::missing(const Call& call) const {

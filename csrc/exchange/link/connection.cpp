@@ -105,6 +105,14 @@ void Connection::say_bye() {
     has_unsent = session->close() == TlsSession::Outcome::kWantsWrite;
 }
 
+void Connection::put(FrameKind kind) {
+    constexpr size_t kMost = 1024;
+    if (control.size() >= kMost) return;
+    OutFrame out;
+    out.frame.kind = static_cast<uint8_t>(kind);
+    control.push_back(std::move(out));
+}
+
 int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk) {
     size_t planned = batch.empty() ? 0 : batch.front().size() - batch.front().done;
     const auto has_room = [&] {
@@ -198,7 +206,7 @@ void Connection::withdraw(const MessagePtr& message) {
 }
 
 int Connection::plan_read(iovec* parts, uint8_t* scratch, size_t scratch_bytes) {
-    if (target && target->is_cancelled) target.reset();
+    if (target && (target->is_cancelled || target->is_done)) target.reset();
     if (begin == end) begin = end = 0;
     if (left == 0) {
         std::memmove(staging.data(), staging.data() + begin, num_staged());
@@ -228,7 +236,7 @@ bool Connection::took(size_t num_bytes) {
 
 bool Connection::take_staged() {
     const size_t step = std::min<size_t>(num_staged(), left);
-    if (target && target->is_cancelled) target.reset();
+    if (target && (target->is_cancelled || target->is_done)) target.reset();
     if (target) {
         std::memcpy(target->data + target->moved, staging.data() + begin, step);
         target->moved += step;

@@ -67,6 +67,8 @@ enum class FrameKind : uint8_t {
     kRefuse,    // sizes differ: `total` is the sender's. With a ticket: that receive fails, else
                 // the send of this tag
     kEnd,       // the sender has closed this group
+    kPing,      // asks for a sign of life
+    kPong,      // the answer, on the same connection
 };
 
 struct Frame {
@@ -112,6 +114,7 @@ struct Message {
     uint64_t moved = 0;  // bytes given to the connection, or received
     uint32_t ticket = 0;
     bool is_in_io = false;
+    bool is_arriving = false;  // a connection reads a fragment of it
     bool is_cancelled = false;
     bool is_done = false;
     bool is_aborted = false;
@@ -162,7 +165,11 @@ struct Connection {
     int lane = 0;
     Clock::time_point deadline{};  // of the greeting
     bool has_carried = false;      // frames: with it, messages would be lost
-    std::string trouble{};         // what a writer met; the link's thread closes it
+    // A router may forget a connection, of which neither end then hears. The last byte from the
+    // peer, or of bulk that the kernel took; and whether a ping has left since.
+    Clock::time_point heard_at{};
+    bool is_pinged = false;
+    std::string trouble{};  // what a writer met; the link's thread closes it
 
     // Output.
     bool can_write = false;
@@ -180,6 +187,8 @@ struct Connection {
     }
     // Chooses what to write next, control frames first; returns the number of parts.
     int plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk);
+    // A frame of the connection itself; none where the peer does not read.
+    void put(FrameKind kind);
     // Returns the messages that are wholly written.
     std::vector<MessagePtr> wrote(size_t num_bytes);
     // The message's memory will be gone: a begun fragment goes on from a copy. Not while it is

@@ -23,11 +23,16 @@ using std::chrono::milliseconds;
 namespace {
 
 constexpr size_t kMostStrangers = 64;
-constexpr size_t kMostIdlePeers = 256;
+// Connections of processes that no group of this process has yet.
+constexpr size_t kMostIdle = 256;
 constexpr int kMostAcceptsAPass = 64;
 constexpr milliseconds kAcceptPause{100};
 constexpr milliseconds kLongestPause{500};
 constexpr milliseconds kSweepPeriod{1000};
+constexpr milliseconds kPingPeriod{5000};
+constexpr milliseconds kEndPatience{1000};
+// So old a stranger gives way to newer ones, when there are too many.
+constexpr milliseconds kStrangerAge{1000};
 
 std::string hex_of(const Nonce& nonce) {
     constexpr char kDigits[] = "0123456789abcdef";
@@ -66,8 +71,13 @@ std::pair<std::string, std::string> place_of(const char* name, const std::string
 
 Descriptor open_listener(const std::string& listen) {
     const auto [host, port] = place_of("listen", listen);
-    int error = EADDRNOTAVAIL;
-    for (const Address& address : look_up(host, port, AI_PASSIVE | AI_NUMERICSERV)) {
+    int error = 0;
+    const auto found = look_up(host, port, AI_PASSIVE | AI_NUMERICSERV);
+    if (found.empty()) {
+        throw std::runtime_error("this process cannot listen at " + listen +
+                                 ": this host is not known here");
+    }
+    for (const Address& address : found) {
         Descriptor fd([&] { return listen_at(address); });
         if (fd) return fd;
         error = errno;
@@ -135,6 +145,11 @@ Link::ConnectionPtr Link::add_connection(Descriptor fd, State state) {
 
 void Link::accept_some(Lock& lock) {
     for (int i = 0; i < kMostAcceptsAPass; ++i) {
+        if (strangers_.size() >= kMostStrangers) {
+            const auto arrived = strangers_.front()->deadline - limits_.greeting;
+            if (Clock::now() - arrived < kStrangerAge) return pause_accepting();
+            refuse_stranger(lock, strangers_.front());
+        }
         Descriptor fd([&] {
             return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
         });
@@ -142,19 +157,21 @@ void Link::accept_some(Lock& lock) {
             const int error = errno;
             if (error == EAGAIN) return;
             if (error != EMFILE && error != ENFILE && error != ENOBUFS && error != ENOMEM) continue;
-            // The connection stays in the queue: do not ask for it again at once.
-            epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
-            is_accepting_ = false;
-            accept_at_ = Clock::now() + kAcceptPause;
-            return;
+            return pause_accepting();
         }
         const ConnectionPtr connection =
             add_connection(std::move(fd), identity_ ? State::kSecuring : State::kAsked);
         if (!connection) continue;
         connection->deadline = Clock::now() + limits_.greeting;
         strangers_.push_back(connection);
-        if (strangers_.size() > kMostStrangers) refuse_stranger(lock, strangers_.front());
     }
+}
+
+// Connections stay in the kernel's queue: do not ask for them again at once.
+void Link::pause_accepting() {
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
+    is_accepting_ = false;
+    accept_at_ = Clock::now() + kAcceptPause;
 }
 
 // `why`: a sentence for the user who waits for this connection, unless nobody can know of it.
@@ -244,7 +261,6 @@ void Link::on_hello(Lock& lock, const ConnectionPtr& connection) {
     Hello hello;
     std::memcpy(&hello, connection->staging.data(), sizeof(hello));
     Answer answer;
-    answer.own = nonce_;
     Status status = Status::kWelcome;
     const link::PeerId id = id_of(*connection, hello.own);
     if (is_other_key(id)) status = Status::kOtherKey;
@@ -252,16 +268,21 @@ void Link::on_hello(Lock& lock, const ConnectionPtr& connection) {
     if (hello.version != link::kLinkVersion) status = Status::kOtherVersion;
     if (identity_ && !connection->session) status = Status::kHasKeys;
     answer.status = static_cast<uint32_t>(status);
+    // Whoever does not know this process does not hear its nonce either.
+    if (status == Status::kWelcome) answer.own = nonce_;
     const bool is_sound = hello.own != nonce_ && hello.lane < link::kMostLanes;
     const std::string trouble = connection->say(&answer, sizeof(answer));
     if (!trouble.empty() || !is_sound || status != Status::kWelcome) {
         return refuse_stranger(lock, connection, why_refused(status, id));
     }
-    const auto is_idle = [](const auto& entry) { return entry.second->num_users == 0; };
-    const auto num_idle = std::count_if(peers_.begin(), peers_.end(), is_idle);
-    if (static_cast<size_t>(num_idle) >= kMostIdlePeers && peers_.count(id) == 0) {
-        return refuse_stranger(lock, connection);
+    size_t num_idle = 0;
+    for (const auto& [known, peer] : peers_) {
+        if (peer->num_users > 0) continue;
+        for (const link::Lane& lane : peer->lanes) num_idle += lane.theirs ? 1 : 0;
     }
+    const auto known = peers_.find(id);
+    const bool is_member = known != peers_.end() && known->second->num_users > 0;
+    if (num_idle >= kMostIdle && !is_member) return refuse_stranger(lock, connection);
     strangers_.erase(std::remove(strangers_.begin(), strangers_.end(), connection),
                      strangers_.end());
     connection->peer = peer_of(id, "a process at " + name_of_peer(connection->fd.get()));
@@ -276,10 +297,12 @@ void Link::settle(Lock& lock, const ConnectionPtr& connection, bool is_own) {
     if (peer.lanes.size() <= index) peer.lanes.resize(index + 1);
     const ConnectionPtr former = is_own ? peer.lanes[index].own : peer.lanes[index].theirs;
     if (former) disconnect(lock, former, "it has connected anew");
+    if (peer.is_ending) lose(lock, peer, "it has connected anew");
     link::Lane& lane = peer.lanes[index];
     (is_own ? lane.own : lane.theirs) = connection;
     if (!is_own) lane.theirs_since = Clock::now();
     connection->state = State::kOpen;
+    connection->heard_at = Clock::now();
     ++num_connects_;
     changed_.notify_all();
 }
@@ -398,6 +421,26 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
     sweep(lock, now);
 }
 
+void Link::ping(const ConnectionPtr& connection) {
+    if (std::exchange(connection->is_pinged, true)) return;
+    connection->put(link::FrameKind::kPing);
+    mark_ready(connection);
+}
+
+// Ends a connection over which nothing travels any more. The peer's process answers a ping also
+// while its program computes.
+void Link::check_life(Lock& lock, const ConnectionPtr& connection, Clock::time_point now) {
+    const auto silence = now - connection->heard_at;
+    if (silence > limits_.silence && connection->is_pinged) {
+        const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(silence).count();
+        disconnect(lock, connection,
+                   "nothing came over this connection for " + std::to_string(seconds) +
+                       " s: a NAT or a firewall may have forgotten it, or the process is stopped");
+    } else if (silence > kPingPeriod) {
+        ping(connection);
+    }
+}
+
 // Offers what waits for a grant, and forgets who and what nobody has asked for.
 void Link::sweep(Lock& lock, Clock::time_point now) {
     for (const auto& [id, peer] : std::map(peers_)) {
@@ -409,7 +452,16 @@ void Link::sweep(Lock& lock, Clock::time_point now) {
                 ++num_dropped_;
             }
         }
+        if (peer->is_ending && now - peer->ending_since > kEndPatience) lose(lock, *peer, "");
         flush_peer(lock, *peer);
+        const auto waits = [](const auto& entry) { return entry.second->has_unfinished(); };
+        if (std::any_of(peer->channels.begin(), peer->channels.end(), waits)) {
+            for (const link::Lane& lane : std::vector(peer->lanes)) {
+                for (const ConnectionPtr& one : {lane.own, lane.theirs}) {
+                    if (one && one->state == State::kOpen) check_life(lock, one, now);
+                }
+            }
+        }
         if (peer->num_users > 0 || now - peer->idle_since < limits_.grace) continue;
         for (const link::Lane& lane : std::vector(peer->lanes)) {
             for (const ConnectionPtr& one : {lane.own, lane.theirs}) {

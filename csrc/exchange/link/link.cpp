@@ -97,6 +97,7 @@ void Link::post(Channel& channel, const MessagePtr& message) {
 }
 
 bool Link::is_done(const link::Message& message) const {
+    check_process();
     const Lock lock(mutex_);
     return message.is_done;
 }
@@ -147,6 +148,7 @@ void Link::forget_channel(Peer& peer, uint64_t token) {
 }
 
 void Link::close() {
+    if (!is_own_process()) return;
     const std::lock_guard<std::mutex> once(close_mutex_);
     {
         Lock lock(mutex_);
@@ -299,6 +301,7 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
         size_t planned = 0;
         for (int i = 0; i < num_parts; ++i) planned += parts[static_cast<size_t>(i)].iov_len;
         it.is_writing = true;
+        const bool has_bulk = !it.bulk.empty();
         const uint64_t num_writable = it.num_writable;
         lock.unlock();
         const link::Moved moved = it.transmit(parts.data(), num_parts);
@@ -306,6 +309,7 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
         it.is_writing = false;
         it.has_unsent = it.session && moved.is_blocked;
         const size_t done = moved.num_bytes;
+        if (has_bulk && done > 0) it.heard_at = Clock::now();
         for (const MessagePtr& message : it.wrote(done)) {
             if (message->channel) message->channel->finish(message, "");
         }
@@ -353,6 +357,8 @@ void Link::read(Lock& lock, const ConnectionPtr& connection) {
         const bool is_short = !it.session && num_bytes > 0 && num_bytes < planned;
         if (moved.is_blocked || (is_short && !it.is_hung_up)) it.can_read = false;
         if (num_bytes > 0) {
+            it.heard_at = Clock::now();
+            it.is_pinged = false;
             if (it.took(num_bytes)) end_payload(connection);
             parse(lock, connection);
         }
@@ -396,7 +402,7 @@ namespace {
 void check_frame(const Frame& frame) {
     const auto kind = static_cast<FrameKind>(frame.kind);
     if (frame.magic != Frame::kFrameMagic) throw ProtocolError("no frame where one must begin");
-    if (kind < FrameKind::kJoin || kind > FrameKind::kEnd) {
+    if (kind < FrameKind::kJoin || kind > FrameKind::kPong) {
         throw ProtocolError("a frame of kind " + std::to_string(frame.kind));
     }
     uint64_t most = 0;
@@ -415,6 +421,11 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
     check_frame(frame);
     connection->has_carried = true;
     const auto kind = static_cast<FrameKind>(frame.kind);
+    if (kind == FrameKind::kPing || kind == FrameKind::kPong) {
+        if (kind == FrameKind::kPing) connection->put(FrameKind::kPong);
+        mark_ready(connection);
+        return changed_.notify_all();
+    }
     if (kind == FrameKind::kData) connection->left = frame.length;
     const ChannelPtr channel = channel_of(*connection->peer, frame);
     if (!channel || channel->closed.count(frame.number) > 0) {
@@ -423,11 +434,14 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
     }
     switch (kind) {
         case FrameKind::kJoin:
+            if (frame.tag >= link::kMostLanes || frame.total > link::kMostLanes) {
+                throw ProtocolError("a lane that cannot be");
+            }
             channel->joined.insert(static_cast<int>(frame.tag));
             channel->num_lanes = frame.total;
             if (frame.offset != 0 && channel->state != Channel::State::kUnknown &&
-                static_cast<int>(frame.tag) < channel->own_lanes && channel->dead.empty()) {
-                channel->put_join(static_cast<int>(frame.tag), channel->own_lanes, false);
+                static_cast<int>(frame.tag) < channel->own_lanes) {
+                channel->answer_join(static_cast<int>(frame.tag));
             }
             changed_.notify_all();
             break;
@@ -449,6 +463,9 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
             break;
         case FrameKind::kRefuse:
             channel->on_refuse(frame);
+            break;
+        case FrameKind::kPing:
+        case FrameKind::kPong:
             break;
         case FrameKind::kEnd:
             channel->ended.insert(frame.number);
@@ -490,8 +507,14 @@ Link::ChannelPtr Link::channel_of(Peer& peer, const Frame& frame) {
 
 // ----------------------------------------------------------------------------------- the end
 
+bool Link::is_connected(const Peer& peer) {
+    return std::any_of(peer.lanes.begin(), peer.lanes.end(),
+                       [](const link::Lane& lane) { return lane.own || lane.theirs; });
+}
+
 // A connection has broken: messages may be lost.
 void Link::lose(Lock& lock, Peer& peer, const std::string& text) {
+    peer.is_ending = false;
     for (const auto& [token, channel] : std::map(peer.channels)) {
         switch (channel->state) {
             case Channel::State::kUnknown:
@@ -526,7 +549,11 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
         for (ConnectionPtr* place : {&lane.own, &lane.theirs, &lane.chosen}) {
             if (*place == connection) place->reset();
         }
-        if (it.has_carried) lose(lock, *it.peer, text);
+        if (it.has_carried && text.empty() && is_connected(*it.peer)) {
+            if (!std::exchange(it.peer->is_ending, true)) it.peer->ending_since = Clock::now();
+        } else if (it.has_carried) {
+            lose(lock, *it.peer, text);
+        }
     }
     it.target.reset();
     // A caller that writes has its own reference, and closes the descriptor afterwards.
@@ -558,7 +585,6 @@ void Link::linger(Lock& lock) {
     }
     for (const ConnectionPtr& connection : open_connections()) disconnect(lock, connection, "");
     ready_.clear();
-    peers_.clear();
 }
 
 }  // namespace diloco

@@ -82,6 +82,8 @@ class Link : public std::enable_shared_from_this<Link> {
         // Connections to processes with which no group has messages live so long.
         std::chrono::milliseconds grace{60000};
         std::chrono::milliseconds greeting{5000};
+        // A connection that messages wait for, and that gives no sign of life, lives so long.
+        std::chrono::milliseconds silence{30000};
     };
 
     // `listen`: host:port, with brackets around an IPv6 address; port 0 is any free one; "" does
@@ -167,6 +169,8 @@ class Link : public std::enable_shared_from_this<Link> {
     void read(Lock& lock, const ConnectionPtr& connection);
     void parse(Lock& lock, const ConnectionPtr& connection);
     void begin_frame(Lock& lock, const ConnectionPtr& connection);
+    // Asks for a sign of life.
+    void ping(const ConnectionPtr& connection);
     void on_frame(Lock& lock, const ConnectionPtr& connection, const link::Frame& frame,
                   const uint8_t* payload);
     void end_payload(const ConnectionPtr& connection);
@@ -176,6 +180,7 @@ class Link : public std::enable_shared_from_this<Link> {
     void end(Lock& lock, const link::MessagePtr& message, const std::string& error,
              bool is_aborted = false);
     void end_all(Lock& lock, Channel& channel, int number, const std::string& error);
+    static bool is_connected(const link::Peer& peer);
     void lose(Lock& lock, link::Peer& peer, const std::string& text);
     void disconnect(Lock& lock, const ConnectionPtr& connection, const std::string& text);
     void forget_channel(link::Peer& peer, uint64_t token);
@@ -185,6 +190,7 @@ class Link : public std::enable_shared_from_this<Link> {
     // greeting.cpp: strangers, greetings and dials.
     ConnectionPtr add_connection(Descriptor fd, link::Connection::State state);
     void accept_some(Lock& lock);
+    void pause_accepting();
     void greet(Lock& lock, const ConnectionPtr& connection);
     void on_hello(Lock& lock, const ConnectionPtr& connection);
     void on_answer(Lock& lock, const ConnectionPtr& connection);
@@ -199,6 +205,7 @@ class Link : public std::enable_shared_from_this<Link> {
     void dial_failed(link::Dial& dial, const std::string& trouble);
     void stop_dial(Lock& lock, link::Lane& lane);
     void run_timers(Lock& lock, Clock::time_point now);
+    void check_life(Lock& lock, const ConnectionPtr& connection, Clock::time_point now);
     void sweep(Lock& lock, Clock::time_point now);
     PeerPtr peer_of(const link::PeerId& id, const std::string& name);
 
@@ -219,6 +226,7 @@ class Link : public std::enable_shared_from_this<Link> {
     void end_other_keys(Lock& lock, const Call& call);
     void enter(Lock& lock, Call& call);
     bool are_connected(Lock& lock, Call& call, bool is_asking);
+    bool has_answered(Lock& lock, const Call& call, const ConnectionPtr& connection);
     bool connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_asking);
     std::string missing(const Call& call) const;
     std::string missing_rank(const Call& call, size_t rank) const;

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 
 namespace diloco {
 namespace {
@@ -126,7 +127,11 @@ std::vector<Address> own_addresses(const std::string& interface) {
 }
 
 std::string own_host(const std::string& interface) {
-    for (const Address& address : own_addresses(interface)) {
+    const std::vector<Address> addresses = own_addresses(interface);
+    if (!interface.empty() && addresses.empty()) {
+        throw std::runtime_error("the network interface " + interface + " has no address");
+    }
+    for (const Address& address : addresses) {
         const Descriptor listener([&] { return listen_at(address); });
         if (listener) return numbers_of(address).first;
     }

@@ -19,10 +19,11 @@ std::chrono::milliseconds remaining(Clock::time_point deadline) {
 
 std::string in_words(const std::string& text) {
     const auto says = [&](const char* part) { return text.find(part) != std::string::npos; };
-    if (says("imed out") || says("timeout")) return "timed out";
+    // The text of a link may go on with the cause of the closed connection.
     if (says("onnection closed") || says("onnection reset") || says("Broken pipe")) {
         return "the connection was closed";
     }
+    if (says("imed out") || says("timeout")) return "timed out";
     return text;
 }
 

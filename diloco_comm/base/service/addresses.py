@@ -155,4 +155,5 @@ def _is_wildcard(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        return False
+        # Short forms of 0.0.0.0, which a socket takes too.
+        return set(host) <= {"0", "."} or host == "*"
