@@ -432,6 +432,9 @@ void Link::ping(const ConnectionPtr& connection) {
 void Link::check_life(Lock& lock, const ConnectionPtr& connection, Clock::time_point now) {
     const auto silence = now - connection->heard_at;
     if (silence > limits_.silence && connection->is_pinged) {
+        // The peer looks after the connection that it sends over: it may have chosen another one.
+        const auto lane = static_cast<size_t>(connection->lane);
+        if (connection->peer->lanes[lane].chosen != connection) connection->has_carried = false;
         const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(silence).count();
         disconnect(lock, connection,
                    "nothing came over this connection for " + std::to_string(seconds) +
