@@ -426,7 +426,10 @@ def _visited(rank: int, world: int, address: Address) -> Any:
         end = time.monotonic() + PATIENCE_S
         while least_resources() != (files, threads) and time.monotonic() < end:
             time.sleep(0.05)
-        return least_resources() == (files, threads), ex.tcp.counters()["strangers"]
+        is_same = least_resources() == (files, threads)
+        # The peer's connections count until both have looked.
+        assert gives_reference_bytes(ex, buffers, 4, [0, 1])
+        return is_same, ex.tcp.counters()["strangers"]
 
 
 def test_strangers_leave_nothing_behind(fresh_workers: Fresh) -> None:
