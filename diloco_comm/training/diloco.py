@@ -77,8 +77,7 @@ class DiLoCo:
         wire: The format of the payloads ("int8"): a name of ``wire.WIRES``, or ``Wire`` with a
             block size, stochastic rounding, error feedback. A mapping of regular expressions to
             names gives groups of parameters wires of their own.
-        link: How payloads travel: "gloo", "tcp" (over a single port), "nccl", or ``Link`` with
-            lanes, chunks, timeouts and the port.
+        link: "gloo", "tcp" (over a single port), "nccl", or ``Link`` with lanes, timeouts, keys.
         nonfinite: The end of a round in which a replica has NaN or infinities: "raise"
             (default), "skip", "reset", or ``NonFinite``.
         weight: This replica's weight in the mean, a number or a callable (tokens of the round),

@@ -165,7 +165,7 @@ struct Connection {
     int lane = 0;
     Clock::time_point deadline{};  // of the greeting
     bool has_carried = false;      // frames: with it, messages would be lost
-    // A router may forget a connection, of which neither end then hears. The last byte from the
+    // A router may forget a connection, and neither end hears of that. The last byte from the
     // peer, or of bulk that the kernel took; and whether a ping has left since.
     Clock::time_point heard_at{};
     bool is_pinged = false;

@@ -144,7 +144,7 @@ def _agree_on_outcome(
         if store.check(keys):
             notes = [text.decode() for text in store.multi_get(keys)]
             failures = [text for text in notes if text != _FINE]
-            # The one that was not dialled knows least of the cause.
+            # A member that only waited to be dialled knows least of the cause.
             why = min(failures, key=lambda text: "has not dialled" in text, default="")
             return _decide(store, key_of_all, _outcome(plan, members, why, []))
         here.tick()
