@@ -1,8 +1,8 @@
 // One TCP connection of a link: the bytes on the wire, and what waits to be written to it.
 //
-// Everything here is used under the link's mutex; only the system calls run without it. While a
-// call is under way, `is_writing` or `is_reading` is set, and so is is_in_io of each message whose
-// memory the call may touch.
+// Everything here is used under the link's mutex; only the system calls run without the mutex.
+// While a call is under way, is_in_io of each message is set whose memory the call may touch, and
+// `is_writing` if any thread may make the call: only the link's own thread reads.
 #pragma once
 
 #include <sys/uio.h>
@@ -197,7 +197,6 @@ struct Connection {
 
     // Input.
     bool can_read = false;
-    bool is_reading = false;
     bool is_hung_up = false;  // the kernel has said so: read up to the end
     std::array<uint8_t, kStagingBytes> staging;
     size_t begin = 0, end = 0;  // bytes in the staging buffer that are not parsed yet
