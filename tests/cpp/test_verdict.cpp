@@ -54,6 +54,21 @@ void test_idle() {
     EXPECT(with_dead.missing == Ids{2} && with_dead.survivors == (Ids{0, 1}));
 }
 
+// A member that goes on without others says so before its connections end.
+void test_left_out() {
+    Report gone = here(true);
+    gone.goes_on_with = {0, 3, 9};
+    Reports reports{{0, gone}, {1, here()}, {2, here(true)}, {3, Report()}};
+    const Verdict verdict = diloco::decide(reports);
+    EXPECT(verdict.survivors == Ids{0} && verdict.missing == (Ids{1, 2, 3}));
+    EXPECT(verdict.left_out == (Ids{1, 2}) && verdict.silent == Ids{3});
+    EXPECT(diloco::report_from_text(diloco::to_text(gone)).goes_on_with == gone.goes_on_with);
+    EXPECT(diloco::verdict_from_text(diloco::to_text(verdict)) == verdict);
+    // The report of a member that has died since counts no more.
+    reports[0].is_here = false;
+    EXPECT(diloco::decide(reports).survivors == (Ids{1, 2}));
+}
+
 void test_cuts() {
     // Both say so, one says so and the other has not tried, and one way of two works.
     EXPECT(diloco::find_cuts({{1, ways({}, {2})}, {2, ways({}, {1})}}) == (Cuts{{1, 2}}));
@@ -134,6 +149,7 @@ void test_large() {
 int main() {
     test_silent_and_left();
     test_idle();
+    test_left_out();
     test_cuts();
     test_every_graph_of_five();
     test_large();

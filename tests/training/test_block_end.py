@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from problems import attach, train_step
 
 from diloco_comm import Nesterov, NonFiniteError, PeerLeft, ReplicaMismatch
+from diloco_comm.exchange.membership import line
 
 # Between two sends.
 NUM_STEPS = 5
@@ -100,3 +104,34 @@ def test_a_block_of_one_replica_applies_the_rest() -> None:
     assert diloco.totals().num_syncs == 1
     with pytest.raises(RuntimeError, match="closed"):
         diloco.__enter__()
+
+
+def left_out(rank: int, world: int) -> str:
+    """Replica 1 ends its block while the others, who have left its group, make the next one."""
+    model, optimizer, diloco = attach(sync_every=3, timeout=30)
+    store = dist.distributed_c10d._get_default_store()
+    claim_line = line.claim_line
+
+    def claim_late(*arguments: Any) -> None:
+        store.set("the old group is closed", "")
+        store.wait(["replica 1 has ended"])
+        claim_line(*arguments)
+
+    with diloco:
+        for step in range(NUM_STEPS):
+            train_step(model, optimizer, rank, step)
+        diloco.flush()
+        if rank == 1:
+            store.wait(["the old group is closed"])
+        else:
+            with mock.patch.object(line, "claim_line", claim_late):
+                diloco.change_group([0, 2])
+            train_step(model, optimizer, rank, NUM_STEPS)
+    if rank == 1:
+        store.set("replica 1 has ended", "")
+    return diloco.outer_hash()
+
+
+def test_who_is_left_out_ends_while_the_others_make_their_group(workers) -> None:
+    first, _, third = workers(3).run(left_out)
+    assert first == third

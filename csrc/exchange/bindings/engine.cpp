@@ -170,6 +170,7 @@ void register_engine(py::module_& m) {
              "Say that an exchange on streams began or ended, and whether any is under way.")
         .def_property_readonly("streams_trouble", &Engine::streams_trouble,
                                "Why exchanges on streams cannot end; empty while they may.")
+        .def("announce", &Engine::announce, py::arg("members"), release())
         .def("seal", &Engine::seal, release())
         .def("reserve_staging", &Engine::reserve_staging, py::arg("num_bytes"), release())
         .def("emulate_link", &Engine::emulate_link, py::arg("gbps"), py::arg("rtt_ms"), release())

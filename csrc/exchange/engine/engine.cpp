@@ -105,6 +105,14 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
     }
 }
 
+void Engine::announce(const std::vector<int64_t>& members) {
+    check_process();
+    std::unique_lock<std::mutex> lock(mutex_);
+    const std::shared_ptr<Board> board = board_;
+    lock.unlock();
+    if (board) board->report_next_group(members);
+}
+
 void Engine::seal() {
     check_process();
     std::shared_ptr<Session> dead;  // freed without the lock

@@ -56,6 +56,10 @@ class Engine {
     void attach(Membership membership, std::vector<BackendPtr> groups,
                 c10::intrusive_ptr<c10d::Store> store, const std::string& prefix);
 
+    // Tells the other members, before seal(), with which replicas this one goes on. A member that
+    // is left out learns from that why its connections end.
+    void announce(const std::vector<int64_t>& members);
+
     // Ends the epoch for good: the running job fails, queued jobs are not begun, the groups are
     // closed. After the return no vote leaves and none is heard. Waits for this replica's own
     // engine thread, never for a peer, and throws after the timeout. Idempotent; attach() begins

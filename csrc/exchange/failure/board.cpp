@@ -173,6 +173,10 @@ void Board::report_reach(const std::vector<int64_t>& reached,
     });
 }
 
+void Board::report_next_group(const std::vector<int64_t>& members) {
+    say([&] { own_.goes_on_with = members; });
+}
+
 bool Board::is_failed() { return has(prefix_ + "/any_failed"); }
 
 std::string Board::first_failure() { return get(prefix_ + "/any_failed"); }

@@ -45,6 +45,9 @@ class Board {
     // member.
     void report_presence(bool is_idle);
 
+    // Reports the group for which this member leaves the present one, before its connections end.
+    void report_next_group(const std::vector<int64_t>& members);
+
     // Reports which members this one could just connect to, and which not.
     void report_reach(const std::vector<int64_t>& reached, const std::vector<int64_t>& unreached);
 

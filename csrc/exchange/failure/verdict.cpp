@@ -73,6 +73,15 @@ Lists lists_in(const std::string& text) {
     return lists;
 }
 
+// The group for which a living member has left this one; empty without such a member. At most one
+// of several groups can begin.
+std::vector<int64_t> next_group(const Reports& living) {
+    for (const auto& [member, report] : living) {
+        if (!report.goes_on_with.empty()) return report.goes_on_with;
+    }
+    return {};
+}
+
 }  // namespace
 
 Cuts find_cuts(const Reports& reports) {
@@ -119,9 +128,14 @@ Verdict decide(const Reports& reports) {
         }
     }
     verdict.cuts = find_cuts(living);
+    const std::vector<int64_t> next = next_group(living);
     std::vector<int64_t> candidates;
     const bool all_live = verdict.left.empty() && verdict.silent.empty() && verdict.cuts.empty();
     for (const auto& [member, report] : living) {
+        if (!next.empty() && !has(next, member)) {
+            verdict.left_out.push_back(member);
+            continue;
+        }
         // All members live: the missing ones are those in no exchange.
         if (!(waited_in_vain && all_live && report.is_idle)) candidates.push_back(member);
     }
@@ -160,6 +174,7 @@ std::string to_text(const Report& report) {
         write(out, "reached", report.reached);
         write(out, "unreached", report.unreached);
     }
+    if (!report.goes_on_with.empty()) write(out, "goes_on_with", report.goes_on_with);
     return out.str();
 }
 
@@ -174,6 +189,7 @@ Report report_from_text(const std::string& text) {
     if (!lists["left"].empty()) report.inner_step = lists["left"].front();
     report.reached = lists["reached"];
     report.unreached = lists["unreached"];
+    report.goes_on_with = lists["goes_on_with"];
     return report;
 }
 

@@ -25,6 +25,7 @@ struct Report {
     bool has_tried = false;   // to connect to the other members, with these results
     std::vector<int64_t> reached;
     std::vector<int64_t> unreached;
+    std::vector<int64_t> goes_on_with;  // the next group, of a member that left this one for it
 };
 
 using Reports = std::map<int64_t, Report>;              // of every member
@@ -37,7 +38,7 @@ struct Verdict {
     std::vector<int64_t> idle;
     std::vector<Departure> left;
     Cuts cuts;
-    std::vector<int64_t> left_out;  // not in a group that others have formed, without a failure
+    std::vector<int64_t> left_out;  // not in a group that others form, without a failure
 };
 
 Verdict decide(const Reports& reports);

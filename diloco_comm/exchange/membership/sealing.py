@@ -33,8 +33,8 @@ class Survivor:
 
     While its epoch lives, the replica answers when all members of the new group are here: until
     then other replicas may need its votes. If no member is left out, the replica lets its last
-    exchanges end before, so that their rounds count. Then the replica seals, and its answer is a
-    promise.
+    exchanges end before, so that their rounds count; else the replica tells the members that are
+    left out. Then the replica seals, and its answer is a promise.
 
     Args:
         members: Of the new group.
@@ -49,6 +49,8 @@ class Survivor:
             is_whole = set(member.members) <= set(self._members)
             if not all_are_here or (is_whole and not member.is_idle):
                 return None
+            if not is_whole:
+                member.engine.announce(self._members)
         seal(member)
         last = self._last_rounds() if callable(self._last_rounds) else self._last_rounds
         ack = to_json(ack_of(member, last))
