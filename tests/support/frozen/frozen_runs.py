@@ -166,10 +166,16 @@ class Member:
     def settle(self, members: Iterable[int], place: str) -> None:
         """Wait until no round is under way on any of the members."""
         self.diloco.state_dict()
+        self.tell(place)
+        self.wait_for(members, place)
+
+    def tell(self, place: str) -> None:
         assert self.store is not None
-        keys = [f"{self.setting.name} {place} {member}" for member in members]
         self.store.set(f"{self.setting.name} {place} {self.replica}", "")
-        self.store.wait(keys)
+
+    def wait_for(self, members: Iterable[int], place: str) -> None:
+        assert self.store is not None
+        self.store.wait([f"{self.setting.name} {place} {member}" for member in members])
 
     def resume(self) -> None:
         """Save everything, and go on with new objects from the saved arguments."""
@@ -307,7 +313,8 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
     """Train until the last replica is lost; the others change the group when they notice it.
 
     No round is under way when the fault is prepared, and each replica waits for the end of the
-    round with the fault: so all of them notice it at the same step.
+    round with the fault. Where rounds overlap with steps, the others have sent all of a step's rounds
+    before the fault happens. So all of them notice the fault at the same step.
     """
     everyone = range(member.setting.world)
     survivors, is_last = everyone[:-1], member.replica == everyone[-1]
@@ -317,9 +324,12 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
         member.settle(everyone, "before")
         if is_last:
             fault()
+            if any(part.in_flight for part in member.diloco.parts):
+                member.wait_for(survivors, "sent")
         while member.step < STEPS_AFTER_LOSS:
             has_failed = not member.try_step()
             if member.step == FAULT_STEP:
+                member.tell("sent")
                 member.settle(everyone if dies else (), "after")
                 if is_last and dies:
                     os.kill(os.getpid(), signal.SIGKILL)

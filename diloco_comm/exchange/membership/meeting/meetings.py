@@ -383,8 +383,9 @@ def _find_difference(hellos: dict[int, dict[str, Any]]) -> str:
     """Name the first thing that is not equal on all, as one sentence; empty if all is equal."""
     if found := _find_version(hellos):
         return found
-    names = ["members", *sorted({name for h in hellos.values() for name in h["settings"]})]
-    for name in names:
+    names = sorted({name for hello in hellos.values() for name in hello["settings"]})
+    # With other collectives there are other settings, too.
+    for name in ("members", "collectives", *names):
         values: dict[str, list[int]] = {}
         for replica, hello in sorted(hellos.items()):
             value = hello["members"] if name == "members" else hello["settings"].get(name)
