@@ -81,11 +81,14 @@ class Link:
             gloo would take, and any free port.
         advertise: With "tcp", the "host:port" at which the other replicas reach this process, where
             a router translates addresses. "": the others cannot dial this process, which dials
-            them; then two such processes cannot be in one group. Default: where this process
-            listens.
+            them; then two such processes need ``relay`` to be in one group. Default: where this
+            process listens.
         keys: With "tcp", a folder with the keys of this process, made by `diloco-comm keys make`,
             or the file NAME.key_secret there: all connections are encrypted, and only the owners of
             keys in the folder ``allowed`` beside can connect. All replicas have keys, or none.
+        relay: With "tcp", the "host:port" of a relay (`diloco-comm relay`), for a process that
+            nobody can dial: two such processes meet there, and the relay copies their bytes. Other
+            processes are dialled directly.
     """
 
     backend: str | None = None
@@ -97,6 +100,7 @@ class Link:
     listen: str | None = None
     advertise: str | None = None
     keys: str | Path | None = None
+    relay: str | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ HOMES = {
     "listen": ("link", "listen"),
     "advertise": ("link", "advertise"),
     "link_keys": ("link", "keys"),
+    "relay": ("link", "relay"),
     "on_nonfinite": ("nonfinite", "action"),
     "max_skipped": ("nonfinite", "max_skipped"),
     "on_reset": ("nonfinite", "on_reset"),

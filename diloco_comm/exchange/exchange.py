@@ -70,7 +70,7 @@ class Exchange(StreamMember):
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
         admission: Is asked before this replica enters an epoch.
-        listen, advertise: With "tcp", see ``diloco_comm.Link``.
+        listen, advertise, relay: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
 
     Attributes:
@@ -78,7 +78,8 @@ class Exchange(StreamMember):
 
     Raises:
         ValueError, TypeError: If an argument is out of range.
-        RuntimeError: If this process cannot listen where ``listen`` says, or cannot encrypt.
+        RuntimeError: If this process cannot listen where ``listen`` says, cannot encrypt, or cannot
+            reach the relay.
         ReplicaMismatch, SyncError: If the replicas do not come together.
     """
 
@@ -107,6 +108,7 @@ class Exchange(StreamMember):
         listen: str | None = None,
         advertise: str | None = None,
         link_keys: str | Path | None = None,
+        relay: str | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -124,6 +126,7 @@ class Exchange(StreamMember):
             listen=listen,
             advertise=advertise,
             link_keys=link_keys,
+            relay=relay,
         )
         current = Epoch(epoch, checked_members(members, replica))
         with batch_threads():

@@ -15,6 +15,7 @@ import typer
 from .. import __version__
 from .bench import command as bench
 from .common.exits import fail, given_options, misuse
+from .common.hosting import RelayPort, opened_relay, relay_beside, serve_until_signal
 from .common.printing import announcer
 from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor.command import doctor
@@ -47,6 +48,11 @@ STORE_EXAMPLES = """Examples:
 
 \b
 diloco-comm store --host 127.0.0.1 --port 29400
+"""
+RELAY_EXAMPLES = """Examples:
+
+\b
+diloco-comm relay --host 127.0.0.1 --port 29800
 """
 
 app = typer.Typer(
@@ -150,6 +156,7 @@ def store(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = 29400,
+    relay_port: RelayPort = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
 ) -> None:
     """Host the store at which replicas find each other, until Ctrl-C or SIGTERM.
@@ -161,10 +168,32 @@ def store(
     from .common.store import host_store
 
     try:
-        signal_name = host_store(host, port, announcer(as_json))
+        with relay_beside(host, relay_port):
+            signal_name = host_store(host, port, announcer(as_json))
     except OSError as error:
         # Negative error numbers come from the resolver of names.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
         fail(f"cannot listen on {host}:{port}: {reason}")
     print(f"closed by {signal_name}", file=sys.stderr)
+
+
+@app.command(epilog=RELAY_EXAMPLES)
+def relay(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 29800,
+    connections: Annotated[
+        int, typer.Option(min=1, help="Connections at a time; more are closed at once.")
+    ] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
+) -> None:
+    """Copy bytes between replicas that nobody can dial, until Ctrl-C or SIGTERM.
+
+    Such replicas name the relay by Link("tcp", relay="host:port"). The relay holds no key: with
+    keys it sees sizes and times alone. Whoever reaches the port can use the relay.
+    """
+    server = opened_relay(host, port, connections)
+    name = serve_until_signal(server, announcer(as_json))
+    print(f"closed by {name}", file=sys.stderr)

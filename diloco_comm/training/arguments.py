@@ -95,7 +95,8 @@ def check_arguments(
     choice("checks", checks, CHECKS)
     choice("init", init, ("broadcast", "check", "join"))
     choice("offload", offload, (None, "cpu"))
-    check_link(chosen["backend"], chosen["listen"], chosen["advertise"], chosen["link_keys"])
+    of_link = ("backend", "listen", "advertise", "link_keys", "relay")
+    check_link(*(chosen[name] for name in of_link))
     if chosen["link_keys"] is not None:
         # Before the others wait for this replica.
         LinkKeys.read(chosen["link_keys"])

@@ -69,7 +69,8 @@ class Place:
         replica, num_replicas, members, name: See ``StorePeers``.
         init: See ``DiLoCo``.
         source_rank: Rank of the replica whose weights all take with ``init="broadcast"``.
-        backend, join_timeout, suspect_after, listen, advertise, link_keys: See ``Link``.
+        backend, join_timeout, suspect_after, listen, advertise, link_keys, relay: See
+            ``Link``.
         admission: See ``Exchange``.
         beside, inner: See ``Agreement``.
     """
@@ -87,6 +88,7 @@ class Place:
     listen: str | None = None
     advertise: str | None = None
     link_keys: str | Path | None = None
+    relay: str | None = None
     source_rank: int = 0
     admission: Admission | None = None
     beside: joining.CopyBeside | None = None
@@ -106,7 +108,7 @@ class Place:
             of = chosen["num_replicas"]
             group = handshake.replica_group(chosen["group"], chosen["mesh"], store, of)
         names = ("replica", "num_replicas", "members", "name", "backend", "join_timeout")
-        of_link = ("suspect_after", "listen", "advertise", "link_keys")
+        of_link = ("suspect_after", "listen", "advertise", "link_keys", "relay")
         same = {name: chosen[name] for name in (*names, *of_link)}
         return cls(group, store, init=init, **same)
 
@@ -174,6 +176,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         listen=place.listen,
         advertise=place.advertise,
         link_keys=place.link_keys,
+        relay=place.relay,
         impl=replica.impl,
         device=plan.device,
         collectives=handshake.collectives_of(place.backend, place.group, plan.device),

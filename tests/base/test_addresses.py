@@ -116,6 +116,30 @@ def test_choices_that_do_not_go_together(
 
 
 @pytest.mark.parametrize(
+    ("backend", "place", "named"),
+    [
+        ("gloo", {}, "relay='r:1' needs link=Link(backend=\"tcp\"), got backend='gloo'"),
+        ("tcp", {"listen": "h:1"}, "listen='h:1' says that some can"),
+        ("tcp", {"advertise": "h:1"}, "advertise='h:1' says that some can"),
+    ],
+)
+def test_a_relay_is_for_processes_without_an_address(
+    backend: str, place: dict[str, str], named: str
+) -> None:
+    nowhere: dict[str, str | None] = {"listen": None, "advertise": None}
+    check_link("tcp", **{**nowhere, **dict.fromkeys(place, "")}, relay="r:1")
+    with pytest.raises(ValueError) as caught:
+        check_link(backend, **{**nowhere, **place}, relay="r:1")
+    assert named in str(caught.value)
+
+
+def test_a_relay_has_a_port() -> None:
+    with pytest.raises(ValueError, match="relay must be "):
+        check_link("tcp", None, None, relay="relay.example")
+    assert link_places(None, None, lambda: "192.0.2.7", "r:1") == ("", "")
+
+
+@pytest.mark.parametrize(
     ("listen", "advertise", "expected"),
     [
         (None, None, ("192.0.2.7:0", "192.0.2.7:0")),

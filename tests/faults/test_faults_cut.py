@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -199,3 +201,57 @@ def test_a_first_meeting_over_a_cut_names_it(
         "replicas [0] can"
     )
     assert results == [(text, (1,), ((0, 1),))] * 2
+
+
+# ------------------------------------------------------------------------------- through a relay
+
+RELAY = """
+import sys
+import cut_links
+cut_links.enter(sys.argv[1])
+from diloco_comm.base.service.relay import Relay
+relay = Relay(cut_links.HUB, 0)
+print(relay.address, flush=True)
+relay.serve()
+"""
+
+
+@pytest.fixture
+def relay(zygote: Zygote, site: cut_links.Site) -> Iterator[str]:
+    """The address of a relay on the bridge."""
+    job = Job(zygote, RELAY, site.hub)
+    lines = iter(job.output.readline, "")
+    yield next(line.strip() for line in lines if line.startswith(cut_links.HUB))
+    job.send_signal(9)
+    job.finish()
+
+
+def meet_at_a_relay(
+    rank: int, world: int, site: cut_links.Site, address: Address, relay: str
+) -> Any:
+    """No replica reaches another one; replica 2 is killed after its first round."""
+    cut_links.enter(site.names[rank])
+    options = {"suspect_after": 4.0, "join_timeout": 10.0, "backend": "tcp", "relay": relay}
+    replica = Replica(address, rank, range(world), SETUP, **options)
+    replica.train_to(H)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    failure = replica.train_until_failure(H)
+    replica.diloco.change_group("survivors")
+    replica.train_to(3 * H)
+    result = replica.result()
+    replica.diloco.close()
+    return failure, result
+
+
+def test_replicas_without_a_way_to_each_other_meet_at_a_relay(
+    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address, relay: str
+) -> None:
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        site.cut(a, b)
+    pool = fresh_workers(3, init_group=False)
+    results: list[Any] = pool.run(meet_at_a_relay, site, host, relay, expect_exit={2}, timeout=60)
+    for failure, _ in results[:2]:
+        assert failure.missing == (2,) and failure.is_state_kept, failure
+        assert not failure.details["cuts"], failure
+    check_agreement(result for _, result in results[:2])

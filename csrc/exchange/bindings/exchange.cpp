@@ -43,10 +43,11 @@ std::vector<c10::intrusive_ptr<LinkGroup>> make_groups(Link& link, const std::st
                                                        double limit_s) {
     std::vector<link::Place> places;
     for (const std::vector<std::string>& peer : peers) {
-        if (peer.size() != 2 && peer.size() != 3) {
-            throw std::invalid_argument("a peer is (nonce, address) or (nonce, address, key)");
+        if (peer.size() < 2 || peer.size() > 4) {
+            throw std::invalid_argument("a peer is (nonce, address[, key[, relay]])");
         }
-        places.push_back({peer[0], peer[1], peer.size() == 3 ? peer[2] : ""});
+        places.push_back(
+            {peer[0], peer[1], peer.size() > 2 ? peer[2] : "", peer.size() > 3 ? peer[3] : ""});
     }
     py::gil_scoped_release no_gil;
     return connect_groups(link, token, rank, places, lanes, from_seconds(limit_s), check_signals);
@@ -124,8 +125,11 @@ void register_link(py::module_& m) {
             "Replaces the public keys that may connect; connections of other keys end.")
         .def("groups", &make_groups, py::arg("token"), py::arg("rank"), py::arg("peers"),
              py::arg("lanes"), py::arg("limit_s"),
-             "Two groups for each lane, once all peers have called it: (nonce, address) of each "
-             "rank, and with a seed (nonce, address, public key as hexadecimal digits).")
+             "Two groups for each lane, once all peers have called it: (nonce, address, public key "
+             "as hexadecimal digits, address of a relay) of each rank.")
+        .def(
+            "adopt", [](Link& link, int fd) { link.adopt(Descriptor([fd] { return fd; })); },
+            py::arg("fd"), release(), "Takes a connection that a peer has dialled at a relay.")
         .def("close", &Link::close, release())
         .def("counters", &Link::counters, release());
 }

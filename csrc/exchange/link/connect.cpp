@@ -2,6 +2,8 @@
 #include <netdb.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <stdexcept>
 
 #include "exchange/link/link.h"
@@ -118,7 +120,7 @@ Link::Call Link::begin_call(const std::string& token, int rank,
     }
     std::string apart;
     for (size_t i = 0; i < size; ++i) {
-        const auto& [nonce, address, key] = peers[i];
+        const auto& [nonce, address, key, relay] = peers[i];
         for (size_t j = 0; j < i; ++j) {
             if (peers[j].nonce != nonce) continue;
             throw std::invalid_argument("rank " + std::to_string(j) + " and rank " +
@@ -129,29 +131,32 @@ Link::Call Link::begin_call(const std::string& token, int rank,
         call.ids.push_back(id);
         call.addresses.push_back(address);
         call.found.emplace_back();
+        call.are_relayed.push_back(address.empty() && address_.empty() && !relay.empty());
         if (i == static_cast<size_t>(rank)) continue;
-        if (address.empty()) {
+        const std::string& dialled = call.are_relayed.back() ? relay : address;
+        if (dialled.empty()) {
             if (!address_.empty()) continue;
             apart += (apart.empty() ? "" : ", ") + ("rank " + std::to_string(i));
             continue;
         }
-        const auto place = split_place(address);
+        const auto place = split_place(dialled);
         if (!place) {
             throw std::invalid_argument("the address of rank " + std::to_string(i) +
-                                        " must be \"host:port\", got \"" + address + "\"");
+                                        " must be \"host:port\", got \"" + dialled + "\"");
         }
         call.found.back() = look_up(place->first, place->second, AI_NUMERICSERV);
     }
     if (!apart.empty()) {
         throw std::runtime_error("this process (rank " + std::to_string(rank) + ") and " + apart +
                                  " have no address that others can dial: one of each two needs "
-                                 "an address");
+                                 "an address, or both need a relay");
     }
     for (size_t i = 0; i < size; ++i) {
         call.peers.emplace_back();
         call.channels.emplace_back();
         if (i == static_cast<size_t>(rank)) continue;
-        const std::string at = call.addresses[i].empty() ? "" : " at " + call.addresses[i];
+        std::string at = call.addresses[i].empty() ? "" : " at " + call.addresses[i];
+        if (call.are_relayed[i]) at = " through the relay at " + peers[i].relay;
         call.peers.back() = std::make_shared<link::Peer>();
         call.peers.back()->id = call.ids[i];
         call.peers.back()->name = "rank " + std::to_string(i) + at;
@@ -266,6 +271,7 @@ bool Link::connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_a
             it.dial->peer = call.peers[rank];
             it.dial->lane = lane;
             it.dial->addresses = found;
+            it.dial->is_relayed = call.are_relayed[rank];
             it.dial->share = std::max<Clock::duration>(
                 (call.deadline - call.begin) / static_cast<int>(found.size()), kShortestShare);
             dials_.push_back(it.dial);
@@ -322,7 +328,7 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
                    " is connected, and has not come to this group: it may be stopped, or "
                    "still be on its way";
         }
-        if (call.addresses[rank].empty()) {
+        if (call.addresses[rank].empty() && !call.are_relayed[rank]) {
             return name + " has no address that others can dial, and has not dialled this process";
         }
         if (call.found[rank].empty()) return name + " has an address that is not known here";
@@ -331,6 +337,10 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
         if (lane.dial && lane.dial->connection &&
             lane.dial->connection->state != link::Connection::State::kConnecting) {
             why = "it does not answer, and may be stopped";
+        }
+        const bool has_closed = why == link::kHasClosed || why == std::strerror(ECONNRESET);
+        if (call.are_relayed[rank] && has_closed) {
+            why = "the relay cannot reach it, which may be stopped";
         }
         return name + " cannot be reached: " + why;
     }

@@ -97,7 +97,7 @@ std::string Connection::say(const void* data, size_t num_bytes) {
     const Moved moved = transmit(&part, 1);
     has_unsent = session && moved.is_blocked;
     if (moved.num_bytes == num_bytes) return "";
-    return moved.trouble.empty() ? "it has closed the connection" : moved.trouble;
+    return moved.trouble.empty() ? kHasClosed : moved.trouble;
 }
 
 void Connection::say_bye() {

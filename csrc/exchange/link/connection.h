@@ -89,12 +89,23 @@ static_assert(sizeof(Frame) == 40, "the frame's header is a wire format");
 constexpr uint64_t kEagerBytes = 1024;
 constexpr uint64_t kFragmentBytes = 256 * 1024;
 constexpr int kMostLanes = 256;
+constexpr char kHasClosed[] = "it has closed the connection";
 
 // The peer broke the rules; the text says how.
 class ProtocolError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };
+
+// The first bytes of a process that dials another one through a relay. The other records are in
+// diloco_comm/base/service/relay.py.
+struct RelayRequest {
+    std::array<uint8_t, 8> magic{'D', 'I', 'L', 'O', 'R', 'E', 'L', 'Y'};
+    uint32_t version = 1;
+    uint32_t kind = 2;
+    Nonce wanted{};
+};
+static_assert(sizeof(RelayRequest) == 32, "the request is a wire format");
 
 // -------------------------------------------------------------------------------- messages
 

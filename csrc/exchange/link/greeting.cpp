@@ -159,12 +159,24 @@ void Link::accept_some(Lock& lock) {
             if (error != EMFILE && error != ENFILE && error != ENOBUFS && error != ENOMEM) continue;
             return pause_accepting();
         }
-        const ConnectionPtr connection =
-            add_connection(std::move(fd), identity_ ? State::kSecuring : State::kAsked);
-        if (!connection) continue;
-        connection->deadline = Clock::now() + limits_.greeting;
-        strangers_.push_back(connection);
+        add_stranger(std::move(fd));
     }
+}
+
+void Link::add_stranger(Descriptor fd) {
+    const ConnectionPtr connection =
+        add_connection(std::move(fd), identity_ ? State::kSecuring : State::kAsked);
+    if (!connection) return;
+    connection->deadline = Clock::now() + limits_.greeting;
+    strangers_.push_back(connection);
+}
+
+void Link::adopt(Descriptor fd) {
+    check_process();
+    const Lock lock(mutex_);
+    if (is_closing_ || strangers_.size() >= kMostStrangers) return;
+    add_stranger(std::move(fd));
+    wake();
 }
 
 // Connections stay in the kernel's queue: do not ask for them again at once.
@@ -219,8 +231,7 @@ void Link::greet(Lock& lock, const ConnectionPtr& connection) {
         if (moved.is_over && it.end < size) {
             if (is_asked) return refuse_stranger(lock, connection);
             const bool is_said = !moved.trouble.empty();
-            return refuse(lock, connection,
-                          is_said ? moved.trouble : "it has closed the connection");
+            return refuse(lock, connection, is_said ? moved.trouble : link::kHasClosed);
         }
     }
     if (it.end < size) return;
@@ -331,6 +342,12 @@ void Link::finish_connect(Lock& lock, const ConnectionPtr& connection) {
     socklen_t length = sizeof(error);
     getsockopt(connection->fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
     if (error != 0) return disconnect(lock, connection, std::strerror(error));
+    if (connection->dial->is_relayed) {
+        link::RelayRequest request;
+        request.wanted = connection->peer->id.first;
+        const std::string trouble = connection->say(&request, sizeof(request));
+        if (!trouble.empty()) return disconnect(lock, connection, trouble);
+    }
     if (!identity_) return ask(lock, connection);
     connection->state = State::kSecuring;
     queue_shake(connection);

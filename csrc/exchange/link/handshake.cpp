@@ -64,7 +64,7 @@ bool Link::hear(Lock& lock, const ConnectionPtr& connection) {
         return false;
     }
     if (got <= 0) {
-        const char* const why = got < 0 ? std::strerror(errno) : "it has closed the connection";
+        const char* const why = got < 0 ? std::strerror(errno) : link::kHasClosed;
         refuse(lock, connection, it.dial ? why : "");
         return false;
     }

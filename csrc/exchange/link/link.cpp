@@ -542,7 +542,7 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
     if (was_open && !it.is_writing) it.say_bye();
     shutdown(it.fd.get(), SHUT_RDWR);
     if (const auto dial = std::exchange(it.dial, nullptr)) {
-        dial_failed(*dial, text.empty() ? "it has closed the connection" : text);
+        dial_failed(*dial, text.empty() ? link::kHasClosed : text);
     }
     if (was_open) {
         link::Lane& lane = it.peer->lanes[static_cast<size_t>(it.lane)];

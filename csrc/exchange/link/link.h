@@ -4,7 +4,8 @@
 // The connections belong to the peer's process (its nonce) and not to a group: a change of the
 // group opens connections to newcomers only. Both processes dial where both have an address, and
 // each sends over the connection that it dialled; a process that cannot dial sends over the
-// connection that its peer dialled.
+// connection that its peer dialled. Two processes that cannot be dialled each dial a relay, which
+// copies bytes.
 //
 // A link with a key speaks TLS only: below the greeting each process proves that it holds an
 // allowed key, and a peer is known by its nonce and its key.
@@ -39,6 +40,7 @@ struct Dial {
     std::shared_ptr<Peer> peer{};
     int lane = 0;
     std::vector<Address> addresses{};
+    bool is_relayed = false;  // they are a relay's
     size_t next = 0;
     Clock::duration share{};  // for one attempt
     Clock::time_point retry_at{};
@@ -64,12 +66,13 @@ class Keyring {
     std::set<PublicKey> keys_;
 };
 
-// How the others find a process: 32 hexadecimal digits, host:port or "", and the public key as 64
-// hexadecimal digits or "".
+// How the others find a process: 32 hexadecimal digits, host:port or "", the public key as 64
+// hexadecimal digits or "", and host:port of the relay where a process without an address waits.
 struct Place {
     std::string nonce{};
     std::string address{};
     std::string key{};
+    std::string relay{};
 };
 
 }  // namespace link
@@ -118,6 +121,9 @@ class Link : public std::enable_shared_from_this<Link> {
         const std::string& token, int rank, const std::vector<link::Place>& peers, int lanes,
         std::chrono::milliseconds limit, const std::function<void()>& check = [] {});
 
+    // Takes a connection that a process has dialled elsewhere for this one: at a relay.
+    void adopt(Descriptor fd);
+
     // Ends all works and connections. Messages that are written already still arrive.
     void close();
 
@@ -153,6 +159,7 @@ class Link : public std::enable_shared_from_this<Link> {
         std::vector<ChannelPtr> channels{};
         std::vector<std::string> addresses{};
         std::vector<std::vector<Address>> found{};
+        std::vector<bool> are_relayed{};  // no address of this pair can be dialled
     };
 
     Link(const std::string& listen, const std::string& advertise, Limits limits,
@@ -190,6 +197,7 @@ class Link : public std::enable_shared_from_this<Link> {
     // greeting.cpp: strangers, greetings and dials.
     ConnectionPtr add_connection(Descriptor fd, link::Connection::State state);
     void accept_some(Lock& lock);
+    void add_stranger(Descriptor fd);
     void pause_accepting();
     void greet(Lock& lock, const ConnectionPtr& connection);
     void on_hello(Lock& lock, const ConnectionPtr& connection);

@@ -96,6 +96,7 @@ def check_link(
     listen: str | None,
     advertise: str | None,
     keys: str | Path | None = None,
+    relay: str | None = None,
 ) -> None:
     """Check where a link listens, and where the others find it; see ``diloco_comm.Link``.
 
@@ -103,13 +104,16 @@ def check_link(
         ValueError: If the choices do not go together, or one of them is no place.
         TypeError: If one of them is no string.
     """
-    for name, value in (("listen", listen), ("advertise", advertise), ("keys", keys)):
+    own = (("listen", listen), ("advertise", advertise), ("keys", keys), ("relay", relay))
+    for name, value in own:
         if value is not None and backend != "tcp":
             given = "no backend" if backend is None else f"backend={backend!r}"
             shown = repr(str(value) if isinstance(value, Path) else value)
             raise ValueError(f'{name}={shown} needs link=Link(backend="tcp"), got {given}')
     if not isinstance(keys, str | Path | None):
         raise TypeError(f"keys must be a folder or a file NAME.key_secret, got {keys!r}")
+    if relay is not None:
+        _check_relay(relay, listen, advertise)
     own_port = None if listen in (None, "") else parse_place("listen", listen)[1]
     if advertise is None:
         return
@@ -131,18 +135,31 @@ def check_link(
         )
 
 
+def _check_relay(relay: str, listen: str | None, advertise: str | None) -> None:
+    parse_place("relay", relay, 1)
+    for name, value in (("listen", listen), ("advertise", advertise)):
+        if value:
+            raise ValueError(
+                f"relay={relay!r} is for a process that nobody can dial, and {name}={value!r} says "
+                "that some can: leave one of the two out"
+            )
+
+
 def link_places(
-    listen: str | None, advertise: str | None, own_host: Callable[[], str]
+    listen: str | None,
+    advertise: str | None,
+    own_host: Callable[[], str],
+    relay: str | None = None,
 ) -> tuple[str, str]:
     """Return where a link listens and what it tells the others, where "" is nowhere.
 
     In the second one, port 0 is the port that listens.
 
     Args:
-        listen, advertise: As ``check_link`` has checked.
+        listen, advertise, relay: As ``check_link`` has checked.
         own_host: Returns the host for choices that are None; it may look a name up.
     """
-    if listen == "" or (listen is None and advertise == ""):
+    if relay is not None or listen == "" or (listen is None and advertise == ""):
         return "", ""
     host, port = (own_host(), 0) if listen is None else parse_place("listen", listen)
     if advertise is None:

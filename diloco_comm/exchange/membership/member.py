@@ -49,6 +49,7 @@ class Options:
     listen: str | None
     advertise: str | None
     link_keys: LinkKeys | None
+    relay: str | None
 
     @classmethod
     def checked(
@@ -69,6 +70,7 @@ class Options:
         listen: str | None,
         advertise: str | None,
         link_keys: str | Path | None,
+        relay: str | None,
     ) -> Options:
         """Check the options; the environment has the values of options that are None.
 
@@ -76,7 +78,7 @@ class Options:
             ValueError, TypeError: If an option is out of range.
         """
         timeout_s = timeout_seconds(timeout)
-        check_link(collectives, listen, advertise, link_keys)
+        check_link(collectives, listen, advertise, link_keys, relay)
         for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
             if value is not None and value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}")
@@ -101,6 +103,7 @@ class Options:
             listen=listen,
             advertise=advertise,
             link_keys=None if link_keys is None else LinkKeys.read(link_keys),
+            relay=relay,
         )
         options._check_collectives()
         return options
@@ -109,11 +112,12 @@ class Options:
         """Begin to listen for the peers; None over gloo and NCCL.
 
         Raises:
-            RuntimeError: If this process cannot listen there, or cannot encrypt.
+            RuntimeError: If this process cannot listen there, cannot encrypt, or cannot reach the
+                relay.
         """
         if self.collectives != "tcp":
             return None
-        return OwnLink(self.listen, self.advertise, self.link_keys)
+        return OwnLink(self.listen, self.advertise, self.link_keys, self.relay)
 
     def _check_collectives(self) -> None:
         if self.collectives not in ("gloo", "tcp", "nccl"):

@@ -19,6 +19,7 @@ from ...base.checks import warn
 from ...base.errors import SyncError, named
 from ...base.service.addresses import link_places, parse_place
 from ...base.service.keys import LOOK_S, LinkKeys
+from ...base.service.relay import RelaySeat
 
 _log = logging.getLogger(__name__)
 
@@ -31,16 +32,24 @@ class OwnLink:
     Args:
         listen, advertise: See ``diloco_comm.Link``.
         keys: None for plain connections.
+        relay: host:port of the relay where this process waits; None without one.
 
     Attributes:
         public_key: The public key as hexadecimal digits; empty without keys.
 
     Raises:
-        RuntimeError: If this process cannot listen there, or there is no OpenSSL for the keys.
+        RuntimeError: If this process cannot listen there, there is no OpenSSL for the keys, or the
+            relay cannot be reached.
     """
 
-    def __init__(self, listen: str | None, advertise: str | None, keys: LinkKeys | None) -> None:
-        places = link_places(listen, advertise, lambda: _C.own_host(env.gloo_interface()))
+    def __init__(
+        self,
+        listen: str | None,
+        advertise: str | None,
+        keys: LinkKeys | None,
+        relay: str | None = None,
+    ) -> None:
+        places = link_places(listen, advertise, lambda: _C.own_host(env.gloo_interface()), relay)
         self._keys = keys
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -56,6 +65,13 @@ class OwnLink:
                 self._watcher = threading.Thread(target=self._watch, daemon=True, name=name)
                 self._watcher.start()
         self.public_key = "" if keys is None else self.link.public_key.hex()
+        self._seat: RelaySeat | None = None
+        if relay is not None:
+            try:
+                self._seat = RelaySeat(relay, self.nonce, self.link.adopt)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def nonce(self) -> str:
@@ -70,11 +86,18 @@ class OwnLink:
 
     def ways(self) -> dict[str, str]:
         """Return what the others need to know to reach this process."""
-        return {"address": self.address, "link": self.nonce, "link key": self.public_key}
+        return {
+            "address": self.address,
+            "link": self.nonce,
+            "link key": self.public_key,
+            "relay": "" if self._seat is None else self._seat.relay,
+        }
 
     def close(self) -> None:
         """End all connections; idempotent."""
         self._ended.set()
+        if self._seat is not None:
+            self._seat.close()
         self.link.close()
 
     def _watch(self) -> None:
@@ -168,9 +191,11 @@ class Dial:
             SyncError: If a peer did not connect in time, or is not let in.
         """
         started = time.monotonic()
-        peers = [(way["link"], way["address"], way["link key"]) for way in self.ways]
+        names = ("link", "address", "link key", "relay")
+        peers = [tuple(way[name] for name in names) for way in self.ways]
         cause: Exception | None = None
-        why = self.own.refusal_of(self.members[rank], self.members, [key for *_, key in peers])
+        keys = [way["link key"] for way in self.ways]
+        why = self.own.refusal_of(self.members[rank], self.members, keys)
         if not why:
             try:
                 return self.own.link.groups(self.token, rank, peers, lanes, timeout)

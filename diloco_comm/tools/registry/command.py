@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ..common.exits import fail, in_options, misuse, sentence_of
+from ..common.hosting import RelayPort, relay_beside
 from ..common.outputs import check_folder
 from ..common.printing import announcer
 
@@ -57,6 +58,7 @@ def registry(
             help="Cut a damaged journal off at the damage, keep the rest beside it, and end.",
         ),
     ] = False,
+    relay_port: RelayPort = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
 ) -> None:
     """Host the registry of elastic membership, until Ctrl-C or SIGTERM.
@@ -89,7 +91,8 @@ def registry(
         )
         if journal is None:
             print("diloco-comm: without --journal a restart forgets all runs", file=sys.stderr)
-        name = serve_until_signal(server, announcer(as_json))
+        with relay_beside(host, relay_port):
+            name = serve_until_signal(server, announcer(as_json))
         print(f"closed by {name}", file=sys.stderr)
     except KeyboardInterrupt:
         return

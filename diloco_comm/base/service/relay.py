@@ -1,0 +1,382 @@
+"""A relay: processes that nobody can dial meet there, and the relay copies bytes between them.
+
+A process waits at the relay by a connection, its *seat*, under the nonce of its link. Another
+process dials the relay and names the nonce. The relay tells the seat the number of the call, the
+process dials the relay once more with this number, and then the relay copies bytes between the two
+connections, as they come. With keys the bytes are encrypted from process to process: the relay
+holds no key, and sees sizes and times alone.
+
+Each side begins with one record. The relay answers with records on a seat alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..background import batch_threads
+from .addresses import name_of_place, parse_place
+
+_log = logging.getLogger(__name__)
+
+# Magic, version, kind, and the nonce or the number of a call; little endian.
+RECORD = struct.Struct("<8sII16s")
+MAGIC, VERSION = b"DILORELY", 1
+# Seconds between two records on a seat, so that no router forgets the connection.
+PING_S = 10.0
+# Seconds for the first record, for the answer to a call, and for the second half of a pair after
+# the first half has ended.
+_RECORD_S, _CALL_S, _HALF_S = 5.0, 10.0, 30.0
+_ACCEPT_PAUSE_S = 0.1
+# Bytes of a pair that the relay holds, in each direction.
+_BUFFER_BYTES = 128 * 1024
+# Calls that a seat has not been told of.
+_MOST_CALLS = 1024
+# Seconds in which a process connects to the relay, without a record after which the relay counts
+# as lost, and between two attempts to sit down again.
+_CONNECT_S, _SILENCE_S, _PAUSE_S = 10.0, 3 * PING_S, 1.0
+
+
+class Kind(enum.IntEnum):
+    """The kinds of records."""
+
+    SEAT = 1  # the sender waits under this nonce
+    DIAL = 2  # the sender wants the process of this nonce
+    ACCEPT = 3  # the sender answers the call of this number
+    SEATED = 4  # the relay: the seat is taken
+    CALL = 5  # the relay: a call of this number has come
+    PING = 6  # the relay is there
+
+
+def record(kind: Kind, number: bytes = bytes(16)) -> bytes:
+    """Return the bytes of a record."""
+    return RECORD.pack(MAGIC, VERSION, kind, number)
+
+
+def parse_record(data: bytes) -> tuple[int, bytes]:
+    """Return the kind of a record, and its nonce or number.
+
+    Raises:
+        ConnectionError: If the bytes are no record of this version.
+    """
+    magic, version, kind, number = RECORD.unpack(data)
+    if magic != MAGIC:
+        raise ConnectionError("another program answers there")
+    if version != VERSION:
+        raise ConnectionError(
+            f"version {version} of the relay's protocol is spoken there, and here version {VERSION}"
+        )
+    return kind, number
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel probe an idle connection, and end a dead one after two minutes."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+@dataclass(eq=False)
+class _Seat:
+    connection: socket.socket
+    calls: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(_MOST_CALLS))
+
+
+@dataclass(frozen=True)
+class _Call:
+    dialler: socket.socket
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Relay:
+    """A relay that listens at once; ``serve`` runs it.
+
+    Args:
+        host, port: Where the relay listens; port 0 is any free port.
+        most: Connections at a time; more are closed at once.
+
+    Attributes:
+        address: host:port.
+        num_pairs: Pairs of connections that the relay copies bytes between.
+
+    Raises:
+        OSError: If the relay cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, *, most: int = 1024) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=most)
+        self._listener.setblocking(False)
+        self.address = name_of_place(host, self._listener.getsockname()[1])
+        self.num_pairs = 0
+        self._most = most
+        self._seats: dict[bytes, _Seat] = {}
+        self._calls: dict[bytes, _Call] = {}
+        self._loop = asyncio.new_event_loop()
+        self._is_stopped = asyncio.Event()
+
+    def serve(self) -> None:
+        """Join and copy until ``stop_soon``; then close all connections."""
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._listener.close()
+            self._loop.close()
+
+    def stop_soon(self) -> None:
+        """Let ``serve`` return; from any thread or signal handler, also before ``serve``."""
+        with contextlib.suppress(RuntimeError):  # has returned already
+            self._loop.call_soon_threadsafe(self._is_stopped.set)
+
+    async def _serve(self) -> None:
+        accepting = self._loop.create_task(self._accept())
+        await self._is_stopped.wait()
+        await _end(accepting)
+
+    async def _accept(self) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                try:
+                    connection, _ = await self._loop.sock_accept(self._listener)
+                except OSError:
+                    # No descriptor is left, or the connection has ended.
+                    await asyncio.sleep(_ACCEPT_PAUSE_S)
+                    continue
+                if len(tasks) >= self._most:
+                    connection.close()
+                    continue
+                task = self._loop.create_task(self._attend(connection))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        finally:
+            await _end(*tasks)
+
+    async def _attend(self, connection: socket.socket) -> None:
+        """Do what the first record of a connection asks for, and close the connection."""
+        with connection, contextlib.suppress(OSError, asyncio.TimeoutError):
+            connection.setblocking(False)
+            keep_alive(connection)
+            kind, number = parse_record(await asyncio.wait_for(self._first(connection), _RECORD_S))
+            if kind == Kind.SEAT:
+                await self._keep_seat(connection, number)
+            elif kind == Kind.DIAL:
+                await self._call(connection, number)
+            elif kind == Kind.ACCEPT:
+                await self._join(connection, number)
+
+    async def _first(self, connection: socket.socket) -> bytes:
+        """Read the first record, and nothing after the record."""
+        data = b""
+        while len(data) < RECORD.size:
+            more = await self._loop.sock_recv(connection, RECORD.size - len(data))
+            if not more:
+                raise ConnectionError("the connection has ended")
+            data += more
+        return data
+
+    async def _keep_seat(self, connection: socket.socket, nonce: bytes) -> None:
+        """Tell a process of its calls; of several seats under one nonce the newest one counts."""
+        seat = _Seat(connection)
+        former, self._seats[nonce] = self._seats.get(nonce), seat
+        if former is not None:
+            with contextlib.suppress(OSError):
+                former.connection.shutdown(socket.SHUT_RDWR)
+        try:
+            await self._loop.sock_sendall(connection, record(Kind.SEATED, nonce))
+            # The process sends nothing: the first byte, or the end, ends the seat.
+            await self._first_of(self._tell(seat), self._loop.sock_recv(connection, 1))
+        finally:
+            if self._seats.get(nonce) is seat:
+                del self._seats[nonce]
+
+    async def _tell(self, seat: _Seat) -> None:
+        while True:
+            try:
+                news = record(Kind.CALL, await asyncio.wait_for(seat.calls.get(), PING_S))
+            except asyncio.TimeoutError:
+                news = record(Kind.PING)
+            await self._loop.sock_sendall(seat.connection, news)
+
+    async def _call(self, dialler: socket.socket, nonce: bytes) -> None:
+        """Call the process of a nonce, and keep the dialler's connection until the pair ends."""
+        seat = self._seats.get(nonce)
+        if seat is None or seat.calls.full():
+            return
+        number, call = secrets.token_bytes(16), _Call(dialler)
+        self._calls[number] = call
+        seat.calls.put_nowait(number)
+        handle = self._loop.call_later(_CALL_S, self._give_up, number)
+        try:
+            await call.is_over.wait()
+        finally:
+            handle.cancel()
+            self._calls.pop(number, None)
+
+    def _give_up(self, number: bytes) -> None:
+        call = self._calls.pop(number, None)
+        if call is not None:
+            call.is_over.set()
+
+    async def _join(self, connection: socket.socket, number: bytes) -> None:
+        """Copy between the connections of a call and of its answer, both ways, until both end."""
+        call = self._calls.pop(number, None)
+        if call is None:
+            return
+        self.num_pairs += 1
+        try:
+            there = self._loop.create_task(self._copy(call.dialler, connection))
+            back = self._loop.create_task(self._copy(connection, call.dialler))
+            try:
+                await asyncio.wait((there, back), return_when=asyncio.FIRST_COMPLETED)
+                if not _has_failed(there, back):
+                    await asyncio.wait((there, back), timeout=_HALF_S)
+            finally:
+                await _end(there, back)
+        finally:
+            self.num_pairs -= 1
+            call.is_over.set()
+
+    async def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        """Copy until the source ends; a target that is full holds up the source."""
+        buffer = bytearray(_BUFFER_BYTES)
+        view = memoryview(buffer)
+        while num_bytes := await self._loop.sock_recv_into(source, buffer):
+            await self._loop.sock_sendall(target, view[:num_bytes])
+        target.shutdown(socket.SHUT_WR)
+
+    async def _first_of(self, *bodies: Coroutine[Any, Any, Any]) -> None:
+        """Run until one of several has ended, and end the others."""
+        tasks = [self._loop.create_task(body) for body in bodies]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _end(*tasks)
+
+
+def _has_failed(*tasks: asyncio.Task[None]) -> bool:
+    return any(task.done() and task.exception() is not None for task in tasks)
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ------------------------------------------------------------------- the process that waits
+
+
+class RelaySeat:
+    """Waits at a relay, and hands over the connections that peers have dialled there.
+
+    The constructor returns when the relay has given the seat. When the relay is lost, this process
+    sits down again as soon as the relay is back.
+
+    Args:
+        relay: host:port.
+        nonce: The link's, as hexadecimal digits.
+        adopt: Takes the descriptor of a connection; called from threads of the seat.
+
+    Raises:
+        RuntimeError: If the relay cannot be reached, or another program answers there.
+    """
+
+    def __init__(self, relay: str, nonce: str, adopt: Callable[[int], None]) -> None:
+        self.relay = relay
+        self._place = parse_place("relay", relay, 1)
+        self._nonce = bytes.fromhex(nonce)
+        self._adopt = adopt
+        self._ended = threading.Event()
+        try:
+            self._connection = self._sit_down()
+        except OSError as error:
+            raise RuntimeError(
+                f"this process cannot wait at the relay at {relay}: {error}: start it with "
+                "`diloco-comm relay`, and open its port"
+            ) from error
+        with batch_threads():
+            name = "diloco_comm relay"
+            threading.Thread(target=self._watch, daemon=True, name=name).start()
+
+    def close(self) -> None:
+        """Give the seat back; idempotent."""
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _dial(self, kind: Kind, number: bytes) -> socket.socket:
+        connection = socket.create_connection(self._place, timeout=_CONNECT_S)
+        try:
+            keep_alive(connection)
+            connection.sendall(record(kind, number))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _sit_down(self) -> socket.socket:
+        connection = self._dial(Kind.SEAT, self._nonce)
+        try:
+            if _next(connection) != (Kind.SEATED, self._nonce):
+                raise ConnectionError("the relay does not give a seat")
+            connection.settimeout(_SILENCE_S)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            try:
+                with self._connection as connection:
+                    self._listen(connection)
+            except OSError as error:
+                if self._ended.is_set():
+                    return
+                _log.warning("the relay at %s is lost (%s): dialling again", self.relay, error)
+            while not self._ended.wait(_PAUSE_S):
+                with contextlib.suppress(OSError):
+                    self._connection = self._sit_down()
+                    _log.warning("the relay at %s is back", self.relay)
+                    break
+        self._connection.close()
+
+    def _listen(self, connection: socket.socket) -> None:
+        while True:
+            kind, number = _next(connection)
+            if kind == Kind.CALL:
+                name = "diloco_comm relay call"
+                answer = threading.Thread(target=self._answer, args=(number,), name=name)
+                answer.daemon = True
+                answer.start()
+
+    def _answer(self, number: bytes) -> None:
+        """Answer a call by a connection; if that fails, the dialler dials again."""
+        with contextlib.suppress(OSError, RuntimeError):
+            connection = self._dial(Kind.ACCEPT, number)
+            connection.setblocking(False)
+            self._adopt(connection.detach())
+
+
+def _next(connection: socket.socket) -> tuple[int, bytes]:
+    """Wait for the next record of the relay."""
+    data = b""
+    while len(data) < RECORD.size:
+        more = connection.recv(RECORD.size - len(data))
+        if not more:
+            raise ConnectionError("the relay has closed the connection")
+        data += more
+    return parse_record(data)
