@@ -185,7 +185,7 @@ def relay(
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = 29800,
     connections: Annotated[
-        int, typer.Option(min=1, help="Connections at a time; more are closed at once.")
+        int, typer.Option(min=1, help="Processes and calls at a time; more are closed at once.")
     ] = 1024,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
 ) -> None:

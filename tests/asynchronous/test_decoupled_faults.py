@@ -126,7 +126,8 @@ def test_a_killed_shard_holds_up_its_own_fragments_alone(play_with: Callable[...
         for p, book in enumerate(play.rows(index)[-1][3]):
             # A merge whose commit a killed learner did not see is on the tape alone.
             assert book["lost"] == 0 and book["applied"] <= merged[index, p]
-            assert merged[index, p] <= book["applied"] + book["under_way"]
+            # The step in which a learner was killed is in no row, and may have been reported.
+            assert merged[index, p] <= book["learned"] + 1
 
 
 @pytest.mark.nightly("4 s; test_async_disk has a server on a full disk")

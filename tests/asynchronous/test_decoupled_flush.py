@@ -102,6 +102,34 @@ def test_a_flush_without_the_remainder_waits_for_what_is_under_way() -> None:
     assert shared_by(server) == {0.0}
 
 
+def test_a_flush_takes_a_call_that_comes_after_its_first_look() -> None:
+    with make_server({**CARRY, "fragments": 1}) as server:
+        pair = attach(server.address, "a")
+        _, learner = pair
+        carrier, poll, note = (
+            learner._shards[0].carrier,
+            learner.poll,
+            learner._shards[0].carrier.note,
+        )
+        notes: list[int] = []
+
+        def noted() -> int:
+            notes.append(note())
+            return notes[-1]
+
+        def look_and_wait() -> None:
+            poll()
+            learner.poll = poll  # type: ignore[method-assign]
+            if not learner._learner.fragments[0].is_busy:
+                wait_until(lambda: carrier.calls() and carrier.is_settled_after(notes[0]), 20)
+
+        train(pair, 4)
+        learner.poll, carrier.note = look_and_wait, noted  # type: ignore[method-assign]
+        assert learner.flush(20.0, remainder=False)
+        assert learner.metrics.merged == 1
+        learner.close()
+
+
 @contextmanager
 def training(pair: tuple) -> Iterator[Callable[[], int]]:
     """Train in another thread without a pause; give a function that returns the steps so far."""

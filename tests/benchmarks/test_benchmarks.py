@@ -221,6 +221,28 @@ def test_the_link_against_gloo_is_taken_sample_by_sample() -> None:
     assert found["tcp_gb_per_s"] == pytest.approx(8 / 6)
 
 
+@pytest.mark.nightly("3 s; the rates are no promise of the library")
+def test_a_relay_is_measured_beside_plain_sockets(run: Run) -> None:
+    lines, document = run("exchange.relay", "--pairs", "2", "-s", "0.2", "-n", "1")
+    assert_document(document, lines)
+    (found,) = document["results"].values()
+    (row,) = table(lines)
+    assert float(row[1]) == pytest.approx(found["gbit_per_s"], abs=0.01) and found["gbit_per_s"] > 0
+    assert float(row[3]) == pytest.approx(found["rate_against_direct"], abs=1e-3)
+    assert found["processor_s_per_gb"] > 0
+    assert found["resident_bytes"] > found["grown_bytes"] >= 0
+
+
+def test_the_pairs_of_a_relay_are_compared_over_all_samples() -> None:
+    from benchmarks.exchange import relay
+
+    found = relay.figures([[3, 1], [3, 5]], [[4, 4], [8, 8]], 1e-9, 6.0, 7)
+    assert found["largest_over_smallest"] == 1.0 and found["gbit_per_s"] == pytest.approx(48)
+    assert found["rate_against_direct"] == 0.5 and found["processor_s_per_gb"] == pytest.approx(
+        0.5e9
+    )
+
+
 def test_figures_beside_the_floor_are_taken_sample_by_sample() -> None:
     from benchmarks.exchange import loopback_floor
 

@@ -103,6 +103,12 @@ void test_claimed_nonce() {
     EXPECT(links[0]->counters().at("open") == 2);
 }
 
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kIsSlow = true;
+#else
+constexpr bool kIsSlow = false;
+#endif
+
 // Removes the key of rank 1 at rank 0 while bulk travels between them. Returns whether bulk was
 // cut.
 bool remove_under_way(const std::vector<LinkPtr>& links, const Members& members) {
@@ -140,7 +146,7 @@ bool remove_under_way(const std::vector<LinkPtr>& links, const Members& members)
         EXPECT(says(error, "connection closed by peer: rank " + std::to_string(1 - rank)));
         if (rank == 0) EXPECT(says(error, "its key is not allowed any more"));
     }
-    EXPECT(std::chrono::steady_clock::now() - begin < 2s);
+    EXPECT(std::chrono::steady_clock::now() - begin < (kIsSlow ? 20s : 2s));
     return is_cut;
 }
 
@@ -158,7 +164,8 @@ void test_removed() {
         EXPECT(says(errors[0], "the key of the peer is not allowed"));
         EXPECT(says(errors[1], "does not allow this process's key"));
     }
-    EXPECT(is_cut);
+    // With a sanitizer all bulk may have arrived before the key is gone.
+    EXPECT(is_cut || kIsSlow);
     links[0]->allow(all_keys);
     expect_flow(connect_all(two, "again"), 0, 1);
 }

@@ -56,8 +56,8 @@ class Engine {
     void attach(Membership membership, std::vector<BackendPtr> groups,
                 c10::intrusive_ptr<c10d::Store> store, const std::string& prefix);
 
-    // Tells the other members, before seal(), with which replicas this one goes on. A member that
-    // is left out learns from that why its connections end.
+    // Tells the other members, before seal(), with which replicas this one goes on; empty: with all
+    // of them. A member that is left out learns from that why its connections end.
     void announce(const std::vector<int64_t>& members);
 
     // Ends the epoch for good: the running job fails, queued jobs are not begun, the groups are

@@ -174,6 +174,10 @@ void Board::report_reach(const std::vector<int64_t>& reached,
 }
 
 void Board::report_next_group(const std::vector<int64_t>& members) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (own_.goes_on_with == members) return;
+    }
     say([&] { own_.goes_on_with = members; });
 }
 

@@ -45,7 +45,8 @@ class Board {
     // member.
     void report_presence(bool is_idle);
 
-    // Reports the group for which this member leaves the present one, before its connections end.
+    // Reports the group for which this member leaves the present one, before its connections end;
+    // empty: for none that leaves a member out.
     void report_next_group(const std::vector<int64_t>& members);
 
     // Reports which members this one could just connect to, and which not.

@@ -18,6 +18,7 @@ namespace {
 
 // So long an own dial is waited for while the peer's connection is there already.
 constexpr milliseconds kOwnDialPatience{1000};
+constexpr milliseconds kAnswerPatience{1000};
 constexpr milliseconds kShortestShare{200};
 constexpr milliseconds kCheckPeriod{100};
 constexpr milliseconds kAskPeriod{250};
@@ -36,6 +37,12 @@ int digit_of(char letter) {
     if (letter >= '0' && letter <= '9') return letter - '0';
     if (letter >= 'a' && letter <= 'f') return letter - 'a' + 10;
     return -1;
+}
+
+// Whether a connection ended without a reason, plain or with TLS.
+bool is_just_closed(const std::string& trouble) {
+    return trouble == link::kHasClosed || trouble == std::strerror(ECONNRESET) ||
+           trouble.rfind(link::kPeerHasClosed, 0) == 0;
 }
 
 // The bytes of a nonce or of a key.
@@ -131,7 +138,8 @@ Link::Call Link::begin_call(const std::string& token, int rank,
         call.ids.push_back(id);
         call.addresses.push_back(address);
         call.found.emplace_back();
-        call.are_relayed.push_back(address.empty() && address_.empty() && !relay.empty());
+        call.are_relayed.push_back(address.empty() && address_.empty() && !relay.empty() &&
+                                   !peers[static_cast<size_t>(rank)].relay.empty());
         if (i == static_cast<size_t>(rank)) continue;
         const std::string& dialled = call.are_relayed.back() ? relay : address;
         if (dialled.empty()) {
@@ -336,10 +344,13 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
         if (lane.dial && !lane.dial->trouble.empty()) why = lane.dial->trouble;
         if (lane.dial && lane.dial->connection &&
             lane.dial->connection->state != link::Connection::State::kConnecting) {
-            why = "it does not answer, and may be stopped";
+            // An attempt that has just begun says less than the one before.
+            const auto begin = lane.dial->connection->deadline - lane.dial->share;
+            if (lane.dial->trouble.empty() || Clock::now() - begin > kAnswerPatience) {
+                why = "it does not answer, and may be stopped";
+            }
         }
-        const bool has_closed = why == link::kHasClosed || why == std::strerror(ECONNRESET);
-        if (call.are_relayed[rank] && has_closed) {
+        if (call.are_relayed[rank] && is_just_closed(why)) {
             why = "the relay cannot reach it, which may be stopped";
         }
         return name + " cannot be reached: " + why;

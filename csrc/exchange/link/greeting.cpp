@@ -145,11 +145,7 @@ Link::ConnectionPtr Link::add_connection(Descriptor fd, State state) {
 
 void Link::accept_some(Lock& lock) {
     for (int i = 0; i < kMostAcceptsAPass; ++i) {
-        if (strangers_.size() >= kMostStrangers) {
-            const auto arrived = strangers_.front()->deadline - limits_.greeting;
-            if (Clock::now() - arrived < kStrangerAge) return pause_accepting();
-            refuse_stranger(lock, strangers_.front());
-        }
+        if (!make_room(lock)) return pause_accepting();
         Descriptor fd([&] {
             return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
         });
@@ -163,6 +159,15 @@ void Link::accept_some(Lock& lock) {
     }
 }
 
+// Whether one more stranger may come; an old one gives way.
+bool Link::make_room(Lock& lock) {
+    if (strangers_.size() < kMostStrangers) return true;
+    const auto arrived = strangers_.front()->deadline - limits_.greeting;
+    if (Clock::now() - arrived < kStrangerAge) return false;
+    refuse_stranger(lock, strangers_.front());
+    return true;
+}
+
 void Link::add_stranger(Descriptor fd) {
     const ConnectionPtr connection =
         add_connection(std::move(fd), identity_ ? State::kSecuring : State::kAsked);
@@ -173,8 +178,8 @@ void Link::add_stranger(Descriptor fd) {
 
 void Link::adopt(Descriptor fd) {
     check_process();
-    const Lock lock(mutex_);
-    if (is_closing_ || strangers_.size() >= kMostStrangers) return;
+    Lock lock(mutex_);
+    if (is_closing_ || !make_room(lock)) return;
     add_stranger(std::move(fd));
     wake();
 }

@@ -197,6 +197,7 @@ class Link : public std::enable_shared_from_this<Link> {
     // greeting.cpp: strangers, greetings and dials.
     ConnectionPtr add_connection(Descriptor fd, link::Connection::State state);
     void accept_some(Lock& lock);
+    bool make_room(Lock& lock);
     void add_stranger(Descriptor fd);
     void pause_accepting();
     void greet(Lock& lock, const ConnectionPtr& connection);

@@ -15,10 +15,12 @@ import asyncio
 import contextlib
 import enum
 import logging
+import os
 import secrets
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,13 +39,19 @@ PING_S = 10.0
 # the first half has ended.
 _RECORD_S, _CALL_S, _HALF_S = 5.0, 10.0, 30.0
 _ACCEPT_PAUSE_S = 0.1
+# Connections without a record.
+_MOST_STRANGERS = 64
 # Bytes of a pair that the relay holds, in each direction.
 _BUFFER_BYTES = 128 * 1024
-# Calls that a seat has not been told of.
-_MOST_CALLS = 1024
+# Calls that a seat has not been told of, and calls that a process answers at a time.
+_MOST_CALLS, _MOST_ANSWERS = 1024, 64
 # Seconds in which a process connects to the relay, without a record after which the relay counts
 # as lost, and between two attempts to sit down again.
 _CONNECT_S, _SILENCE_S, _PAUSE_S = 10.0, 3 * PING_S, 1.0
+
+
+class OtherVersion(ConnectionError):
+    """The peer speaks another version of the relay's protocol."""
 
 
 class Kind(enum.IntEnum):
@@ -66,25 +74,27 @@ def parse_record(data: bytes) -> tuple[int, bytes]:
     """Return the kind of a record, and its nonce or number.
 
     Raises:
-        ConnectionError: If the bytes are no record of this version.
+        OtherVersion: If the record is of another version.
+        ConnectionError: If the bytes are no record.
     """
     magic, version, kind, number = RECORD.unpack(data)
     if magic != MAGIC:
         raise ConnectionError("another program answers there")
     if version != VERSION:
-        raise ConnectionError(
+        raise OtherVersion(
             f"version {version} of the relay's protocol is spoken there, and here version {VERSION}"
         )
     return kind, number
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel probe an idle connection, and end a dead one after two minutes."""
+    """Let the kernel end a connection whose peer has vanished, or has not read for two minutes."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 30)
+    # Milliseconds; for data that are not acknowledged, and for a window that stays closed.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000)
 
 
 @dataclass(eq=False)
@@ -104,7 +114,8 @@ class Relay:
 
     Args:
         host, port: Where the relay listens; port 0 is any free port.
-        most: Connections at a time; more are closed at once.
+        most: Seats and dialled connections at a time; more are closed at once. Each dialled
+            connection is answered by another one.
 
     Attributes:
         address: host:port.
@@ -120,7 +131,7 @@ class Relay:
         self._listener.setblocking(False)
         self.address = name_of_place(host, self._listener.getsockname()[1])
         self.num_pairs = 0
-        self._most = most
+        self._most, self._num_held, self._is_full = most, 0, False
         self._seats: dict[bytes, _Seat] = {}
         self._calls: dict[bytes, _Call] = {}
         self._loop = asyncio.new_event_loop()
@@ -150,11 +161,12 @@ class Relay:
             while True:
                 try:
                     connection, _ = await self._loop.sock_accept(self._listener)
-                except OSError:
+                except OSError as error:
                     # No descriptor is left, or the connection has ended.
+                    self._tell_full(str(error))
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue
-                if len(tasks) >= self._most:
+                if len(tasks) >= 2 * self._most + _MOST_STRANGERS:
                     connection.close()
                     continue
                 task = self._loop.create_task(self._attend(connection))
@@ -168,13 +180,28 @@ class Relay:
         with connection, contextlib.suppress(OSError, asyncio.TimeoutError):
             connection.setblocking(False)
             keep_alive(connection)
-            kind, number = parse_record(await asyncio.wait_for(self._first(connection), _RECORD_S))
-            if kind == Kind.SEAT:
-                await self._keep_seat(connection, number)
-            elif kind == Kind.DIAL:
-                await self._call(connection, number)
-            elif kind == Kind.ACCEPT:
-                await self._join(connection, number)
+            first = await asyncio.wait_for(self._first(connection), _RECORD_S)
+            try:
+                kind, number = parse_record(first)
+            except OtherVersion:
+                await self._loop.sock_sendall(connection, record(Kind.PING))
+                return
+            if kind == Kind.ACCEPT:
+                return await self._join(connection, number)
+            if kind not in (Kind.SEAT, Kind.DIAL):
+                return
+            if self._num_held >= self._most:
+                return self._tell_full(f"{self._most} connections")
+            self._num_held += 1
+            try:
+                await (self._keep_seat if kind == Kind.SEAT else self._call)(connection, number)
+            finally:
+                self._num_held -= 1
+
+    def _tell_full(self, reason: str) -> None:
+        if not self._is_full:
+            self._is_full = True
+            _log.warning("the relay at %s is full (%s): it closes others", self.address, reason)
 
     async def _first(self, connection: socket.socket) -> bytes:
         """Read the first record, and nothing after the record."""
@@ -188,8 +215,9 @@ class Relay:
 
     async def _keep_seat(self, connection: socket.socket, nonce: bytes) -> None:
         """Tell a process of its calls; of several seats under one nonce the newest one counts."""
-        seat = _Seat(connection)
-        former, self._seats[nonce] = self._seats.get(nonce), seat
+        former = self._seats.get(nonce)
+        seat = _Seat(connection) if former is None else _Seat(connection, former.calls)
+        self._seats[nonce] = seat
         if former is not None:
             with contextlib.suppress(OSError):
                 former.connection.shutdown(socket.SHUT_RDWR)
@@ -254,6 +282,8 @@ class Relay:
         view = memoryview(buffer)
         while num_bytes := await self._loop.sock_recv_into(source, buffer):
             await self._loop.sock_sendall(target, view[:num_bytes])
+            # Where bytes and room are always there, nothing above waits: the other pairs' turn.
+            await asyncio.sleep(0)
         target.shutdown(socket.SHUT_WR)
 
     async def _first_of(self, *bodies: Coroutine[Any, Any, Any]) -> None:
@@ -271,12 +301,30 @@ def _has_failed(*tasks: asyncio.Task[None]) -> bool:
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks, and wait until they have ended."""
+    pending = set(tasks)
+    while pending:
+        # Before Python 3.12 ``wait_for`` may swallow a cancellation.
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.1)
     for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        if not task.cancelled():
+            task.exception()
 
 
 # ------------------------------------------------------------------- the process that waits
+
+
+# A forked child would keep the seat of a parent that has died.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for one in list(_sockets):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RelaySeat:
@@ -300,11 +348,13 @@ class RelaySeat:
         self._nonce = bytes.fromhex(nonce)
         self._adopt = adopt
         self._ended = threading.Event()
+        self._pid = os.getpid()
+        self._answers = threading.BoundedSemaphore(_MOST_ANSWERS)
         try:
             self._connection = self._sit_down()
         except OSError as error:
             raise RuntimeError(
-                f"this process cannot wait at the relay at {relay}: {error}: start it with "
+                f"this process cannot wait at the relay at {relay}: {error}: start the relay with "
                 "`diloco-comm relay`, and open its port"
             ) from error
         with batch_threads():
@@ -312,13 +362,16 @@ class RelaySeat:
             threading.Thread(target=self._watch, daemon=True, name=name).start()
 
     def close(self) -> None:
-        """Give the seat back; idempotent."""
+        """Give the seat back; idempotent. A forked child has no seat."""
+        if os.getpid() != self._pid:
+            return
         self._ended.set()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _dial(self, kind: Kind, number: bytes) -> socket.socket:
         connection = socket.create_connection(self._place, timeout=_CONNECT_S)
+        _sockets.add(connection)
         try:
             keep_alive(connection)
             connection.sendall(record(kind, number))
@@ -357,18 +410,26 @@ class RelaySeat:
     def _listen(self, connection: socket.socket) -> None:
         while True:
             kind, number = _next(connection)
-            if kind == Kind.CALL:
+            # The dialler dials again if there is no answer.
+            if kind == Kind.CALL and self._answers.acquire(blocking=False):
                 name = "diloco_comm relay call"
                 answer = threading.Thread(target=self._answer, args=(number,), name=name)
                 answer.daemon = True
-                answer.start()
+                try:
+                    answer.start()
+                except RuntimeError as error:
+                    self._answers.release()
+                    _log.warning("a call at the relay is not answered: %s", error)
 
     def _answer(self, number: bytes) -> None:
         """Answer a call by a connection; if that fails, the dialler dials again."""
-        with contextlib.suppress(OSError, RuntimeError):
-            connection = self._dial(Kind.ACCEPT, number)
-            connection.setblocking(False)
-            self._adopt(connection.detach())
+        try:
+            with contextlib.suppress(OSError, RuntimeError):
+                connection = self._dial(Kind.ACCEPT, number)
+                connection.setblocking(False)
+                self._adopt(connection.detach())
+        finally:
+            self._answers.release()
 
 
 def _next(connection: socket.socket) -> tuple[int, bytes]:

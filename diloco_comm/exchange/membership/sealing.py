@@ -45,12 +45,12 @@ class Survivor:
 
     def __call__(self, all_are_here: bool) -> dict[str, Any] | None:
         member = self._member
+        is_whole = set(member.members) <= set(self._members)
         if not member.is_dead:
-            is_whole = set(member.members) <= set(self._members)
             if not all_are_here or (is_whole and not member.is_idle):
                 return None
-            if not is_whole:
-                member.engine.announce(self._members)
+        # Where nobody is left out, an earlier attempt's word is taken back.
+        member.engine.announce([] if is_whole else self._members)
         seal(member)
         last = self._last_rounds() if callable(self._last_rounds) else self._last_rounds
         ack = to_json(ack_of(member, last))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import signal
 import sys
 import threading
@@ -57,7 +58,8 @@ def relay_beside(host: str, port: int | None) -> Iterator[None]:
     if port is None:
         yield
         return
-    server = opened_relay(host, port)
+    # The other server keeps most of the descriptors.
+    server = opened_relay(host, port, _descriptors() // 16)
     thread = threading.Thread(target=server.serve, name="relay", daemon=True)
     thread.start()
     print(f"diloco-comm: a relay listens at {server.address}", file=sys.stderr)
@@ -68,11 +70,26 @@ def relay_beside(host: str, port: int | None) -> Iterator[None]:
         thread.join()
 
 
-def opened_relay(host: str, port: int, connections: int = 1024) -> Relay:
+def opened_relay(host: str, port: int, connections: int) -> Relay:
     """Listen at once, or end the command with a sentence."""
     from ...base.service.relay import Relay
 
+    # A pair has two connections, and strangers and the process itself need descriptors, too.
+    most = min(connections, _descriptors() // 4)
+    if most < connections:
+        print(
+            f"diloco-comm: the relay takes {most} connections, because this process may have "
+            f"{_descriptors()} open files",
+            file=sys.stderr,
+        )
     try:
-        return Relay(host, port, most=connections)
+        return Relay(host, port, most=most)
     except OSError as error:
         fail(f"cannot listen on {host}:{port}: {error.strerror or error}")
+
+
+def _descriptors() -> int:
+    """Raise the limit of open files as far as allowed, and return the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return 1 << 20 if hard == resource.RLIM_INFINITY else hard

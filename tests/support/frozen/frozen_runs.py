@@ -313,8 +313,8 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
     """Train until the last replica is lost; the others change the group when they notice it.
 
     No round is under way when the fault is prepared, and each replica waits for the end of the
-    round with the fault. Where rounds overlap with steps, the others have sent all of a step's rounds
-    before the fault happens. So all of them notice the fault at the same step.
+    round with the fault. Where rounds overlap with steps, the others have sent all rounds
+    of a step before the fault happens. So all of them notice the fault at the same step.
     """
     everyone = range(member.setting.world)
     survivors, is_last = everyone[:-1], member.replica == everyone[-1]

@@ -353,15 +353,18 @@ class DecoupledDiLoCo:
         lost = sum(part.steps.lost for part in parts)
         tokens = [] if remainder else [shard.carrier.note() for shard in self._shards]
         while True:
+            # A call that the syncer made before it counted the steps is here by now, for poll().
+            late = list(self._shards)
+            if tokens:
+                pairs = zip(self._shards, tokens, strict=True)
+                late = [s for s, token in pairs if not s.carrier.is_settled_after(token)]
             self.poll()
             has_more = remainder and any(part.steps.kept for part in parts)
             progress, now = self._learner.progress(), time.monotonic()
             # After a refusal the progress is the same, and the syncer is asked for another call.
             if remainder and (progress != told or (has_more and now >= again_at)):
                 tokens = [s.carrier.rest([progress[p] for p in s.fragments]) for s in self._shards]
-                told, again_at = progress, now + RETRY_S
-            pairs = zip(self._shards, tokens, strict=True)
-            late = [s for s, token in pairs if not s.carrier.is_settled_after(token)]
+                told, again_at, late = progress, now + RETRY_S, list(self._shards)
             waiting = {i for i, p in enumerate(parts) if p.is_busy or (has_more and p.steps.kept)}
             late += [s for s in self._shards if waiting.intersection(s.fragments)]
             if not late:
