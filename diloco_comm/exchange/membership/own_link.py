@@ -56,8 +56,8 @@ class OwnLink:
         self._allowed: frozenset[bytes] = frozenset()
         if keys is None:
             self.link = _C.Link(*places)
-            _warn_if_public(self.link.address, f"to {self.link.address}")
-            _warn_if_public(relay or "", f"through the relay at {relay}")
+            for address in (self.link.address, relay or ""):
+                _warn_if_public(address)
         else:
             self.link = _C.Link(*places, keys.seed)
             self._look()
@@ -145,13 +145,13 @@ class OwnLink:
         )
 
 
-def _warn_if_public(address: str, way: str) -> None:
+def _warn_if_public(address: str) -> None:
     """Warn once of a link without keys that a stranger may reach, or whose rounds may be read."""
     if not address or not _is_public(parse_place("address", address)[0]) or address in _told:
         return
     _told.add(address)
     warn(
-        f"everything that replicas send {way} travels unencrypted, and whoever reaches that "
+        f"everything that replicas send to {address} travels unencrypted, and whoever reaches that "
         "port can take part: give Link(keys=...), made by `diloco-comm keys make`, or join the "
         "networks by a VPN"
     )
