@@ -15,7 +15,15 @@ import typer
 from .. import __version__
 from .bench import command as bench
 from .common.exits import fail, given_options, misuse
-from .common.hosting import RelayPort, opened_relay, relay_beside, serve_until_signal
+from .common.hosting import (
+    AddressAsJson,
+    Host,
+    Port,
+    RelayPort,
+    opened_relay,
+    relay_beside,
+    serve_until_signal,
+)
 from .common.printing import announcer
 from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor.command import doctor
@@ -152,12 +160,10 @@ def demo(
 
 @app.command(epilog=STORE_EXAMPLES)
 def store(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
-    ] = 29400,
+    host: Host = "127.0.0.1",
+    port: Port = 29400,
     relay_port: RelayPort = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
+    as_json: AddressAsJson = False,
 ) -> None:
     """Host the store at which replicas find each other, until Ctrl-C or SIGTERM.
 
@@ -180,14 +186,12 @@ def store(
 
 @app.command(epilog=RELAY_EXAMPLES)
 def relay(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
-    ] = 29800,
+    host: Host = "127.0.0.1",
+    port: Port = 29800,
     connections: Annotated[
         int, typer.Option(min=1, help="Processes and calls at a time; more are closed at once.")
     ] = 1024,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
+    as_json: AddressAsJson = False,
 ) -> None:
     """Copy bytes between replicas that nobody can dial, until Ctrl-C or SIGTERM.
 

@@ -17,6 +17,10 @@ from .exits import fail
 if TYPE_CHECKING:
     from ...base.service.relay import Relay
 
+# The options that these commands share.
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
+AddressAsJson = Annotated[bool, typer.Option("--json", help="Print the address in JSON.")]
 RelayPort = Annotated[
     int | None,
     typer.Option(min=0, max=65535, help="Run a relay for replicas too, at this port of --host."),

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..common.exits import fail, in_options, misuse, sentence_of
-from ..common.hosting import RelayPort, relay_beside
+from ..common.hosting import AddressAsJson, Host, Port, RelayPort, relay_beside
 from ..common.outputs import check_folder
 from ..common.printing import announcer
 
@@ -40,10 +40,8 @@ def registry(
         Path | None,
         typer.Option(help="Folder of the journal; without it a restart forgets all runs."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
-    ] = 29400,
+    host: Host = "127.0.0.1",
+    port: Port = 29400,
     keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen on an open address without keys.")
@@ -59,7 +57,7 @@ def registry(
         ),
     ] = False,
     relay_port: RelayPort = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
+    as_json: AddressAsJson = False,
 ) -> None:
     """Host the registry of elastic membership, until Ctrl-C or SIGTERM.
 
