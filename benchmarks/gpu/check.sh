@@ -5,7 +5,8 @@
 #
 # in three parts, each at most nine minutes long and complete by itself; without a letter, in turn:
 #
-#     A  CUDA kernels: speed against the bars, Nsight Compute, their tests; more than 2^31 elements
+#     A  CUDA kernels: speed against the bars, Nsight Compute, their tests; more than 2^31 elements;
+#        every bit of the frozen table
 #     B  Triton's kernels: their tests; the table of all operators, with torch.compile
 #     C  NCCL, the engine's tests, profiler traces, training, compute-sanitizer
 #
@@ -148,6 +149,8 @@ part_A() {
             --logs "$work/cuda_tests" "${operators[@]}"
     fi
     step large "${operate[@]}" benchmarks.gpu.large
+    step frozen "$python" -m benchmarks.gpu.run_tests --processes 2 \
+        --logs "$work/frozen" tests/gpu/test_gpu_frozen.py
 }
 
 part_B() {

@@ -41,7 +41,7 @@ echo {name} "$@" >>{calls}
 PREPARATION = ["versions", "extension", "first_call"]
 STEPS = {
     "A": [*PREPARATION, "bars", "ncu_send", "ncu_apply", "forked_call", "cuda_tests",
-          "large"],
+          "large", "frozen"],
     "B": [*PREPARATION, "triton_tests", "kernels", "offload"],
     "C": [*PREPARATION, "nccl_two_ranks", "engine_tests", "trace", "trace_nccl", "training",
           "group_tests", "sanitizers"],

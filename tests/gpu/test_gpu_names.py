@@ -47,6 +47,18 @@ def test_names_that_are_there(tmp_path: Path) -> None:
     assert "ProcessGroup object.rank" in said and "_Options object._timeout" in said
 
 
+def test_a_name_that_the_source_asks_for_may_be_missing(tmp_path: Path) -> None:
+    call = "print(self.group.maybe if hasattr(self.group, 'maybe') else 1)"
+    status, said = looked_at(tmp_path, call=call)
+    assert status == 0 and " 0 missing" in said, said
+
+
+def test_the_same_word_in_another_class_is_another_object(tmp_path: Path) -> None:
+    other = "\n\n\nclass Other:\n    def run(self) -> None:\n        self.group.worker()"
+    status, said = looked_at(tmp_path, call=f"pass{other}")
+    assert status == 0 and " 0 missing" in said, said
+
+
 def test_each_kind_of_name_that_is_not(tmp_path: Path) -> None:
     for change, name in (
         ({"more_import": ", NoSuchLoader"}, "torch.utils.data.NoSuchLoader"),

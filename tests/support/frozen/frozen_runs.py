@@ -20,12 +20,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import devices
 import torch
 import torch.distributed as dist
 from frozen_mutants import changed
 from frozen_table import POLICIES, WIRES, Setting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_map_only
 
 from diloco_comm import DiLoCo, SyncError
 from diloco_comm.ops.digests import digest_of
@@ -93,7 +95,7 @@ class Member:
         setting: Setting,
         replica: int,
         store: dist.Store | None,
-        device: str = "cpu",
+        device: torch.device,
         impl: str = "",
         backend: str | None = None,
     ) -> None:
@@ -180,7 +182,9 @@ class Member:
     def resume(self) -> None:
         """Save everything, and go on with new objects from the saved arguments."""
         file, config = io.BytesIO(), self.diloco.config()
-        torch.save({"model": self.model.state_dict(), "diloco": self.diloco.state_dict()}, file)
+        state = {"model": self.model.state_dict(), "diloco": self.diloco.state_dict()}
+        # torch cannot load tensors of the stand-in device.
+        torch.save(tree_map_only(Tensor, Tensor.cpu, state), file)
         self.diloco.close()
         self.attach("resumed", config=config, **self.group)
         file.seek(0)
@@ -230,7 +234,7 @@ def short_digest(tensors: Iterable[Tensor]) -> str:
 
 
 def hexadecimal(tensors: Iterable[Tensor]) -> str:
-    return f"{digest_of([tensor.detach().contiguous() for tensor in tensors]):016x}"
+    return f"{digest_of([tensor.detach().cpu().contiguous() for tensor in tensors]):016x}"
 
 
 # -------------------------------------------------------------------------------------- the events
@@ -238,7 +242,7 @@ def hexadecimal(tensors: Iterable[Tensor]) -> str:
 
 def run_entry(
     name: str,
-    device: str,
+    device: torch.device,
     impl: str,
     *,
     replica: int,
@@ -374,6 +378,7 @@ def run_entries(
     run: str,
     entries: Sequence[tuple[str, str]],
     device: str = "cpu",
+    library: str = "",
     num_threads: int = 1,
     mutant: str = "",
     backend: str | None = None,
@@ -382,6 +387,8 @@ def run_entries(
 
     Args:
         run: Tells apart the runs that share a store.
+        device: Name of the device of all models, see ``devices.use``.
+        library: Of the stand-in device.
         backend: How payloads travel, see ``diloco_comm.Link``.
 
     Returns:
@@ -390,6 +397,7 @@ def run_entries(
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     own_store = dist.PrefixStore(run, store)
     torch.set_num_threads(num_threads)
+    place = devices.use(device, library)
     found: list[Bits | str | None] = []
     for name, impl in entries:
         replica = replica_of(Setting.parse(name), rank, world)
@@ -399,7 +407,7 @@ def run_entries(
         try:
             with changed(mutant):
                 more = {"replica": replica, "store": own_store, "backend": backend}
-                found.append(run_entry(name, device, impl, **more))
+                found.append(run_entry(name, place, impl, **more))
         except Exception:
             found.append(traceback.format_exc(limit=-3))
     torch.set_num_threads(1)
