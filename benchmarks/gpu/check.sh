@@ -149,7 +149,7 @@ part_A() {
             --logs "$work/cuda_tests" "${operators[@]}"
     fi
     step large "${operate[@]}" benchmarks.gpu.large
-    step frozen "$python" -m benchmarks.gpu.run_tests --processes 2 \
+    step frozen "$python" -m benchmarks.gpu.run_tests --processes 4 \
         --logs "$work/frozen" tests/gpu/test_gpu_frozen.py
 }
 
@@ -178,7 +178,8 @@ part_C() {
     step training "$python" -m benchmarks.gpu.training --device cuda --json "$work/training.json"
     # After all that is timed: these tests stop and kill processes which have the device busy.
     step group_tests "$python" -m benchmarks.gpu.run_tests --processes 3 \
-        --logs "$work/group_tests" tests/gpu/test_gpu_{group,graphs,nonfinite,stopped}.py
+        --logs "$work/group_tests" tests/gpu/test_gpu_{group,graphs,nonfinite,stopped}.py \
+        tests/integrations/test_integrations_ddp_hook.py
     if $is_rehearsal; then
         step sanitizers "$python" -m benchmarks.gpu.operators
         return

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import GPU
 from problems import Regression, batch, parameters_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,10 +22,10 @@ BUCKETS = {"bucket_cap_mb": 0.12}
 
 
 def make_model(
-    *, find_unused_parameters: bool = False, **hook: Any
+    *, device: str = "cpu", find_unused_parameters: bool = False, **hook: Any
 ) -> tuple[DistributedDataParallel, QuantizedAllReduce]:
     model = DistributedDataParallel(
-        Regression(WIDTH), find_unused_parameters=find_unused_parameters, **BUCKETS
+        Regression(WIDTH).to(device), find_unused_parameters=find_unused_parameters, **BUCKETS
     )
     state = QuantizedAllReduce(**hook)
     model.register_comm_hook(state, quantized_allreduce_hook)
@@ -32,15 +33,16 @@ def make_model(
 
 
 def backward(model: nn.Module, rank: int, step: int) -> list[Tensor]:
-    x, y = batch(rank, step, WIDTH)
+    place = next(model.parameters()).device
+    x, y = (part.to(place) for part in batch(rank, step, WIDTH))
     model.zero_grad()
     nn.functional.mse_loss(model(x), y).backward()
     return [param.grad.clone() for param in model.parameters()]
 
 
-def gradients(rank: int, world: int, wire: str) -> tuple[float, list[int], bytes]:
-    model, _ = make_model(wire=wire)
-    own = Regression(WIDTH)
+def gradients(rank: int, world: int, wire: str, device: str) -> tuple[float, list[int], bytes]:
+    model, _ = make_model(wire=wire, device=device)
+    own = Regression(WIDTH).to(device)
     num_calls: list[int] = []
     errors = []
     for step in range(3):
@@ -50,7 +52,7 @@ def gradients(rank: int, world: int, wire: str) -> tuple[float, list[int], bytes
         for peer in range(world):
             exact += torch.cat([g.flatten() for g in backward(own, peer, step)]) / world
         errors.append(float((ours - exact).norm() / exact.norm()))
-    return max(errors), num_calls, ours.numpy().tobytes()
+    return max(errors), num_calls, ours.cpu().numpy().tobytes()
 
 
 class CountCalls:
@@ -70,13 +72,14 @@ class CountCalls:
         self.counts.append(self._calls() - self.before)
 
 
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize(
     ("world", "wire", "bound"),
     # Gradients of one batch are spread wider than Gaussian data, which lose half as much.
     [(2, "int8", 0.02), (3, "int8", 0.02), (2, "fp32", 1e-6), (2, "int4", 0.35)],
 )
-def test_gradients_are_the_mean(world: int, wire: str, bound: float, workers) -> None:
-    results = workers(world).run(gradients, wire)
+def test_gradients_are_the_mean(world: int, wire: str, bound: float, device: str, workers) -> None:
+    results = workers(world).run(gradients, wire, device)
     assert len({digest for *_, digest in results}) == 1
     for error, num_buckets, _ in results:
         assert error <= bound
