@@ -1,4 +1,4 @@
-"""On a device every bit of the frozen table is that of the CPU."""
+"""On a device every bit of the frozen table is what the CPU gives."""
 
 from __future__ import annotations
 

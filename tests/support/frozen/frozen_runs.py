@@ -388,7 +388,7 @@ def run_entries(
     Args:
         run: Tells apart the runs that share a store.
         device: Name of the device of all models, see ``devices.use``.
-        library: Of the stand-in device.
+        library: File of the stand-in device.
         backend: How payloads travel, see ``diloco_comm.Link``.
 
     Returns:
