@@ -9,8 +9,10 @@ namespace diloco::cuda {
 namespace {
 
 // Blocks of a multiprocessor, for which registers are set aside: as many as leave enough of them.
+// Small tiles with eight instead of seven are up to 6 % faster on an H200, though codes of eight
+// bits then spill a register.
 template <int kQuads, bool kStochastic>
-constexpr int kEncodeBlocks = kQuads == 2   ? 7
+constexpr int kEncodeBlocks = kQuads == 2   ? 8
                               : kQuads == 4 ? (kStochastic ? 4 : 5)
                                             : 3;
 

@@ -5,9 +5,11 @@
 namespace diloco::cuda {
 namespace {
 
-// Blocks of a multiprocessor: more where the arrays of a tile leave registers for them.
+// Blocks of a multiprocessor: more where the arrays of a tile leave registers for them. On an H200
+// the fp32 wire has 97 % of a copy's speed with four of them, and 84 % with three.
 template <Format kFormat, bool kIsAdam>
-constexpr int kStepBlocks = kIsAdam || !wire::has_scales(kFormat) ? 3 : 4;
+constexpr int kStepBlocks =
+    kIsAdam || (!wire::has_scales(kFormat) && kFormat != Format::kFp32) ? 3 : 4;
 
 // g = sum_i c_i decode(payload_i);  the optimizer's update of outer and its state;  params <-
 // alpha params + (1 - alpha) outer.

@@ -27,9 +27,16 @@ WANTED = ("sm_80", "sm_90", "sm_100", "sm_120")
 # steps; decode, merge, norms, their total, and the upload of long lists; digest by
 # alignment; encode, reduce, three kinds of steps and decode of all sparse wires.
 NUM_KERNELS = {"encode": 36, "reduce": 36, "outer_step": 42, "decode": 18, "digest": 3, "sparse": 6}
-# Bytes of stack, by architecture and name: these kernels have a stack frame, and spill nothing. One
-# of the 14 arrivals on sm_80 needs eight bytes with 128 registers; no A100 has measured the cost.
-KNOWN_STACKS = {("sm_80", "arrival_kernel"): [8]}
+# Bytes of stack, and of spilled stores and loads together, by architecture and name. One of the 14
+# arrivals on sm_80 needs eight bytes with 128 registers; no A100 has measured the cost. The
+# encode kernels of small tiles are faster on an H200 though three of them spill a register; on
+# sm_80 and sm_120, where others do, nothing was measured.
+KNOWN_STACKS = {
+    ("sm_80", "arrival_kernel"): [(8, 0)],
+    ("sm_80", "encode_kernel"): 6 * [(8, 8)],
+    ("sm_90", "encode_kernel"): 3 * [(8, 8)],
+    ("sm_120", "encode_kernel"): [*3 * [(8, 24)], *2 * [(8, 16)]],
+}
 _FACTS = re.compile(
     r"Compiling entry function '\w*?\d(?P<name>[a-z_]+_kernel)\w*' for '(?P<arch>\w+)'\s+"
     r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -80,9 +87,9 @@ def known_archs() -> tuple[str, ...]:
 def check(
     folder: Path, archs: tuple[str, ...], files: Collection[str] = NUM_KERNELS
 ) -> list[Kernel]:
-    """List the kernels of the reports; raise AssertionError where one is missing or spills.
+    """List the kernels of the reports; raise AssertionError where one is missing.
 
-    A stack frame that is not among ``KNOWN_STACKS`` is an error too.
+    A stack frame or a spill that is not among ``KNOWN_STACKS`` is an error, too.
     """
     kernels = []
     for name in files:
@@ -94,11 +101,11 @@ def check(
     known = {key: list(sizes) for key, sizes in KNOWN_STACKS.items()}
     for kernel in kernels:
         sizes = known.get((kernel.arch, kernel.name), [])
-        is_known = kernel.stack_bytes in sizes
-        if is_known:
-            sizes.remove(kernel.stack_bytes)
-        assert is_known or not kernel.stack_bytes, f"stack: {kernel}"
-        assert not kernel.spilled_bytes, f"spills: {kernel}"
+        own = (kernel.stack_bytes, kernel.spilled_bytes)
+        if own in sizes:
+            sizes.remove(own)
+        else:
+            assert own == (0, 0), f"stack or spills: {kernel}"
     return kernels
 
 
@@ -127,7 +134,10 @@ def main() -> int:
         names = f"{row['target']:8}{row['file']:15}{row['kernel']:15}"
         report.print(f"{names}{row['count']:4} kernels{registers}")
     with_stack = sum(kernel.stack_bytes > 0 for kernel in kernels)
-    report.print(f"{len(kernels)} kernels compiled, none spills, {with_stack} have a stack frame")
+    spilling = sum(kernel.spilled_bytes > 0 for kernel in kernels)
+    report.print(
+        f"{len(kernels)} kernels compiled, {with_stack} have a stack frame, {spilling} spill"
+    )
     if arguments.json:
         report.save(arguments.json, rows)
     return 0
