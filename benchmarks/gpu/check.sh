@@ -149,7 +149,7 @@ part_A() {
             --logs "$work/cuda_tests" "${operators[@]}"
     fi
     step large "${operate[@]}" benchmarks.gpu.large
-    step frozen "$python" -m benchmarks.gpu.run_tests --processes 4 \
+    step frozen "$python" -m benchmarks.gpu.run_tests --processes 2 \
         --logs "$work/frozen" tests/gpu/test_gpu_frozen.py
 }
 

@@ -111,23 +111,8 @@ def used(path: Path) -> Iterator[tuple[str, bool]]:
     """Yield the names of torch that a source uses, and whether they are there."""
     tree = ast.parse(path.read_text())
     known = imports(tree)
-    for part in tree.body:
-        yield from used_in(part, known)
-
-
-def used_in(tree: ast.AST, known: dict[str, str]) -> Iterator[tuple[str, bool]]:
-    """Yield the names that a class or another part of a source uses; ``known`` are its imports."""
-    objects: dict[str, set[type]] = {}
-    for name, owner in classes(tree, known):
-        if any(base.__name__ == "pybind11_object" for base in owner.__mro__):
-            objects.setdefault(name, set()).add(owner)
-    asked = {
-        ast.unparse(node.args[1]).strip("'\"")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and dotted(node.func) == "hasattr"
-    }
-    # Beginnings of longer names come as nodes of their own.
     texts = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    # Beginnings of longer names come as nodes of their own.
     for text in sorted(filter(None, {*texts, *known})):
         name = full_name(text, known)
         if name and not name.startswith("torch.ops."):  # whose names are ours
@@ -136,9 +121,29 @@ def used_in(tree: ast.AST, known: dict[str, str]) -> Iterator[tuple[str, bool]]:
                 yield name, True
             except AttributeError:
                 yield name, False
+    for part in tree.body:
+        yield from members_in(part, known)
+
+
+def members_in(tree: ast.AST, known: dict[str, str]) -> Iterator[tuple[str, bool]]:
+    """Yield members of torch's objects that a class or a function uses; ``known`` are imports."""
+    objects: dict[str, set[type]] = {}
+    for name, owner in classes(tree, known):
+        if any(base.__name__ == "pybind11_object" for base in owner.__mro__):
+            objects.setdefault(name, set()).add(owner)
+    # A member that the source asks for, as ``hasattr(group, "member")``, may be missing.
+    asked = {
+        f"{dotted(node.args[0])}.{node.args[1].value}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and dotted(node.func) == "hasattr"
+        and isinstance(node.args[1], ast.Constant)
+    }
+    texts = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for text in sorted(filter(None, texts - asked)):
         # `self.group` is what the argument `group` was.
         front, _, last = text.removeprefix("self.").partition(".")
-        owners = objects.get(front, set()) if last and last not in asked else set()
+        owners = objects.get(front, set()) if last else set()
         if owners:
             kinds = " or ".join(sorted(owner.__qualname__ for owner in owners))
             yield f"{kinds} object.{last}", any(member(owner, last) for owner in owners)

@@ -173,6 +173,7 @@ def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     marked = set(re.findall(r"^tests/gpu/(test_gpu_\w+\.py)::", done.stdout, re.MULTILINE))
     assert {"test_gpu_engine.py", "test_gpu_stopped.py"} < marked, done.stdout + done.stderr
+    assert check.run("A").returncode == 0
     assert set(re.findall(r"tests/gpu/(test_gpu_\w+\.py)", check.calls.read_text())) == marked
 
 

@@ -183,7 +183,12 @@ def test_loads_are_issued_together(report: str, kernel: str, wanted: int) -> Non
 @needs_machine_code
 @pytest.mark.parametrize(("report", "kernel"), [row[:2] for row in IN_FLIGHT[:-2]])
 def test_stores_are_plain(report: str, kernel: str) -> None:
-    """To global memory by name, without an order among them, and by the default cache policy."""
+    """To global memory by name, without an order among them, and by the default cache policy.
+
+    ``STL`` is a spill, of which test_cuda_build.py has the list.
+    """
     codes = [each.code for each in machine_code(report, kernel) if each.code.startswith("ST")]
+    codes = [code for code in codes if not code.startswith("STL")]
+    assert codes
     assert all(code.startswith(("STG.E", "STS")) and "STRONG" not in code for code in codes)
     assert not any(".EF" in code for code in codes)

@@ -183,8 +183,9 @@ class Member:
         """Save everything, and go on with new objects from the saved arguments."""
         file, config = io.BytesIO(), self.diloco.config()
         state = {"model": self.model.state_dict(), "diloco": self.diloco.state_dict()}
-        # torch cannot load tensors of the stand-in device.
-        torch.save(tree_map_only(Tensor, Tensor.cpu, state), file)
+        if self.device.type == "lagging":  # torch cannot load tensors of the stand-in
+            state = tree_map_only(Tensor, Tensor.cpu, state)
+        torch.save(state, file)
         self.diloco.close()
         self.attach("resumed", config=config, **self.group)
         file.seek(0)
