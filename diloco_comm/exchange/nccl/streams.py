@@ -23,9 +23,10 @@ from .connections import Connections
 
 # Kernels on the side stream get three blocks for each four multiprocessors of a device: 99 on an
 # H200, at most one on each of the 132 multiprocessors, where most of the registers stay free for
-# the training's kernels. On an H200 reduce then reads 360 GB/s of four int8 payloads, seven times
-# what a NIC of 400 Gbit/s brings, and costs kernels that memory bounds half of what a full grid
-# does (docs/measurements/gpu-kernels.md).
+# the training's kernels. On an H200 CUDA's reduce then reads 360 GB/s of four int8 payloads, seven
+# times what a NIC of 400 Gbit/s brings, and costs kernels that memory bounds half of what a full
+# grid does. Triton's costs such kernels as much as with a full grid
+# (docs/measurements/gpu-kernels.md).
 SIDE_SHARE = 4
 _REDUCE_BLOCKS = 3
 
