@@ -7,7 +7,7 @@ from frozen_file import differences, is_death, is_virtual, load, run_rows
 from frozen_table import EVENTS, Setting
 
 EXPECTED = load()
-# A death is that of a process, and is left to the CPU. A single replica sends nothing.
+# Killed processes are left to the CPU. A single replica sends nothing.
 NAMES = [
     name
     for name in EXPECTED

@@ -185,7 +185,7 @@ def test_loads_are_issued_together(report: str, kernel: str, wanted: int) -> Non
 def test_stores_are_plain(report: str, kernel: str) -> None:
     """To global memory by name, without an order among them, and by the default cache policy.
 
-    ``STL`` is a spill, of which test_cuda_build.py has the list.
+    ``STL`` is a spill; test_cuda_build.py compares all spills with a list.
     """
     codes = [each.code for each in machine_code(report, kernel) if each.code.startswith("ST")]
     codes = [code for code in codes if not code.startswith("STL")]
