@@ -4,6 +4,7 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -243,6 +244,8 @@ class Stranger {
         EXPECT(::connect(fd_, reinterpret_cast<sockaddr*>(&to), sizeof(to)) == 0);
         const timeval limit{60, 0};
         setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+        const int yes = 1;
+        setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
     }
     ~Stranger() { close(); }
 
@@ -250,6 +253,13 @@ class Stranger {
         session_.reset();
         if (fd_ >= 0) ::close(fd_);
         fd_ = -1;
+    }
+
+    // As the kernel of a process that is killed with unread bytes.
+    void reset() {
+        const linger at_once{1, 0};
+        setsockopt(fd_, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+        close();
     }
 
     // Proves the key of an identity; whether the link's key was right, too.

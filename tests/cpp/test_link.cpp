@@ -10,8 +10,10 @@
 
 using namespace diloco_test;
 using namespace std::chrono_literals;
+using diloco::link::Answer;
 using diloco::link::Frame;
 using diloco::link::FrameKind;
+using diloco::link::Hello;
 using diloco::link::Status;
 
 namespace {
@@ -307,6 +309,13 @@ void test_epochs_are_apart() {
 
 // -------------------------------------------------------------------------------- peers break
 
+Frame frame_of(FrameKind kind, uint64_t token) {
+    Frame frame;
+    frame.kind = static_cast<uint8_t>(kind);
+    frame.token = token;
+    return frame;
+}
+
 void test_peer_closes() {
     Members members = connect_new(3);
     Bytes bulk(4 * kMiB), word(24), other_word(24);
@@ -371,6 +380,112 @@ void test_last_words() {
     }
 }
 
+// A peer as a process leaves it that is killed: its kernel resets the connections on which bytes
+// wait that it has not read.
+class Killed {
+  public:
+    // With an address the link dials the peer as well, and sends over the connection that it dials.
+    Killed(const LinkPtr& link, bool has_address) : member(link, 1), to_link_(link->address()) {
+        listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        sockaddr_in at{};
+        at.sin_family = AF_INET;
+        at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        socklen_t size = sizeof(at);
+        EXPECT(bind(listener_, reinterpret_cast<sockaddr*>(&at), size) == 0);
+        EXPECT(listen(listener_, 1) == 0);
+        EXPECT(getsockname(listener_, reinterpret_cast<sockaddr*>(&at), &size) == 0);
+        const std::string address = "127.0.0.1:" + std::to_string(ntohs(at.sin_port));
+        Places peers = places({link});
+        peers.push_back({std::string(32, '5'), has_address ? address : ""});
+        std::thread connecting([&] { member.connect("group", 0, peers); });
+        if (has_address) answer_dial();
+        EXPECT(to_link_.greet(link->nonce()).status == static_cast<uint32_t>(Status::kWelcome));
+        Frame join;
+        if (has_address) {
+            EXPECT(recv(from_link_, &join, sizeof(join), MSG_WAITALL) == sizeof(join));
+        } else {
+            EXPECT(to_link_.read(&join, sizeof(join)));
+        }
+        token_ = join.token;
+        Frame answer = frame_of(FrameKind::kJoin, token_);
+        answer.total = 1;
+        EXPECT(to_link_.write(answer));
+        connecting.join();
+    }
+    ~Killed() {
+        close(listener_);
+        if (from_link_ >= 0) reset(from_link_);
+    }
+
+    void say(int tag, const Bytes& word) {
+        Frame frame = frame_of(FrameKind::kEager, token_);
+        frame.tag = static_cast<uint32_t>(tag);
+        frame.length = static_cast<uint32_t>(word.size());
+        frame.total = frame.length;
+        Bytes bytes(sizeof(frame));
+        std::memcpy(bytes.data(), &frame, sizeof(frame));
+        bytes.insert(bytes.end(), word.begin(), word.end());
+        EXPECT(to_link_.write(bytes.data(), bytes.size()));
+    }
+    void reset_dialled() { reset(std::exchange(from_link_, -1)); }
+    void reset_own() { to_link_.reset(); }
+
+    Member member;
+
+  private:
+    static void reset(int fd) {
+        const linger at_once{1, 0};
+        setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+        close(fd);
+    }
+
+    void answer_dial() {
+        from_link_ = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+        Hello hello;
+        EXPECT(recv(from_link_, &hello, sizeof(hello), MSG_WAITALL) == sizeof(hello));
+        Answer answer;
+        answer.status = static_cast<uint32_t>(Status::kWelcome);
+        answer.own = hello.wanted;
+        EXPECT(send(from_link_, &answer, sizeof(answer), 0) == sizeof(answer));
+    }
+
+    Stranger to_link_;
+    int listener_ = -1, from_link_ = -1;
+    uint64_t token_ = 0;
+};
+
+// The messages that a killed process has sent arrive, whatever that process had not read.
+void test_killed_peer() {
+    if (is_keyed) return;  // test_tls.cpp cuts sessions
+    const Bytes word = pattern(24, 3);
+    {
+        Killed peer(open_link(), true);
+        Bytes in(24);
+        const Work recv = peer.member.recv(1, 1, in);
+        peer.reset_dialled();
+        std::this_thread::sleep_for(100ms);
+        peer.say(1, word);
+        EXPECT(peer.member.wait(recv) && in == word);
+    }
+    for (int i = 0; i < 50; ++i) {
+        Killed peer(open_link(), false);
+        Bytes in(24);
+        const Work recv = peer.member.recv(1, 1, in);
+        const Work never = peer.member.recv(1, 2, in);
+        std::thread killing([&] {
+            peer.say(1, word);
+            peer.reset_own();
+        });
+        while (!never.is_done()) {
+            peer.member.send(1, 3, word);
+            std::this_thread::sleep_for(20us);
+        }
+        killing.join();
+        EXPECT(peer.member.wait(recv) && in == word);
+        EXPECT(says(peer.member.error_of(never), "connection closed by peer: rank 1"));
+    }
+}
+
 // ----------------------------------------------------------------------------------- addresses
 
 void test_no_address() {
@@ -421,9 +536,8 @@ void test_who_does_not_come() {
     std::vector<std::string> errors(2);
     allow_all(links);
     for (int rank : {0, 1}) {
-        threads.emplace_back([&, rank] {
-            errors[rank] = error_of_connect(links[rank], rank, places(links), 700ms);
-        });
+        threads.emplace_back(
+            [&, rank] { errors[rank] = error_of_connect(links[rank], rank, places(links), 2s); });
     }
     for (std::thread& thread : threads) thread.join();
     for (const std::string& error : errors) EXPECT(says(error, "rank 2"));
@@ -559,13 +673,6 @@ void test_greetings() {
     EXPECT(sound.write("no frame, but forty bytes that look like", 40) && sound.is_closed());
 }
 
-Frame frame_of(FrameKind kind, uint64_t token) {
-    Frame frame;
-    frame.kind = static_cast<uint8_t>(kind);
-    frame.token = token;
-    return frame;
-}
-
 // A peer cannot make this process keep more than it has promised.
 void test_greedy_peer() {
     const LinkPtr link = open_link();
@@ -665,6 +772,7 @@ void test_all() {
     test_connection_breaks();
     test_link_closes_with_groups();
     test_last_words();
+    test_killed_peer();
     test_no_address();
     test_refused_address();
     test_other_process();

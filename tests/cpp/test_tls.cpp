@@ -16,6 +16,8 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <future>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -698,6 +700,25 @@ void test_tool() {
 
 // --------------------------------------------------------------------------------------- forks
 
+// A thread ends, and with it its state in OpenSSL, after another thread has freed the identity.
+void test_thread_outlives_identity() {
+    for (int i = 0; i < 20; ++i) {
+        std::unique_ptr<Pair> pair;
+        std::promise<void> used, freed;
+        std::thread user([&] {
+            pair = std::make_unique<Pair>();
+            used.set_value();
+            freed.get_future().wait();
+        });
+        used.get_future().wait();
+        pair.reset();
+        std::vector<Bytes> blocks;
+        for (size_t size = 16; size < 4096; size += 16) blocks.emplace_back(size, 0x5a);
+        freed.set_value();
+        user.join();
+    }
+}
+
 void test_forks() {
     Pair pair;
     const pid_t child = fork();
@@ -732,6 +753,7 @@ void test_forks() {
 int main() {
     test_library();
     test_keys();
+    test_thread_outlives_identity();
     const int num_before = num_descriptors();
     test_tool();
     test_forks();

@@ -41,8 +41,7 @@ int digit_of(char letter) {
 
 // Whether a connection ended without a reason, plain or with TLS.
 bool is_just_closed(const std::string& trouble) {
-    return trouble == link::kHasClosed || trouble == std::strerror(ECONNRESET) ||
-           trouble.rfind(link::kPeerHasClosed, 0) == 0;
+    return trouble == link::kHasClosed || trouble.rfind(link::kPeerHasClosed, 0) == 0;
 }
 
 // The bytes of a nonce or of a key.

@@ -51,7 +51,7 @@ Moved moved_by(ssize_t result, int error) {
         moved.is_blocked = true;
     } else if (error != EINTR) {
         moved.is_over = true;
-        moved.trouble = std::strerror(error);
+        if (!is_reset(error)) moved.trouble = std::strerror(error);
     }
     return moved;
 }

@@ -180,7 +180,8 @@ struct Connection {
     // peer, or of bulk that the kernel took; and whether a ping has left since.
     Clock::time_point heard_at{};
     bool is_pinged = false;
-    std::string trouble{};  // what a writer met; the link's thread closes it
+    bool is_cut = false;    // a writer has failed: the link's thread reads the rest, and closes it
+    std::string trouble{};  // why; empty: the peer has closed
 
     // Output.
     bool can_write = false;

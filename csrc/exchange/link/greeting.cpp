@@ -346,7 +346,10 @@ void Link::finish_connect(Lock& lock, const ConnectionPtr& connection) {
     int error = 0;
     socklen_t length = sizeof(error);
     getsockopt(connection->fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-    if (error != 0) return disconnect(lock, connection, std::strerror(error));
+    if (error != 0) {
+        return disconnect(lock, connection,
+                          is_reset(error) ? link::kHasClosed : std::strerror(error));
+    }
     if (connection->dial->is_relayed) {
         link::RelayRequest request;
         request.wanted = connection->peer->id.first;

@@ -64,7 +64,8 @@ bool Link::hear(Lock& lock, const ConnectionPtr& connection) {
         return false;
     }
     if (got <= 0) {
-        const char* const why = got < 0 ? std::strerror(errno) : link::kHasClosed;
+        const bool is_closed = got == 0 || is_reset(errno);
+        const char* const why = is_closed ? link::kHasClosed : std::strerror(errno);
         refuse(lock, connection, it.dial ? why : "");
         return false;
     }

@@ -278,12 +278,13 @@ void Link::serve(Lock& lock, const ConnectionPtr& connection) {
             break;
     }
     if (connection->state != State::kOpen) return;
-    if (!connection->trouble.empty()) {
-        return disconnect(lock, connection, std::string(connection->trouble));
-    }
+    // The bytes that the peer sent before it closed still count.
+    if (connection->is_cut) connection->can_read = true;
     flush(lock, connection, true);
     read(lock, connection);
-    if (connection->state == State::kOpen && connection->can_read) mark_ready(connection);
+    if (connection->state != State::kOpen) return;
+    if (connection->can_read) return mark_ready(connection);
+    if (connection->is_cut) disconnect(lock, connection, std::string(connection->trouble));
 }
 
 // ------------------------------------------------------------------------------------- writing
@@ -293,8 +294,8 @@ void Link::serve(Lock& lock, const ConnectionPtr& connection) {
 void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
     Connection& it = *connection;
     size_t budget = kBytesAWrite;
-    while (budget > 0 && it.state == State::kOpen && it.can_write && !it.is_writing &&
-           it.trouble.empty() && it.has_output(with_bulk)) {
+    while (budget > 0 && it.state == State::kOpen && it.can_write && !it.is_writing && !it.is_cut &&
+           it.has_output(with_bulk)) {
         std::array<iovec, kMostParts> parts;
         const int num_parts = it.plan_write(parts.data(), kMostParts, budget, with_bulk);
         if (num_parts == 0 && !it.has_unsent) return;  // its first message is being cancelled
@@ -314,8 +315,10 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
             if (message->channel) message->channel->finish(message, "");
         }
         if (num_cancelling_ > 0) io_done_.notify_all();
-        if (moved.is_over) it.trouble = moved.trouble;
-        if (moved.is_over && it.trouble.empty()) it.trouble = "it takes no more";
+        if (moved.is_over) {
+            it.is_cut = true;
+            it.trouble = moved.trouble;
+        }
         // Meanwhile the kernel may have said that there is room again.
         const bool is_full = moved.is_blocked || (!it.session && done > 0 && done < planned);
         if (is_full && it.num_writable == num_writable) {
@@ -325,7 +328,7 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
         budget -= std::min(budget, done);
     }
     const bool has_more = it.can_write && it.has_output() && !it.is_writing;
-    if (it.state == State::kOpen && (has_more || !it.trouble.empty())) mark_ready(connection);
+    if (it.state == State::kOpen && (has_more || it.is_cut)) mark_ready(connection);
 }
 
 void Link::flush_peer(Lock& lock, Peer& peer) {
@@ -362,7 +365,10 @@ void Link::read(Lock& lock, const ConnectionPtr& connection) {
             if (it.took(num_bytes)) end_payload(connection);
             parse(lock, connection);
         }
-        if (moved.is_over) return disconnect(lock, connection, moved.trouble);
+        if (moved.is_over) {
+            const bool is_known = !moved.trouble.empty();
+            return disconnect(lock, connection, is_known ? moved.trouble : std::string(it.trouble));
+        }
     }
 }
 

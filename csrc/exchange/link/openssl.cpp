@@ -118,6 +118,32 @@ const Functions& functions() {
     return loaded.functions;
 }
 
+namespace {
+
+struct OwnContext {
+    uint64_t num_forks;
+    OSSL_LIB_CTX* context;
+};
+
+}  // namespace
+
+OSSL_LIB_CTX* own_context() {
+    // No mutex: another thread may hold it when this process forks. A child does not use what its
+    // parent has made, because OpenSSL's locks may be held there for ever.
+    static std::atomic<OwnContext*> own{nullptr};
+    OwnContext* known = own.load(std::memory_order_acquire);
+    if (known != nullptr && known->num_forks == num_forks()) return known->context;
+    const Functions& ssl = functions();
+    OSSL_LIB_CTX* const made = ssl.OSSL_LIB_CTX_new();
+    if (made == nullptr) return nullptr;
+    auto* const mine = new OwnContext{num_forks(), made};
+    if (own.compare_exchange_strong(known, mine, std::memory_order_acq_rel)) return made;
+    // Another thread was faster. No thread has used this one.
+    ssl.OSSL_LIB_CTX_free(made);
+    delete mine;
+    return known->context;
+}
+
 uint64_t num_forks() { return forks.load(std::memory_order_relaxed); }
 
 bool is_over() { return has_cleaned_up.load(std::memory_order_acquire); }

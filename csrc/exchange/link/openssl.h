@@ -127,6 +127,12 @@ Functions find_functions(const std::string& library, const std::function<void*(c
 // Where Python has a libssl of its own, `import ssl` must come first: this finds what is loaded.
 const Functions& functions();
 
+// The context of OpenSSL for all links of this process, apart from what else uses OpenSSL in it: no
+// file of settings, no other provider; null where OpenSSL makes none. The context is never freed:
+// OpenSSL keeps a state of each thread that has used it, and looks into the context when the thread
+// ends, also where another thread has freed it meanwhile.
+OSSL_LIB_CTX* own_context();
+
 // Counts the forks between the first process and this one: what OpenSSL has made before a fork
 // must not be used after it.
 uint64_t num_forks();

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <functional>
 #include <optional>
 #include <string>
@@ -35,6 +36,9 @@ std::string own_host(const std::string& interface);
 std::string name_of_address(const Address& address);
 std::string name_of_socket(int fd);
 std::string name_of_peer(int fd);
+
+// Whether the peer has closed a connection before it had read all: an end like any other.
+inline bool is_reset(int error) { return error == ECONNRESET || error == EPIPE; }
 
 // Host (without brackets) and port; null where the text is no "host:port".
 std::optional<std::pair<std::string, std::string>> split_place(const std::string& text);

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <exception>
 
+#include "exchange/link/sockets.h"
+
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
@@ -61,7 +63,7 @@ template <typename T>
 using Owned = std::unique_ptr<T, void (*)(T*)>;
 
 std::string words_of(int error) {
-    if (error == ECONNRESET || error == EPIPE) return kPeerHasClosed;
+    if (is_reset(error)) return kPeerHasClosed;
     return std::string("the connection broke: ") + std::strerror(error);
 }
 
@@ -173,10 +175,8 @@ struct Callbacks {
 
 Identity::Identity(const Seed& seed, uint64_t rekey_bytes)
     : ssl_(openssl::functions()), rekey_bytes_(rekey_bytes), num_forks_(openssl::num_forks()) {
-    // Apart from what else uses OpenSSL in this process: no file of settings, no other provider.
     ssl_.ERR_clear_error();
-    Owned<openssl::OSSL_LIB_CTX> own_library(ssl_.OSSL_LIB_CTX_new(), ssl_.OSSL_LIB_CTX_free);
-    openssl::OSSL_LIB_CTX* const library = own_library.get();
+    openssl::OSSL_LIB_CTX* const library = openssl::own_context();
     const auto check = [&](bool is_done) {
         if (!is_done)
             throw TlsError("OpenSSL refuses to set up TLS: " + openssl::take_trouble(ssl_));
@@ -233,14 +233,12 @@ Identity::Identity(const Seed& seed, uint64_t rekey_bytes)
                                        static_cast<unsigned>(name.size())) == 0);
     ssl_.SSL_CTX_set_alpn_select_cb(context, &Callbacks::choose_protocol, nullptr);
     context_ = owned.release();
-    library_ = own_library.release();
 }
 
 Identity::~Identity() {
     // OpenSSL's locks may be held for ever in a child; the memory is the parent's loss, not ours.
     if (openssl::is_over() || openssl::num_forks() != num_forks_) return;
     ssl_.SSL_CTX_free(context_);
-    ssl_.OSSL_LIB_CTX_free(library_);
 }
 
 std::shared_ptr<Identity> Identity::open(const Seed& seed, uint64_t rekey_bytes) {
@@ -388,8 +386,7 @@ Outcome TlsSession::judge(int result) {
     }
     if (is_at_end_) return end(Outcome::kClosed, kPeerHasVanished);
     if (error_ != 0) {
-        const bool is_closed = error_ == ECONNRESET || error_ == EPIPE;
-        return end(is_closed ? Outcome::kClosed : Outcome::kFailed, words_of(error_));
+        return end(is_reset(error_) ? Outcome::kClosed : Outcome::kFailed, words_of(error_));
     }
     if (error != kSslError && error != kSyscallError) {
         return end(Outcome::kFailed, "TLS asks for what a link does not do");
@@ -400,7 +397,7 @@ Outcome TlsSession::judge(int result) {
 Outcome TlsSession::cut(int error) {
     is_cut_ = true;
     begin_ = end_of_out_ = 0;
-    const bool is_closed = error == ECONNRESET || error == EPIPE;
+    const bool is_closed = is_reset(error);
     if (state_ == State::kOpen) {
         // The peer may have said why, or may have sent more before it closed, which read() gives.
         uint8_t byte = 0;

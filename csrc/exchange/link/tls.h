@@ -54,7 +54,6 @@ class Identity {
     const openssl::Functions& ssl_;
     const uint64_t rekey_bytes_;
     const uint64_t num_forks_;
-    openssl::OSSL_LIB_CTX* library_ = nullptr;
     openssl::SSL_CTX* context_ = nullptr;
     PublicKey public_key_{};
 };
