@@ -26,6 +26,8 @@ myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 4
 # The methods are explained by their equations; the sources are linked from the reference.
 autodoc_member_order = "bysource"
+# The package does not depend on torchft, and one module derives a class from a class of torchft.
+autodoc_mock_imports = ["torchft"]
 autodoc_typehints = "description"
 autodoc_default_options = {"members": True, "show-inheritance": False}
 napoleon_google_docstring = True

@@ -4,7 +4,7 @@
     PYTHONPATH=DIR python -m benchmarks.against_torchft.compare -g 2 --fragments 4 --delay 1 \
         --sync-every 8
 
-DIR holds torchft 0.2.0 (the script says how to install it when it is not there). Equal
+DIR holds torchft-nightly 2026.10.26 (the script says how to install it when it is not there). Equal
 transformers of 25 million parameters train in the same processes on the same text, one under
 torchft, one without any exchange, one with only the plain traffic of ours (plain_traffic.py), and
 the others under ours; their rounds of H inner steps alternate. Memory is measured afterwards, in

@@ -1,4 +1,4 @@
-"""Replicas that are killed and started again, under torchft 0.2.0 and under ours: what it costs.
+"""Replicas that are killed and started again, under torchft and under ours: what it costs.
 
     PYTHONPATH=DIR python -m benchmarks.against_torchft.elastic
 

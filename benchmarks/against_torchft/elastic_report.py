@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.against_torchft.elastic_replica import NUM_REPLICAS
+from benchmarks.against_torchft.peer import PACKAGE, VERSION
 from benchmarks.support import common
 from diloco_comm.tools.common import plots
 
@@ -190,7 +191,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
                         color=colour,
                     )
         axes.set_ylim(bottom=0.0, top=1.35 * max([1.0, *y]))
-        title = "torchft 0.2.0" if name == "torchft" else "diloco_comm"
+        title = f"{PACKAGE} {VERSION}" if name == "torchft" else "diloco_comm"
         axes.set_title(f"{title}: goodput {result['goodput']:.3f}")
         axes.set_ylabel("inner steps a second\nthat were kept")
     panels[-1, 0].set_xlabel("seconds")

@@ -19,9 +19,9 @@ from torch import nn
 
 from benchmarks.support import common
 
-VERSION = "0.2.0"
+PACKAGE, VERSION = "torchft-nightly", "2026.10.26"
 INSTALL = (
-    f"pip install --no-deps --target DIR torchft=={VERSION} && "
+    f"pip install --no-deps --target DIR {PACKAGE}=={VERSION} && "
     "pip install --target DIR opentelemetry-sdk opentelemetry-exporter-otlp-proto-http, "
     "then PYTHONPATH=DIR"
 )
@@ -36,7 +36,10 @@ def missing() -> str | None:
             found = False
         if not found:
             return f"{module} is not installed: {INSTALL}"
-    version = importlib.metadata.version("torchft")
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        version = "another package"
     return None if version == VERSION else f"torchft is {version}, compared is {VERSION}: {INSTALL}"
 
 

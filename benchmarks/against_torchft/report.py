@@ -73,4 +73,4 @@ def print_table(report: common.Report, results: dict[str, Any]) -> None:
         "# loss: outer parameters on held-out text; distance: of the outer parameters from"
     )
     report.print("#   torchft's, over the way that those went from the start.")
-    report.print("# torchft's should_quantize changes nothing on CPU: it sends fp32.")
+    report.print("# torchft's should_quantize needs a GPU, and is off: torchft sends fp32.")

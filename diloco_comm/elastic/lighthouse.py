@@ -1,4 +1,4 @@
-"""Which processes live, as the lighthouse of torchft 0.2.0 sees it.
+"""Which processes live, as the lighthouse of torchft sees it: 0.2.0 or the nightly 2026.10.26.
 
 The lighthouse only gives a sign (``detecting``). Who trains with whom is decided in the registry:
 a lighthouse that starts again counts its quorums from the beginning, and knows no chain.
@@ -41,8 +41,8 @@ class LighthouseDetector:
             coordination = import_module("torchft.coordination")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"LighthouseDetector needs torchft 0.2.0, and {error.name} is not installed: "
-                "pip install torchft==0.2.0"
+                f"LighthouseDetector needs torchft, and {error.name} is not installed: "
+                "pip install torchft-nightly"
             ) from error
         self.address, self._client_of = address, coordination.LighthouseClient
         self._name = ""

@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from lighthouses import Lighthouse
 from registries import Host
 
 from diloco_comm import DiLoCo, Elastic
 from diloco_comm.elastic.lighthouse import LighthouseDetector
 
 pytest.importorskip(
-    "torchft.coordination", reason="torchft 0.2.0 is not installed: pip install torchft==0.2.0"
+    "torchft.coordination", reason="torchft is not installed: pip install torchft-nightly"
 )
 PATIENCE_S = 60.0
-
-
-SERVER = """
-import time
-from torchft.coordination import LighthouseServer
-server = LighthouseServer(
-    bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=10,
-    heartbeat_timeout_ms=3000,
-)
-print(server.address().rsplit(":", 1)[1], flush=True)
-time.sleep(600)
-"""
-
-
-class Lighthouse:
-    """A lighthouse in a process of its own."""
-
-    def __init__(self) -> None:
-        words = [sys.executable, "-c", SERVER]
-        self._process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, text=True, env=os.environ | {"RUST_LOG": "error"}
-        )
-        assert self._process.stdout is not None
-        self.address = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 @pytest.fixture
