@@ -53,8 +53,9 @@ def _compile(library: Path) -> None:
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     folders = cpp_extension.library_paths()
     partial = library.with_suffix(".partial")
-    command = [*launcher, compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra"]
-    command += ["-Wno-unused-parameter", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    standard = 20 if torch.__version__ >= "2.14" else 17  # TorchVersion compares numbers
+    command = [*launcher, compiler, f"-std=c++{standard}", "-O1", "-fPIC", "-shared", "-Wall"]
+    command += ["-Wextra", "-Wno-unused-parameter", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     command += [word for path in cpp_extension.include_paths() for word in ("-isystem", path)]
     command += ["-o", str(partial), str(SOURCE), *(f"-L{path}" for path in folders)]
     command += ["-lc10", "-ltorch_cpu", *(f"-Wl,-rpath,{path}" for path in folders)]
