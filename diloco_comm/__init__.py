@@ -52,7 +52,7 @@ __getattr__ = lazy_names(
     },
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CO2",

@@ -29,3 +29,19 @@ def test_a_package_describes_itself_by_links_to_the_web_alone() -> None:
     assert re.sub(r"\]\(.*?\)|\[", "", ended.stdout.rstrip("\n")) == re.sub(
         r"\]\(.*?\)|\[", "", text.rstrip("\n")
     )
+
+
+def test_every_file_that_names_the_version_names_the_same_one() -> None:
+    """Between two releases the changelog begins with a section without a version."""
+    named = {
+        "diloco_comm/__init__.py": r'^__version__ = "(.*)"$',
+        "pyproject.toml": r'^version = "(.*)"$',
+        "CITATION.cff": r"^version: (.*)$",
+        "CHANGELOG.md": r"^## (\d\S*) \(\d{4}-\d\d-\d\d\)$",
+    }
+    versions = {}
+    for name, pattern in named.items():
+        found = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
+        assert found is not None, name
+        versions[name] = found[1]
+    assert len(set(versions.values())) == 1, versions
