@@ -19,7 +19,12 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(f"self-test of two processes: {words}, {test['seconds']:.1f} s", markup=False)
     if (job := report["job"]) is not None:
         _print_job(console, job)
-    for finding in report["findings"]:
+    print_findings(console, report["findings"])
+
+
+def print_findings(console: Console, findings: list[dict[str, str]]) -> None:
+    """Print each finding with its remedy."""
+    for finding in findings:
         console.print(
             f"{finding['level']}: {finding['what']}; {finding['remedy']}",
             style="red" if finding["level"] == "error" else "yellow",
@@ -27,7 +32,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    if not report["findings"]:
+    if not findings:
         console.print("nothing to complain about")
 
 
