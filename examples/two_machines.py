@@ -31,6 +31,7 @@ parser.add_argument("--replica", type=int, required=True, choices=[0, 1])
 parser.add_argument("--join", action="store_true")  # the other replica trains already
 parser.add_argument("--listen", metavar="HOST:PORT")  # such as 0.0.0.0:29700
 parser.add_argument("--advertise", metavar="HOST:PORT")  # "": nobody can dial this machine
+parser.add_argument("--relay", metavar="HOST:PORT")  # for two machines that nobody can dial
 parser.add_argument("--keys", metavar="FOLDER")  # made by `diloco-comm keys make`
 parser.add_argument("--steps", type=int, default=1500)
 parser.add_argument("--sync-every", type=int, default=25)
@@ -61,7 +62,13 @@ diloco = DiLoCo(
     optimizer,
     sync_every=options.sync_every,
     peers=StorePeers(store, replica=options.replica, members=both),
-    link=Link("tcp", listen=options.listen, advertise=options.advertise, keys=options.keys),
+    link=Link(
+        "tcp",
+        listen=options.listen,
+        advertise=options.advertise,
+        keys=options.keys,
+        relay=options.relay,
+    ),
     init="join" if options.join else "broadcast",
 )
 print(f"replica {options.replica}: {list(diloco.members)} at step {diloco.inner_step}", flush=True)

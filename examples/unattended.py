@@ -25,6 +25,7 @@ parser.add_argument("--steps", type=int, default=20_000)
 parser.add_argument("--sync-every", type=int, default=25)
 parser.add_argument("--pause", type=float, default=0.05)  # seconds that each step takes longer
 parser.add_argument("--pid-file", type=Path)  # for the kill of the tutorial
+parser.add_argument("--alive-file", type=Path)  # touched at each step, for a liveness probe
 options = parser.parse_args()
 if options.pid_file is not None:
     options.pid_file.write_text(str(os.getpid()))
@@ -53,6 +54,8 @@ while not diloco.is_done:
     loss_of(torch.randn(32, 8, generator=data)).backward()
     optimizer.step()  # sends, waits, applies, and changes the group
     optimizer.zero_grad()
+    if options.alive_file is not None:
+        options.alive_file.touch()
     if diloco.inner_step % (4 * options.sync_every) == 0:
         # Just after an outer step, where all replicas hold the same parameters.
         loss = loss_of(x_held_out).item()
