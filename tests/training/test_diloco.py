@@ -159,6 +159,15 @@ def test_fragments_equal_a_simulation_by_hand(offsets: list[int] | None, workers
         assert equal(local, expected[count * (1 + rank) : count * (2 + rank)])
 
 
+def test_one_replica_takes_the_steps_of_snoo() -> None:
+    """Progress s of one replica: m = mu*m + s; w -= lr*(s + mu*m) (arXiv 2510.15830)."""
+    due = list(Schedule.plan(6, 3).offsets)
+    expected = simulate(0, 1, 1, 3, due, num_steps=20)
+    outer, local = train_fragments(0, 1, 3, None, num_steps=20)
+    assert equal(outer, expected[: len(outer)])
+    assert equal(local, expected[len(outer) : 2 * len(outer)])
+
+
 FRAGMENTS = [1, 5, "layers:1", "sequential:2", [["layers.0.*", "head.*"], "rest", "norm.*"]]
 
 
