@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
@@ -98,6 +99,27 @@ class WithoutWarnings {
     static inline int level_ = 0;
 };
 
+struct Prefix : c10d::PrefixStore {
+    static const std::string& of(const PrefixStore& store) { return store.*&Prefix::prefix_; }
+};
+
+template <typename Store>
+auto clone_of(Store& store, int) -> decltype(store.clone()) {
+    return store.clone();
+}
+
+// Before torch 2.8 stores have no clone(): a new connection to a TCPStore, below its prefixes.
+template <typename Store>
+c10::intrusive_ptr<Store> clone_of(Store& store, long) {
+    if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(&store)) {
+        return c10::make_intrusive<c10d::PrefixStore>(Prefix::of(*prefixed),
+                                                      clone_of(*prefixed->getUnderlyingStore(), 0));
+    }
+    const auto* tcp = dynamic_cast<const c10d::TCPStore*>(&store);
+    if (!tcp) C10_THROW_ERROR(DistStoreError, "only a TCPStore has connections");
+    return connect_store(tcp->getHost(), tcp->getPort(), store.getTimeout());
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> connect_store(const std::string& host, uint16_t port,
@@ -164,7 +186,7 @@ auto BoundedStore::call(milliseconds limit, Body body) const {
 c10::intrusive_ptr<c10d::Store> BoundedStore::clone() {
     // The present connection may be sound where a new one cannot be made.
     const auto copy = std::make_shared<c10::intrusive_ptr<Store>>();
-    ask(std::max(timeout_, limit_), [copy](Store& store) { *copy = store.clone(); });
+    ask(std::max(timeout_, limit_), [copy](Store& store) { *copy = clone_of(store, 0); });
     return c10::make_intrusive<BoundedStore>(std::move(*copy), limit_);
 }
 

@@ -35,8 +35,9 @@ class BoundedStore : public c10d::Store {
     // the exceptions of `store`.
     BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit);
 
-    // Connects within the store's own timeout: torch asks a name server, which may take seconds.
-    c10::intrusive_ptr<Store> clone() override;
+    // Connects within the store's own timeout: torch asks a name server, which may take seconds. A
+    // function of c10d::Store from torch 2.8 on, therefore without `override`.
+    c10::intrusive_ptr<Store> clone();
     void set(const std::string& key, const Bytes& value) override;
     Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override;
     Bytes get(const std::string& key) override;
