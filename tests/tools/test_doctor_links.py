@@ -1,0 +1,425 @@
+"""``diloco-comm doctor --links``: real processes on loopback, a relay, keys, and shaped links."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cut_links
+import pytest
+from cli_helpers import (
+    Ended,
+    check_arguments,
+    check_documented,
+    check_misuse,
+    check_schema,
+    run_cli,
+)
+from workers import Pool
+from zygote import Job, Zygote
+
+from benchmarks.support.namespaces import address, call, missing_tools
+from diloco_comm.base.service.keys import allow, make_pairs
+from diloco_comm.tools.common import workers
+from diloco_comm.tools.doctor import links, links_report, sockets
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
+Fresh = Callable[..., Pool]
+Address = tuple[str, int]
+RATE = {"lanes": int, "gbps": [float], "retransmitted": [(float, None)]}
+PAIR: dict[str, Any] = {
+    "replicas": [int],
+    "way": (str, None),
+    "dialled_by": (int, None),
+    "refused": [{"from": int, "to": int, "place": str, "way": str, "reason": str}],
+    "round_trip_ms": (float, None),
+    "rates": [RATE],
+    "congestion": [(str, None)],
+    "error": (str, None),
+    "link": (str, None),
+}
+REPLICA = {"replica": int, "address": str, "relay": str, "keys": bool, "available": [str]}
+FINDING = {"level": str, "what": str, "remedy": str}
+SCHEMA = {"schema": int, "replicas": [REPLICA], "pairs": [PAIR], "findings": [FINDING]}
+PLAN = ["--params", "1B", "--layers", "24", "--step-time", "0.5"]
+
+
+def start(rank: int, world: int, store: Address, options: Sequence[str], seconds: float) -> Ended:
+    """Run a doctor that measures each rate for ``seconds`` only."""
+    arguments = ["--store", "tcp://{}:{}".format(*store), "--replica", rank, "--of", world]
+    with (
+        mock.patch.object(sockets, "RATE_S", seconds),
+        mock.patch.object(sockets, "LEAST_START_S", seconds),
+        mock.patch.object(links, "LINK_S", 3.0),
+        # A busy machine drops packets on loopback, too.
+        mock.patch.object(links_report, "LOSS", 1.0),
+        mock.patch.object(links_report, "LANES_GAIN", 100.0),
+        mock.patch.object(links_report, "SLOW_GBPS", 0.0),
+        mock.patch.object(links_report, "LONG_TRIP_MS", 1e4),
+    ):
+        return run_cli("doctor", "--links", "--json", *arguments, *shlex.split(options[rank]))
+
+
+def reports(pool: Pool, *options: str, status: int = 0) -> dict[str, Any]:
+    """Run doctors, and return the report on which all agree."""
+    all_ended = pool.run(start, pool.store, options, 0.2)
+    assert [(ended.status, ended.err) for ended in all_ended] == [(status, "")] * len(options)
+    found = [json.loads(ended.out) for ended in all_ended]
+    assert all(report == found[0] for report in found)
+    check_schema(found[0], SCHEMA)
+    report: dict[str, Any] = found[0]
+    return report
+
+
+def sentences(report: dict[str, Any]) -> list[str]:
+    return [f"{one['level']}: {one['what']}; {one['remedy']}" for one in report["findings"]]
+
+
+@contextmanager
+def relay() -> Iterator[str]:
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", "relay", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def make_keys(folder: Path, world: int, allowed: Callable[[int, int], bool]) -> list[str]:
+    for replica in range(world):
+        make_pairs(folder / str(replica), [f"r{replica}"])
+    for replica in range(world):
+        others = [r for r in range(world) if allowed(replica, r)]
+        allow(folder / str(replica), [folder / str(r) / f"r{r}.key" for r in others])
+    return [f"--keys {folder / str(replica)}" for replica in range(world)]
+
+
+# ------------------------------------------------------------------------------- who reaches whom
+
+
+def test_two_replicas_reach_each_other_with_keys(fresh_workers: Fresh, tmp_path: Path) -> None:
+    keys = make_keys(tmp_path, 2, lambda own, other: own != other)
+    options = [f"--listen 127.0.0.1:0 --lanes 2 {one}" for one in keys]
+    report = reports(fresh_workers(2, init_group=False), *options)
+    (pair,) = report["pairs"]
+    assert (pair["way"], pair["dialled_by"], pair["refused"]) == ("direct", 0, [])
+    assert (pair["link"], pair["error"], report["findings"]) == ("", None, [])
+    assert [rate["lanes"] for rate in pair["rates"]] == [1, 2]
+    assert all(gbps > 0 for rate in pair["rates"] for gbps in rate["gbps"])
+    assert pair["round_trip_ms"] > 0 and None not in pair["congestion"]
+    assert [one["keys"] for one in report["replicas"]] == [True, True]
+
+
+def test_those_without_an_address_meet_at_the_relay(fresh_workers: Fresh) -> None:
+    with relay() as place:
+        hidden = f'--advertise "" --relay {place} --lanes 1'
+        report = reports(
+            fresh_workers(3, init_group=False), hidden, hidden, "--listen 127.0.0.1:0 --lanes 1"
+        )
+    ways = [(pair["replicas"], pair["way"], pair["dialled_by"]) for pair in report["pairs"]]
+    assert ways == [([0, 1], "relay", 0), ([0, 2], "direct", 0), ([1, 2], "direct", 1)]
+    assert [pair["link"] for pair in report["pairs"]] == ["", "", ""]
+    assert report["findings"] == []
+
+
+def test_a_wrong_port_and_no_relay_are_named(fresh_workers: Fresh) -> None:
+    closed = workers.free_port()
+    report = reports(
+        fresh_workers(3, init_group=False),
+        '--advertise "" --lanes 1',
+        f"--listen 127.0.0.1:{workers.free_port()} --advertise 127.0.0.1:{closed} --lanes 1",
+        '--advertise "" --lanes 1',
+        status=1,
+    )
+    start = "replica 1 cannot be dialled from replica {} at 127.0.0.1:{} (connection refused)"
+    remedy = f"open TCP port {closed} of replica 1, or give both relay= and no address"
+    assert sentences(report) == [
+        f"error: replicas 0 and 1 do not reach each other: {start.format(0, closed)}; {remedy}",
+        "error: replicas 0 and 2 do not reach each other: neither has an address, and there is no "
+        "relay= on replica 0, 2; let one of them listen at an open port, or give both "
+        'relay="host:port"',
+        f"error: replicas 1 and 2 do not reach each other: {start.format(2, closed)}; {remedy}",
+    ]
+
+
+def test_who_can_dial_one_way_only_is_warned(fresh_workers: Fresh) -> None:
+    closed = workers.free_port()
+    report = reports(
+        fresh_workers(2, init_group=False),
+        "--listen 127.0.0.1:0 --lanes 1",
+        f"--listen 127.0.0.1:{workers.free_port()} --advertise 127.0.0.1:{closed} --lanes 1",
+    )
+    (pair,) = report["pairs"]
+    assert (pair["way"], pair["dialled_by"], pair["link"]) == ("direct", 1, "")
+    assert sentences(report) == [
+        f"warning: replica 1 cannot be dialled from replica 0 at 127.0.0.1:{closed} (connection "
+        f"refused), so replica 1 dials; open TCP port {closed} of replica 1, or give its link "
+        'advertise=""'
+    ]
+
+
+def test_keys_of_one_side_are_an_error(fresh_workers: Fresh, tmp_path: Path) -> None:
+    keys = make_keys(tmp_path, 2, lambda own, other: own != other)
+    options = [f"--listen 127.0.0.1:0 --lanes 1 {keys[0]}", "--listen 127.0.0.1:0 --lanes 1"]
+    (said,) = sentences(reports(fresh_workers(2, init_group=False), *options, status=1))
+    assert said == (
+        "error: the link of replicas 0 and 1 does not connect: replica 0 has keys and replica 1 "
+        "has none; give both Link(keys=...), made by `diloco-comm keys make`, or neither"
+    )
+
+
+def test_a_key_that_is_not_let_in_is_named(fresh_workers: Fresh, tmp_path: Path) -> None:
+    # Replica 0 lets in itself alone.
+    keys = make_keys(tmp_path, 2, lambda own, other: other == 0)
+    options = [f"--listen 127.0.0.1:0 --lanes 1 {one}" for one in keys]
+    (said,) = sentences(reports(fresh_workers(2, init_group=False), *options, status=1))
+    assert "the key of replica 1 is not among the allowed keys of replica 0: copy the" in said
+
+
+# ------------------------------------------------------------------------------- ends in time
+
+
+def test_a_replica_that_does_not_come_is_named(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    options = ["--listen 127.0.0.1:0 --timeout 3"] * 3
+    pool.submit(start, pool.store, options, 0.2, ranks=[0, 2])
+    for ended in [one for one in pool.collect() if one is not None]:
+        assert (ended.status, ended.out) == (1, "")
+        assert ended.err.endswith(
+            "diloco-comm: replica 1 did not come to the store within 3 s (--timeout): start "
+            "`diloco-comm doctor --links` there too, with the same --store and --of\n"
+        )
+
+
+def _interrupted(rank: int, world: int, store: Address) -> Ended:
+    """Replica 1 is interrupted while the rate is measured."""
+    if rank == 0:
+        return start(rank, world, store, ["--listen 127.0.0.1:0"] * 2, 5.0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    measured = sockets.round_trip
+
+    def then_interrupt(control: socket.socket, *, asks: bool) -> float:
+        seconds = measured(control, asks=asks)
+        signal.raise_signal(signal.SIGINT)
+        return seconds
+
+    with mock.patch.object(sockets, "round_trip", then_interrupt):
+        return start(rank, world, store, ["--listen 127.0.0.1:0"] * 2, 5.0)
+
+
+def test_ctrl_c_ends_all_with_a_sentence(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(2, init_group=False)
+    begin = time.monotonic()
+    other, interrupted = pool.run(_interrupted, pool.store)
+    assert time.monotonic() - begin < 30
+    said = "diloco-comm: ended by Ctrl-C before all links were measured\n"
+    assert (interrupted.status, interrupted.out, interrupted.err) == (1, "", said)
+    said = "diloco-comm: the doctor of replica 1 has ended before all was measured\n"
+    assert (other.status, other.out, other.err) == (1, "", said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--store", "tcp://127.0.0.1:1"], "--store is for --links"),
+        (["--links"], "--links needs --store, as the training has the value"),
+        (["--links", "--no-self-test"], "--self-test does not go with --links"),
+        (
+            ["--links", "--store", "tcp://127.0.0.1:1", "--replica", 2, "--of", 2],
+            "--replica must be from 0 to 1, got 2",
+        ),
+        (
+            [
+                *("--links", "--store", "tcp://127.0.0.1:1", "--replica", 0, "--of", 2),
+                *("--advertise", "192.0.2.1:29700"),
+            ],
+            "needs --listen with the port to which that address leads",
+        ),
+    ],
+)
+def test_impossible_requests_are_one_sentence(arguments: list[object], named: str) -> None:
+    check_misuse(run_cli("doctor", *arguments), named)
+
+
+def test_a_port_that_is_taken_is_one_sentence(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(2, init_group=False)
+    with ExitStack() as stack:
+        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        pool.submit(start, pool.store, [f"--listen {place}"] * 2, 0.2, ranks=[0])
+        ended = next(one for one in pool.collect() if one is not None)
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.startswith(f"diloco-comm: {place}: ")
+    assert "ddress already in use" in ended.err
+
+
+# ------------------------------------------------------------------------------- a shaped link
+
+MBITS = 20
+HOST = """
+import sys
+import cut_links
+cut_links.enter(sys.argv[1])
+import torch.distributed as dist
+store = dist.TCPStore(cut_links.HUB, 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+DROP_2_PERCENT = (
+    "table ip lossy { chain input { type filter hook input priority 0; "
+    "ip saddr 192.0.2.1 ip length > 500 numgen random mod 100 < 2 drop; }; }"
+)
+
+
+@pytest.fixture
+def site() -> Iterator[cut_links.Site]:
+    """Two namespaces; 20 Mbit/s each way, and 2 % of the packets from the first one are lost."""
+    if (reason := cut_links.missing()) or (reason := missing_tools("tc", "nft")):
+        pytest.skip(reason)
+    with cut_links.Site(2) as made:
+        shaper = ["tbf", "rate", f"{MBITS}mbit", "burst", "16384", "latency", "200ms"]
+        for name in made.names:
+            call("tc", "-n", name, "qdisc", "add", "dev", cut_links.INTERFACE, "root", *shaper)
+        call("ip", "netns", "exec", made.names[1], "nft", DROP_2_PERCENT)
+        yield made
+
+
+@pytest.fixture
+def host(zygote: Zygote, site: cut_links.Site) -> Iterator[Address]:
+    """The address of a store on the bridge."""
+    job = Job(zygote, HOST, site.hub)
+    lines = iter(job.output.readline, "")
+    yield cut_links.HUB, int(next(line for line in lines if line.strip().isdigit()))
+    job.send_signal(9)
+    job.finish()
+
+
+def _in_namespace(rank: int, world: int, store: Address, names: Sequence[str]) -> Ended:
+    cut_links.enter(names[rank])
+    place = f"{address(rank)}:29700"
+    arguments = ["--store", "tcp://{}:{}".format(*store), "--replica", rank, "--of", world]
+    measured_trip, measured_rate = sockets.round_trip, sockets.measure_rate
+
+    def round_trip(control: socket.socket, *, asks: bool) -> float:
+        use_cubic([control])
+        return measured_trip(control, asks=asks)
+
+    def measure_rate(
+        control: socket.socket, lanes: Sequence[socket.socket], trip_s: float
+    ) -> sockets.Rate:
+        use_cubic(lanes)
+        return measured_rate(control, lanes, trip_s)
+
+    with (
+        mock.patch.object(sockets, "round_trip", round_trip),
+        mock.patch.object(sockets, "measure_rate", measure_rate),
+    ):
+        return run_cli("doctor", "--links", "--json", *arguments, "--listen", place)
+
+
+def use_cubic(connections: Sequence[socket.socket]) -> None:
+    """Choose what the machine's sysctl would, which a container may not change."""
+    for connection in connections:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+
+
+@pytest.mark.nightly("15 s; the first tier judges given figures")
+def test_a_slow_link_with_loss_is_measured(
+    fresh_workers: Fresh, site: cut_links.Site, host: Address
+) -> None:
+    all_ended = fresh_workers(2, init_group=False).run(_in_namespace, host, site.names)
+    assert [(ended.status, ended.err) for ended in all_ended] == [(0, "")] * 2
+    report = json.loads(all_ended[0].out)
+    (pair,) = report["pairs"]
+    several = pair["rates"][-1]
+    assert all(0.6 * MBITS < 1e3 * gbps < 1.1 * MBITS for gbps in several["gbps"])
+    lost = pair["rates"][0]["retransmitted"][0]
+    assert pair["congestion"] == ["cubic", "cubic"] and 0.01 < lost < 0.05
+    assert (
+        f"warning: {100 * lost:.1f} % of the packets from replica 0 to replica 1 are sent again, "
+        "and cubic slows down at each loss; run `sysctl net.ipv4.tcp_congestion_control=bbr` on "
+        "replica 0"
+    ) in sentences(report)
+    assert report["findings"][-1]["level"] == "advice"
+    assert f"--gbps {min(several['gbps']):.3g} --choose" in report["findings"][-1]["remedy"]
+
+
+# ------------------------------------------------------------------------------- judgements
+
+
+def pair_with(**values: Any) -> dict[str, Any]:
+    rates = [
+        {"lanes": 1, "gbps": [2.0, 2.0], "retransmitted": [0.0, 0.0]},
+        {"lanes": 4, "gbps": [2.0, 2.0], "retransmitted": [0.0, 0.0]},
+    ]
+    pair = {
+        **{"replicas": [0, 1], "way": "direct", "dialled_by": 0, "refused": [], "rates": rates},
+        **{"round_trip_ms": 1.0, "congestion": ["cubic", "bbr"], "error": None, "link": ""},
+    }
+    return {**pair, **values}
+
+
+def said_of(pair: dict[str, Any], available: Sequence[str] = ("cubic",)) -> list[str]:
+    one = {"address": "", "relay": "", "keys": False, "available": list(available)}
+    report = {"replicas": [{"replica": n, **one} for n in range(2)], "pairs": [pair]}
+    report["findings"] = [vars(finding) for finding in links_report.judge_links(report)]
+    return sentences(report)
+
+
+def test_a_good_link_has_no_findings() -> None:
+    assert said_of(pair_with()) == []
+
+
+def test_lanes_and_the_plan_are_named() -> None:
+    rates = [
+        {"lanes": 1, "gbps": [0.01, 0.03], "retransmitted": [0.0, 0.0]},
+        {"lanes": 4, "gbps": [0.04, 0.03], "retransmitted": [0.0, 0.0]},
+    ]
+    lanes, plan = said_of(pair_with(rates=rates, round_trip_ms=80.04))
+    assert lanes == (
+        "warning: one connection carries 10 Mbit/s from replica 0 to replica 1, 4 carry 40 Mbit/s; "
+        "use Link(lanes=4) on all replicas"
+    )
+    assert plan == (
+        "advice: the longest round trip is 80 ms, and the slowest pair has 30 Mbit/s; "
+        "`diloco-comm plan --params PARAMETERS --layers LAYERS --step-time SECONDS --replicas 2 "
+        "--rtt-ms 80 --gbps 0.03 --choose` chooses H, the wire and the overlap"
+    )
+    words = plan.split("`")[1].split()[1:]
+    check_arguments([words[0], *PLAN, *words[words.index("--replicas") :]], "the advice")
+
+
+@pytest.mark.parametrize("available", [("reno", "cubic", "bbr"), ("reno", "cubic")])
+def test_loss_asks_for_bbr_where_it_is(available: Sequence[str]) -> None:
+    # The second replica has bbr, and its losses cost nothing.
+    rates = [{"lanes": 1, "gbps": [2.0, 2.0], "retransmitted": [0.02, 0.02]}]
+    (said,) = said_of(pair_with(rates=rates), available)
+    start = (
+        "warning: 2.0 % of the packets from replica 0 to replica 1 are sent again, and cubic slows "
+        "down at each loss; run "
+    )
+    command = "`sysctl net.ipv4.tcp_congestion_control=bbr` on replica 0"
+    if "bbr" in available:
+        assert said == start + command
+    else:
+        assert said == (
+            f"{start}`modprobe tcp_bbr` and {command}; a kernel without bbr needs Link(lanes=4) or "
+            "more"
+        )
+
+
+def test_documented_keys_are_those_of_the_json() -> None:
+    check_documented({*SCHEMA, *REPLICA, *PAIR, *RATE, *PAIR["refused"][0]}, "reference/doctor.md")
