@@ -30,19 +30,25 @@ NAME = "diloco"
 
 # What torch lets a Python class override, it calls with the GIL held, also where nothing is
 # overridden (PyProcessGroup.hpp). A thread of gloo that wants the GIL to free a tensor, under the
-# lock that a new operation needs, would wait for ever. The second names are of newer versions.
+# lock that a new operation needs, would wait for ever. Versions differ in their names.
 _CALLED_WITH_GIL = (
     "allgather",
     "allgather_into_tensor_coalesced",
+    "all_gather_single",
     "all_gather_single_coalesced",
     "allreduce_coalesced",
+    "alltoall",
     "alltoall_base",
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "gather",
+    "reduce",
     "reduce_scatter",
-    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single",
     "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
     "send",
     "recv",
 )
@@ -60,6 +66,8 @@ def _without_gil(cls: type[DilocoProcessGroup]) -> type[DilocoProcessGroup]:
     for name in _CALLED_WITH_GIL:
         if hasattr(dist.ProcessGroup, name):
             setattr(cls, name, forward(name))
+    # torch looks for the name of C++, and its bindings have another one.
+    setattr(cls, "recvAnysource", forward("recv_anysource"))  # noqa: B010
     return cls
 
 
