@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import sys
 import time
@@ -23,9 +24,17 @@ from workers import Pool
 
 from diloco_comm import SyncError
 
-HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
+
+def has_nightly() -> bool:
+    """Whether torchft is the nightly, whose groups are configured by ``reconfigure``."""
+    try:
+        return bool(importlib.metadata.version("torchft-nightly"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 needs_torchft = pytest.mark.skipif(
-    not HAS_TORCHFT, reason="torchft is not installed: pip install torchft-nightly"
+    not has_nightly(), reason="torchft is not installed: pip install torchft-nightly"
 )
 needs_torchtitan = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"
