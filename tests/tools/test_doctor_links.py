@@ -344,10 +344,13 @@ def test_a_slow_link_with_loss_is_measured(
     assert [(ended.status, ended.err) for ended in all_ended] == [(0, "")] * 2
     report = json.loads(all_ended[0].out)
     (pair,) = report["pairs"]
-    several = pair["rates"][-1]
-    assert all(0.6 * MBITS < 1e3 * gbps < 1.1 * MBITS for gbps in several["gbps"])
-    lost = pair["rates"][0]["retransmitted"][0]
-    assert pair["congestion"] == ["cubic", "cubic"] and 0.01 < lost < 0.05
+    one, several = pair["rates"]
+    assert pair["congestion"] == ["cubic", "cubic"]
+    # Loss holds up the way there, and nothing the way back.
+    assert 1e3 * one["gbps"][0] < 0.5 * MBITS
+    assert all(0.6 * MBITS < 1e3 * rate["gbps"][1] < 1.1 * MBITS for rate in (one, several))
+    lost, lost_back = one["retransmitted"]
+    assert 0.01 < lost < 0.1 and lost_back < links_report.LOSS
     assert (
         f"warning: {100 * lost:.1f} % of the packets from replica 0 to replica 1 are sent again, "
         "and cubic slows down at each loss; run `sysctl net.ipv4.tcp_congestion_control=bbr` on "
