@@ -30,28 +30,32 @@ NAME = "diloco"
 
 # What torch lets a Python class override, it calls with the GIL held, also where nothing is
 # overridden (PyProcessGroup.hpp). A thread of gloo that wants the GIL to free a tensor, under the
-# lock that a new operation needs, would wait for ever. Versions differ in their names.
+# lock that a new operation needs, would wait for ever. The second names are of newer versions.
 _CALLED_WITH_GIL = (
     "allgather",
     "allgather_into_tensor_coalesced",
-    "all_gather_single",
     "all_gather_single_coalesced",
+    "all_gather_single",
     "allreduce_coalesced",
     "alltoall",
     "alltoall_base",
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "end_coalescing",
     "gather",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "recv",
+    "recvAnysource",
     "scatter",
     "send",
-    "recv",
 )
+# Their names in Python, where these differ from the names that torch looks up.
+_IN_PYTHON = {"end_coalescing": "_end_coalescing", "recvAnysource": "recv_anysource"}
 
 
 def _without_gil(cls: type[DilocoProcessGroup]) -> type[DilocoProcessGroup]:
@@ -64,10 +68,9 @@ def _without_gil(cls: type[DilocoProcessGroup]) -> type[DilocoProcessGroup]:
         return method
 
     for name in _CALLED_WITH_GIL:
-        if hasattr(dist.ProcessGroup, name):
-            setattr(cls, name, forward(name))
-    # torch looks for the name of C++, and its bindings have another one.
-    setattr(cls, "recvAnysource", forward("recv_anysource"))  # noqa: B010
+        known = _IN_PYTHON.get(name, name)
+        if hasattr(dist.ProcessGroup, known):
+            setattr(cls, name, forward(known))
     return cls
 
 
