@@ -108,13 +108,12 @@ def _judge_lanes(pair: dict[str, Any]) -> list[Finding]:
 def _judge_loss(pair: dict[str, Any], replicas: dict[int, Any]) -> list[Finding]:
     found = []
     for i, replica in enumerate(pair["replicas"]):
-        shares = [rate["retransmitted"][i] or 0.0 for rate in pair["rates"][:1]]
-        control = pair["congestion"][i]
-        if not shares or shares[0] < LOSS or control == "bbr":
+        share, control = _sent_again(pair, i) or 0.0, pair["congestion"][i]
+        if share < LOSS or control == "bbr":
             continue
         to = f"replica {pair['replicas'][1 - i]}" if pair["way"] == "direct" else "the relay"
         what = (
-            f"{100 * shares[0]:.1f} % of the packets from replica {replica} to {to} are sent "
+            f"{100 * share:.1f} % of the packets from replica {replica} to {to} are sent "
             f"again, and {control} slows down at each loss"
         )
         command = f"`sysctl net.ipv4.tcp_congestion_control=bbr` on replica {replica}"
@@ -127,6 +126,13 @@ def _judge_loss(pair: dict[str, Any], replicas: dict[int, Any]) -> list[Finding]
             )
         found.append(Finding("warning", what, remedy))
     return found
+
+
+def _sent_again(pair: dict[str, Any], i: int) -> float | None:
+    """Return the mean over the measurements: a slow connection sends some hundred packets only."""
+    shares = [rate["retransmitted"][i] for rate in pair["rates"]]
+    known = [share for share in shares if share is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _advise(pairs: Sequence[dict[str, Any]]) -> list[Finding]:
@@ -181,7 +187,7 @@ def _row(pair: dict[str, Any], num_rates: int) -> list[str]:
     row.append("" if pair["round_trip_ms"] is None else _trip(pair["round_trip_ms"]))
     rates = [_rates(rate["gbps"]) for rate in pair["rates"]]
     row += [*rates, *[""] * (num_rates - len(rates))]
-    shares = pair["rates"][0]["retransmitted"] if pair["rates"] else []
+    shares = [_sent_again(pair, i) for i in (0, 1)] if pair["rates"] else []
     row.append(" / ".join("?" if share is None else f"{100 * share:.2g} %" for share in shares))
     row.append(" / ".join(name or "?" for name in pair["congestion"]) if pair["way"] else "")
     row.append({None: "", "": "connects"}.get(pair["link"], "does not connect"))
