@@ -265,7 +265,7 @@ void test_arguments() {
     EXPECT(says(error, "this link has no key"));
     const Members members = connect_all(two, "group");
     wrong = peers;
-    wrong[1].key = to_hex(*all_keys.begin());
+    wrong[1].key = peers[0].key;
     EXPECT(says(error_of_connect(own, 0, wrong, 1s), "has another key in another group"));
     expect_flow(members, 0, 1);
 }
