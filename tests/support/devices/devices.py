@@ -34,6 +34,8 @@ synchronizes_stand_in = pytest.mark.skipif(
 
 def build_stand_in() -> str:
     """Compile the stand-in unless that was done before; return the path of the library."""
+    if torch.__version__ < "2.8":
+        pytest.skip("the stand-in is written for the device interface of later versions")
     facts = f"{torch.__version__} {cpp_extension.include_paths()}".encode()
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("lagging_*")))
     key = hashlib.sha256(sources + facts).hexdigest()[:16]

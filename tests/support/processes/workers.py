@@ -128,7 +128,9 @@ class _World:
         if "torch.distributed.tensor" in sys.modules:
             # torch keeps the results of operators on DTensors by the shape of their mesh, and would
             # give a later test a mesh whose groups are gone.
-            sys.modules["torch"]._C._clear_DTensor_sharding_propagator_cache()
+            # Newer than torch 2.6.
+            forget = "_clear_DTensor_sharding_propagator_cache"
+            getattr(sys.modules["torch"]._C, forget, lambda: None)()
 
 
 # ---------------------------------------------------------------------------- in the test process
