@@ -103,6 +103,8 @@ class DilocoProcessGroup(dist.ProcessGroup):
             options._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
             self._add("cuda", dist.ProcessGroup.BackendType.NCCL, nccl)
+        # From version 2.15 on torch asks the default backend for the name of the group.
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
     def _make_gloo(self, name: str) -> Any:
         store = dist.PrefixStore(name, self._store)
