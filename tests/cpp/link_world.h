@@ -16,6 +16,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -230,6 +231,23 @@ inline int num_descriptors() {
     return count;
 }
 
+// A socket that listens on loopback, and the place where it can be dialled.
+inline std::pair<int, std::string> listen_on_loopback() {
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    EXPECT(bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof(at)) == 0 && listen(fd, 8) == 0);
+    return {fd, diloco::name_of_socket(fd)};
+}
+
+// Closes a socket as the kernel does for a process that is killed before it has read all.
+inline void reset_socket(int fd) {
+    const linger at_once{1, 0};
+    setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+    ::close(fd);
+}
+
 // A socket that has connected to a link. Where links have keys, greet() begins with TLS.
 class Stranger {
   public:
@@ -255,11 +273,9 @@ class Stranger {
         fd_ = -1;
     }
 
-    // As the kernel of a process that is killed with unread bytes.
     void reset() {
-        const linger at_once{1, 0};
-        setsockopt(fd_, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
-        close();
+        session_.reset();
+        reset_socket(std::exchange(fd_, -1));
     }
 
     // Proves the key of an identity; whether the link's key was right, too.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <tuple>
 
 #include "link_world.h"
 
@@ -380,21 +381,14 @@ void test_last_words() {
     }
 }
 
-// A peer as a process leaves it that is killed: its kernel resets the connections on which bytes
-// wait that it has not read.
+// A peer that can be killed: the kernel of a killed process resets the connections on which unread
+// bytes wait.
 class Killed {
   public:
     // With an address the link dials the peer as well, and sends over the connection that it dials.
     Killed(const LinkPtr& link, bool has_address) : member(link, 1), to_link_(link->address()) {
-        listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        sockaddr_in at{};
-        at.sin_family = AF_INET;
-        at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-        socklen_t size = sizeof(at);
-        EXPECT(bind(listener_, reinterpret_cast<sockaddr*>(&at), size) == 0);
-        EXPECT(listen(listener_, 1) == 0);
-        EXPECT(getsockname(listener_, reinterpret_cast<sockaddr*>(&at), &size) == 0);
-        const std::string address = "127.0.0.1:" + std::to_string(ntohs(at.sin_port));
+        std::string address;
+        std::tie(listener_, address) = listen_on_loopback();
         Places peers = places({link});
         peers.push_back({std::string(32, '5'), has_address ? address : ""});
         std::thread connecting([&] { member.connect("group", 0, peers); });
@@ -414,7 +408,7 @@ class Killed {
     }
     ~Killed() {
         close(listener_);
-        if (from_link_ >= 0) reset(from_link_);
+        if (from_link_ >= 0) reset_socket(from_link_);
     }
 
     void say(int tag, const Bytes& word) {
@@ -427,18 +421,12 @@ class Killed {
         bytes.insert(bytes.end(), word.begin(), word.end());
         EXPECT(to_link_.write(bytes.data(), bytes.size()));
     }
-    void reset_dialled() { reset(std::exchange(from_link_, -1)); }
+    void reset_dialled() { reset_socket(std::exchange(from_link_, -1)); }
     void reset_own() { to_link_.reset(); }
 
     Member member;
 
   private:
-    static void reset(int fd) {
-        const linger at_once{1, 0};
-        setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
-        close(fd);
-    }
-
     void answer_dial() {
         from_link_ = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
         Hello hello;
@@ -548,16 +536,10 @@ void test_who_does_not_come() {
 
 // The kernel of a stopped process answers for it.
 void test_stopped_peer() {
-    sockaddr_in at{};
-    at.sin_family = AF_INET;
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    const int silent = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    socklen_t length = sizeof(at);
-    EXPECT(bind(silent, reinterpret_cast<sockaddr*>(&at), length) == 0 && listen(silent, 8) == 0);
-    EXPECT(getsockname(silent, reinterpret_cast<sockaddr*>(&at), &length) == 0);
+    const auto [silent, address] = listen_on_loopback();
     const LinkPtr own = open_link();
     auto peers = places({own, open_link()});
-    peers[1].address = "127.0.0.1:" + std::to_string(ntohs(at.sin_port));
+    peers[1].address = address;
     const auto begin = std::chrono::steady_clock::now();
     EXPECT(says(error_of_connect(own, 0, peers, 300ms), "does not answer, and may be stopped"));
     EXPECT(std::chrono::steady_clock::now() - begin < 30s);

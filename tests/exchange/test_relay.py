@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -372,15 +373,15 @@ def test_a_relay_keeps_nothing_of_what_has_ended(
     monkeypatch.setattr(relays, "_RECORD_S", 0.2)
     monkeypatch.setattr(relays, "_CALL_S", 0.2)
 
-    def sockets() -> set[str]:
-        """Name the open ones; a number of the kernel's tells each from all others."""
-        found = set()
+    def descriptors() -> Counter[str]:
+        """Count the open ones by name; each socket has a name of its own."""
+        names: Counter[str] = Counter()
         for number in os.listdir("/proc/self/fd"):
             with suppress(FileNotFoundError):
-                found.add(os.readlink(f"/proc/self/fd/{number}"))
-        return {name for name in found if name.startswith("socket:")}
+                names[os.readlink(f"/proc/self/fd/{number}")] += 1
+        return names
 
-    before = sockets()
+    before = descriptors()
     with sit(relay.address):
         # Half a record, and a call that nobody answers.
         assert is_closed(say(relay.address, b"DILO"))
@@ -389,7 +390,7 @@ def test_a_relay_keeps_nothing_of_what_has_ended(
         with connected(relay.address) as (dialler, other), dialler, other:
             dialler.sendall(b"hello")
     until(lambda: not (relay.num_pairs or relay._seats or relay._calls), "all has ended")
-    until(lambda: not sockets() - before, "no descriptor is kept")
+    until(lambda: not descriptors() - before, "no descriptor is kept")
 
 
 def test_the_newest_seat_of_a_nonce_counts(relay: Relay) -> None:

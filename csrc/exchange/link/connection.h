@@ -180,7 +180,7 @@ struct Connection {
     // peer, or of bulk that the kernel took; and whether a ping has left since.
     Clock::time_point heard_at{};
     bool is_pinged = false;
-    bool is_cut = false;    // a writer has failed: the link's thread reads the rest, and closes it
+    bool is_cut = false;    // a writer has failed; the link's thread closes the connection
     std::string trouble{};  // why; empty: the peer has closed
 
     // Output.

@@ -278,7 +278,7 @@ void Link::serve(Lock& lock, const ConnectionPtr& connection) {
             break;
     }
     if (connection->state != State::kOpen) return;
-    // The bytes that the peer sent before it closed still count.
+    // Bytes that arrived before the peer closed the connection still count.
     if (connection->is_cut) connection->can_read = true;
     flush(lock, connection, true);
     read(lock, connection);

@@ -37,7 +37,7 @@ std::string name_of_address(const Address& address);
 std::string name_of_socket(int fd);
 std::string name_of_peer(int fd);
 
-// Whether the peer has closed a connection before it had read all: an end like any other.
+// Whether the peer has closed a connection with bytes unread: an end like any other.
 inline bool is_reset(int error) { return error == ECONNRESET || error == EPIPE; }
 
 // Host (without brackets) and port; null where the text is no "host:port".

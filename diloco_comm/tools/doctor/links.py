@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import secrets
 import socket
 import threading
 import time
@@ -30,7 +31,7 @@ from ...exchange.membership.own_link import Dial, OwnLink
 from . import sockets
 
 PREFIX = "diloco_comm doctor links"
-# A doctor that has not written for so long has ended; it writes once a second.
+# A doctor that has not written for GONE_S has ended; each doctor writes once in BEAT_S.
 GONE_S, BEAT_S = 15.0, 1.0
 _POLL_S = 0.05
 # Time in which a pair connects by the link; the pair has connected plainly before.
@@ -198,7 +199,7 @@ def examine_links(request: Request, say: Callable[[str], None]) -> dict[str, Any
         lambda: _C.own_host(env.gloo_interface()),
         request.relay,
     )
-    nonce = hashlib.sha256(f"{socket.gethostname()} {time.time_ns()}".encode()).hexdigest()[:32]
+    nonce = secrets.token_hex(16)
     door = sockets.Door(places[0], request.relay, nonce)
     with contextlib.closing(door):
         address = sockets.place_behind(*places, door.port)
