@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import cut_links
 import pytest
+import torch.distributed as dist
 from cli_helpers import (
     Ended,
     check_arguments,
@@ -202,6 +204,46 @@ def test_a_replica_that_does_not_come_is_named(fresh_workers: Fresh) -> None:
             "diloco-comm: replica 1 did not come to the store within 3 s (--timeout): start "
             "`diloco-comm doctor --links` there too, with the same --store and --of\n"
         )
+
+
+class _EndsInBetween(dist.Store):
+    """A store in which another doctor ends between this doctor's check and its get."""
+
+    def __init__(self, held: dist.Store, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._held, self._end, self.has_ended = held, end, False
+
+    def check(self, keys: list[str]) -> bool:
+        is_there = self._held.check(keys)
+        if keys == [f"{links.PREFIX}/present/1"] and is_there:
+            self._end()
+            self.has_ended = True
+        return is_there
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._held.get(key))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._held.set(key, value)
+
+
+def test_a_doctor_that_ends_while_it_is_looked_at_is_absent() -> None:
+    held = dist.HashStore()
+    held.set_timeout(timedelta(seconds=2))
+
+    def request(replica: int, store: dist.Store) -> links.Request:
+        return links.Request(store, replica, 2, None, None, None, None, 1, 0.5)
+
+    with ExitStack() as other:
+        own = {"nonce": "1", "of": 2}
+        other.enter_context(links.Meeting(request(1, held), own))
+        store = _EndsInBetween(held, other.close)
+        with (
+            links.Meeting(request(0, store), {"nonce": "0", "of": 2}) as meeting,
+            pytest.raises(links.Ended, match=r"replica 1 did not come to the store"),
+        ):
+            meeting.gather(lambda _: None)
+        assert store.has_ended
 
 
 def _interrupted(rank: int, world: int, store: Address) -> Ended:

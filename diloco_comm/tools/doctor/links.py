@@ -81,7 +81,8 @@ class Meeting:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         with contextlib.suppress(RuntimeError):
-            self._store.delete_key(self._present(self._request.replica))
+            # A deleted key could vanish between another doctor's check and that doctor's get.
+            self._store.set(self._present(self._request.replica), "")
 
     def gather(self, say: Callable[[str], None]) -> None:
         """Wait for all doctors.
@@ -152,6 +153,8 @@ class Meeting:
         if not self._store.check([self._present(replica)]):
             return None
         text = self._store.get(self._present(replica)).decode()
+        if not text:
+            return None  # That doctor has ended.
         if self._seen.get(replica, ("", 0.0))[0] != text:
             self._seen[replica] = (text, time.monotonic())
         record: dict[str, Any] = json.loads(text)
