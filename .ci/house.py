@@ -27,7 +27,8 @@ PACKAGE = "diloco_comm"
 CPP = (".h", ".cpp", ".cu", ".cuh")
 FOLDERS = (".ci", "benchmarks", "csrc", PACKAGE, "docs", "examples", "kernels", "tests")
 PAGES = ("CONTRIBUTING.md", "README.md")
-GENERATED = "docs/reference/command-line.md"
+# The pages of the commands.
+GENERATED = "docs/reference/command-line"
 
 LONGEST = 900
 SHORTEST = 150
@@ -71,7 +72,7 @@ def read() -> dict[str, str]:
         paths += [Path(at, name) for at, _, names in os.walk(ROOT / folder) for name in names]
     paths = [path for path in paths if path.suffix in (".py", ".md", *CPP) and path.exists()]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(paths)}
-    texts.pop(GENERATED, None)
+    texts = {name: text for name, text in texts.items() if not name.startswith(GENERATED)}
     return texts
 
 

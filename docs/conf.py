@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-
-from sphinx.application import Sphinx
+from typing import TYPE_CHECKING
 
 import diloco_comm
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 project = "diloco_comm"
 author = "the diloco_comm authors"
@@ -40,17 +42,37 @@ html_static_path: list[str] = []
 
 
 def write_command_line(app: Sphinx) -> None:
-    """Write the page of ``diloco-comm`` and its sub-commands from their ``--help``."""
+    """Write the pages of ``diloco-comm`` and its commands from their ``--help``."""
     command = [sys.executable, "-m", "typer", "diloco_comm.tools.app"]
     command += ["utils", "docs", "--name", "diloco-comm", "--title", "The command line"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    folder = Path(app.srcdir) / "reference"
+    pages = command_pages(text)
+    (folder / "command-line").mkdir(exist_ok=True)
+    for page in (folder / "command-line").glob("*.md"):
+        if f"command-line/{page.name}" not in pages:
+            page.unlink()
+    for name, text in pages.items():
+        page = folder / name
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+
+
+def command_pages(text: str) -> dict[str, str]:
+    """Return the pages by name: a list of the commands, and a page for each of them."""
     # The usage is a form, no command.
     text = text.replace("```console\n$ ", "```text\n")
     # The examples at the end of a help are commands, one in each line.
     text = re.sub(r"^(?=(diloco-comm|torchrun) )", "    ", text, flags=re.MULTILINE)
-    page = Path(app.srcdir) / "reference" / "command-line.md"
-    if not page.exists() or page.read_text() != text:
-        page.write_text(text)
+    first, *sections = re.split(r"^## `diloco-comm (\S+)`\n", text, flags=re.MULTILINE)
+    pages = {}
+    for name, section in zip(sections[::2], sections[1::2], strict=True):
+        section = re.sub(r"^##(?=#+ `)", "#", section, flags=re.MULTILINE)
+        pages[f"command-line/{name}.md"] = f"# `diloco-comm {name}`\n{section}"
+    first = re.sub(r"^\* `([a-z]+)`:", r"* [`\1`](command-line/\1.md):", first, flags=re.MULTILINE)
+    entries = "\n".join(page.removesuffix(".md") for page in pages)
+    listed = f"{first.rstrip()}\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
+    return {"command-line.md": listed} | pages
 
 
 def setup(app: Sphinx) -> None:

@@ -8,7 +8,7 @@ inner steps. The outer learning rate of each method is searched with seed 0 on o
 held-out text, until a smaller and a larger one are worse; the table has the loss of the other half.
 The replicas live in one process (in_one_process.py). Every run is one line of --runs, and a run
 that is there is not repeated; the record (--json) has losses and curves.
-docs/measurements/benchmarks.md explains the table.
+docs/measurements/convergence.md explains the table.
 """
 
 from __future__ import annotations

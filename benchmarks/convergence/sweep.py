@@ -7,7 +7,7 @@ Four replicas, the same tokens for every method, three seeds. Each run is one JS
 --folder, and a run that is there is not repeated: an interrupted sweep goes on where it was. The
 record (--json) has the table, and the losses by which the numbers of the methods were chosen. The
 numbers that a method has are tuned first, on a seed and on held-out data that are not in the
-table (convergence_methods.py). docs/measurements/benchmarks.md explains the table.
+table (convergence_methods.py). docs/measurements/convergence.md explains the table.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.exchange.all_reduce -b 64M -e 64M
 
 The measurement of ``diloco-comm bench exchange``, with what a laboratory needs beside it: the bytes
-at the interface, and shapers that must be drained. docs/measurements/benchmarks.md derives every
+at the interface, and shapers that must be drained. docs/measurements/exchange.md derives every
 column.
 """
 

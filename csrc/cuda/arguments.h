@@ -80,7 +80,7 @@ constexpr bool is_small_tile(int tile, wire::Format format, int64_t block_size) 
 constexpr int kStepTile = 512;
 // The most neighbouring tiles of a warp. Where much is computed for a tile, the start of a warp and
 // its search for the tensor are worth several tiles; where most of the time is the memory's, one.
-// Measured on an H200 (docs/measurements/gpu-kernels.md).
+// Measured on an H200 (docs/measurements/gpu-kernels-model.md).
 constexpr uint32_t kEncodeTilesPerWarp = 16;
 constexpr uint32_t kReduceTilesPerWarp = 4;
 constexpr uint32_t kDecodeTilesPerWarp = 8;

@@ -8,7 +8,7 @@ iterate by lr * mu * m: up to nine rounds' worth of movement with a momentum of 
 the last round was. While training goes on this is right. The model that is kept in the end is
 better without: the last ``flush`` takes the look-ahead back, on all replicas or on none. The outer
 parameters are then those before the last round, less lr times its mean pseudo-gradient.
-``docs/measurements/benchmarks.md`` has the losses of this and other endings.
+``docs/measurements/end-of-training.md`` has the losses of this and other endings.
 """
 
 from __future__ import annotations

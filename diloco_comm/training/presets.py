@@ -85,7 +85,7 @@ def eager_diloco(
     """Give the exchange a whole round, and use the own share at once (arXiv 2502.12996).
 
     Outer Nesterov 0.2/0.9, 4-bit pseudo-gradients. The learning rate is half of Blocking's, because
-    two rounds are under way; ``docs/measurements/benchmarks.md`` has the search over rates.
+    two rounds are under way; ``docs/measurements/convergence.md`` has the search over rates.
     Evaluate ``outer_parameters(consensus=True)``, and ``flush()`` at the end.
     """
     defaults = {"overlap": Eager(), "outer": Nesterov(0.2, 0.9), "wire": "e3m0"}

@@ -4,8 +4,8 @@
     python examples/slurm/train_replica.py --store tcp://127.0.0.1:29400 --replica 0 --replicas 2
     python examples/slurm/train_replica.py --store tcp://127.0.0.1:29400 --replica 1 --replicas 2
 
-When another replica dies, the survivors go on without it; docs/reference/api.md says, under
-change_group, how one comes back.
+When another replica dies, the survivors go on without it; docs/reference/failures.md says, under
+Joining, how one comes back.
 """
 
 from __future__ import annotations

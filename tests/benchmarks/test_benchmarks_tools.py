@@ -45,7 +45,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
 
 
 def test_recorded_predictions_are_within_an_eighth() -> None:
-    """What docs/reference/plan.md quotes."""
+    """What docs/measurements/plan-results.md quotes."""
     path = RESULTS / "training/plan-against-measured.json"
     rows = json.loads(path.read_text())["results"]
     assert len({row["gbps"] for row in rows}) >= 4

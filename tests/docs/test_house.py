@@ -225,6 +225,7 @@ def test_prose_that_hides_its_subject(
         ),
         ("docs/a.md", "## What a page says\n\nText that offers what it has."),
         ("docs/reference/command-line.md", "Of which."),
+        ("docs/reference/command-line/plan.md", "Of which."),
         ("CHANGELOG.md", "Of which."),
     ],
 )

@@ -1,4 +1,4 @@
-"""docs/reference/api.md saves and resumes: the resumed run ends as the run that went on."""
+"""docs/reference/checkpoints.md saves and resumes: the resumed run ends as the run that went on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pages import ROOT, Block, blocks_in, run_page
 from torch.distributed import TCPStore
 from workers import Pool
 
-PAGE = (ROOT / "docs" / "reference" / "api.md").read_text()
-SECTION = PAGE.split("\n## Save and resume\n", 1)[1].split("\n### ", 1)[0]
+PAGE = (ROOT / "docs" / "reference" / "checkpoints.md").read_text()
+SECTION = PAGE.split("\n## Save and resume\n", 1)[1].split("\n## ", 1)[0]
 
 # Both runs take three steps more than the checkpoint, with an exchange among them.
 TRAIN_ON = """
@@ -29,7 +29,7 @@ COMPARE = f"{TRAIN_ON}\nassert train_on(iter(loader)) == torch.load(f'end_{{rank
 
 
 def block_with(call: str) -> Block:
-    (found,) = [block for block in blocks_in(SECTION, "api.md") if call in block.code]
+    (found,) = [block for block in blocks_in(SECTION, "checkpoints.md") if call in block.code]
     return found
 
 

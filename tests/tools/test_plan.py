@@ -31,7 +31,7 @@ def test_table_4_is_reproduced() -> None:
 
 
 def test_eager_rows_differ_from_the_published_ones() -> None:
-    """The comparison says so instead of bending the simulator, as docs/reference/plan.md does."""
+    """The comparison says so, like docs/measurements/plan-results.md; the simulator is not bent."""
     entries = [e for e in compare(TABLE_5) if "eager" in e["row"] and "H=100" in e["row"]]
     assert len(entries) == 15
     # Published below what the bytes of a round take in a round's time.

@@ -67,7 +67,7 @@ def make_plan(
     prices: Prices | None = None,
     with_outer: bool = False,
 ) -> dict[str, Any]:
-    """Return all that is known about a request, as JSON types; docs/reference/plan.md has them.
+    """Return all that is known about a request, as JSON types (docs/reference/plan-json.md).
 
     Args:
         gbps: Bandwidth of a link to look at, Gbit/s.

@@ -2,7 +2,7 @@
 
 The graph of Streaming DiLoCo, section 3.1 (arXiv 2501.18512): a step of L layers is L forward, L-1
 activation-backward and L parameter-backward nodes of equal cost. What that paper leaves open is
-chosen so that its Table 4 comes out; ``docs/reference/plan.md`` lists the choices.
+chosen so that its Table 4 comes out; ``docs/measurements/plan-results.md`` lists the choices.
 
 Two granularities of what waits for what:
 
