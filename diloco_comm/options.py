@@ -31,7 +31,7 @@ class Wire:
     A choice that is None is the default, or as ``config=`` says. ``DiLoCo`` checks the values.
 
     Args:
-        name: A wire (default "int8"; ``diloco_comm.ops.wire.WIRES`` has all), or a ``WireFormat``.
+        name: A wire (default "int8"; ``diloco_comm.wire.WIRES`` has all), or a ``WireFormat``.
             A mapping of regular expressions to wires gives groups of parameters wires of their own:
             the first expression that is found in a parameter's name counts, and the last key may
             be "rest".

@@ -31,7 +31,6 @@ autodoc_member_order = "bysource"
 # The package does not depend on torchft, and one module derives a class from a class of torchft.
 autodoc_mock_imports = ["torchft"]
 autodoc_typehints = "description"
-autodoc_default_options = {"members": True, "show-inheritance": False}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 nitpicky = False
@@ -43,11 +42,8 @@ html_static_path: list[str] = []
 
 def write_command_line(app: Sphinx) -> None:
     """Write the pages of ``diloco-comm`` and its commands from their ``--help``."""
-    command = [sys.executable, "-m", "typer", "diloco_comm.tools.app"]
-    command += ["utils", "docs", "--name", "diloco-comm", "--title", "The command line"]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     folder = Path(app.srcdir) / "reference"
-    pages = command_pages(text)
+    pages = command_pages(read_help())
     (folder / "command-line").mkdir(exist_ok=True)
     for page in (folder / "command-line").glob("*.md"):
         if f"command-line/{page.name}" not in pages:
@@ -56,6 +52,13 @@ def write_command_line(app: Sphinx) -> None:
         page = folder / name
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
+
+
+def read_help() -> str:
+    """Return the ``--help`` of all commands, as one page."""
+    command = [sys.executable, "-m", "typer", "diloco_comm.tools.app"]
+    command += ["utils", "docs", "--name", "diloco-comm", "--title", "The command line"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def command_pages(text: str) -> dict[str, str]:

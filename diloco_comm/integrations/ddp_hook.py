@@ -30,7 +30,7 @@ class QuantizedAllReduce:
 
     Args:
         group: Process group of the model; the default is the world.
-        wire, block_size: Wire format, see ``diloco_comm.ops.wire.WIRES``.
+        wire, block_size: Wire format, see ``diloco_comm.wire.WIRES``.
         error_feedback: Add the rounding errors of a bucket's encoding to the next encoding; useful
             at 4 bits, and needed by the sparse wires. Costs one more pass over the gradients, and
             as much memory as the gradients.

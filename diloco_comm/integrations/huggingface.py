@@ -78,9 +78,9 @@ class DiLoCoCallback(TrainerCallback):
     last exchange comes after the end of the trainer's reporters, so its figures go to
     ``trainer.state.log_history`` only.
 
-    Each replica trains on its own part of ``train_dataset``, where the trainer does not divide it:
-    see ``diloco_comm.training.sampler.shard_part``. The orders of the epochs come from DiLoCo's
-    ``seed``. For this the callback must be among the Trainer's ``callbacks=``.
+    Each replica trains on its own part of ``train_dataset``, where the trainer does not divide it,
+    like with ``DiLoCo.shard``. The orders of the epochs come from DiLoCo's ``seed``. For this the
+    callback must be among the Trainer's ``callbacks=``.
 
     The trainer does not tell callbacks that training has failed. After a failure call ``close()``,
     so that the other replicas do not wait for this replica. The next training or evaluation closes

@@ -72,9 +72,8 @@ class DiLoCoCallback(pl.Callback):
     exchanges) and ``diloco/drift`` (L2 distance between local and outer parameters when they are
     sent).
 
-    Each replica trains on its own part of the data, where the trainer does not divide them: see
-    ``diloco_comm.training.sampler.shard_part``. The orders of the epochs come from DiLoCo's
-    ``seed``.
+    Each replica trains on its own part of the data, where the trainer does not divide them, like
+    with ``DiLoCo.shard``. The orders of the epochs come from DiLoCo's ``seed``.
 
     Args:
         make: ``DiLoCo`` or a preset such as ``eager_diloco``.

@@ -57,7 +57,7 @@ class ProcessGroupDiLoCo(ProcessGroupGloo):
 
     Args:
         timeout: Timeout of one exchange, and of the making of a group.
-        wire, block_size: Wire format, see ``diloco_comm.ops.wire.WIRES``. The sparse wires need
+        wire, block_size: Wire format, see ``diloco_comm.wire.WIRES``. The sparse wires need
             error feedback, and this group has none.
 
     Raises:

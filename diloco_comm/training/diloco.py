@@ -103,9 +103,6 @@ class DiLoCo:
             0.1, as ``options.HOMES`` has them, until 0.3. A DeprecationWarning shows the new line.
 
     Attributes:
-        exchange: The connection to the other replicas.
-        parts: Fragments, and averaged buffers after them.
-        schedule: When each part is sent.
         inner_step: Inner steps taken.
 
     Raises:
@@ -188,6 +185,7 @@ class DiLoCo:
             same = {"norms": norms, "replica": chosen["replica"]}
             meet_workers(workers, plan, settings, same)
         self.settings, self.impl = settings, resolve_engine_impl(impl, plan.device.type)
+        # Fragments, and averaged buffers after them; and when each of these parts is sent.
         self.parts, self.schedule, self.device = plan.parts, plan.schedule, plan.device
         self._model, self._optimizers = model, optimizers
         self._plan, self._workers, self._recorder = plan, workers, Recorder()
