@@ -37,6 +37,7 @@ from diloco_comm.training import presets
 Bits = dict[str, Any]
 
 H, NUM_STEPS, FINAL_STEPS = 4, 20, 15
+NEVER = 1 << 30
 # After a loss, until a round of the new group is applied with two rounds under way.
 STEPS_AFTER_LOSS = 24
 # The steps that something happens at: one that sends, and one between two sends.
@@ -174,6 +175,12 @@ class Member:
     def tell(self, place: str) -> None:
         assert self.store is not None
         self.store.set(f"{self.setting.name} {place} {self.replica}", "")
+
+    @property
+    def num_rounds_ahead(self) -> int:
+        """Rounds that this replica can send without an answer: one of each part, or none."""
+        overlap = POLICIES[self.setting.policy].get("overlap")
+        return len(self.diloco.parts) if getattr(overlap, "rounds", 0) else 0
 
     def wait_for(self, members: Iterable[int], place: str) -> None:
         assert self.store is not None
@@ -319,7 +326,8 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
 
     No round is under way when the fault is prepared, and each replica waits for the end of the
     round with the fault. Where rounds overlap with steps, the others have sent all rounds
-    of a step before the fault happens. So all of them notice the fault at the same step.
+    of a step before the fault happens. So all of them notice the fault at the same step. A process
+    that dies does so when the others have sent their next round of each part.
     """
     everyone = range(member.setting.world)
     survivors, is_last = everyone[:-1], member.replica == everyone[-1]
@@ -331,15 +339,20 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
             fault()
             if any(part.in_flight for part in member.diloco.parts):
                 member.wait_for(survivors, "sent")
+        due = NEVER
         while member.step < STEPS_AFTER_LOSS:
             has_failed = not member.try_step()
             if member.step == FAULT_STEP:
                 member.tell("sent")
                 member.settle(everyone if dies else (), "after")
+                due = len(member.payloads) + member.num_rounds_ahead
                 if is_last and dies:
+                    member.wait_for(survivors, "ahead")
                     os.kill(os.getpid(), signal.SIGKILL)
                 if is_last:
                     return None
+            if dies and len(member.payloads) >= due:
+                member.tell("ahead")
             if has_failed:
                 member.diloco.change_group(survivors)
                 member.step = member.diloco.inner_step
