@@ -374,7 +374,7 @@ def test_a_relay_keeps_nothing_of_what_has_ended(
     monkeypatch.setattr(relays, "_CALL_S", 0.2)
 
     def descriptors() -> Counter[str]:
-        """Count the open ones by name; each socket has a name of its own."""
+        """Count the open descriptors by name; each socket has a name of its own."""
         names: Counter[str] = Counter()
         for number in os.listdir("/proc/self/fd"):
             with suppress(FileNotFoundError):

@@ -37,7 +37,6 @@ from diloco_comm.training import presets
 Bits = dict[str, Any]
 
 H, NUM_STEPS, FINAL_STEPS = 4, 20, 15
-NEVER = 1 << 30
 # After a loss, until a round of the new group is applied with two rounds under way.
 STEPS_AFTER_LOSS = 24
 # The steps that something happens at: one that sends, and one between two sends.
@@ -339,7 +338,7 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
             fault()
             if any(part.in_flight for part in member.diloco.parts):
                 member.wait_for(survivors, "sent")
-        due = NEVER
+        due = math.inf
         while member.step < STEPS_AFTER_LOSS:
             has_failed = not member.try_step()
             if member.step == FAULT_STEP:
