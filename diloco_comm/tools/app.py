@@ -102,7 +102,7 @@ app.add_typer(keys_app, name="keys")
 @app.command(epilog=DEMO_EXAMPLES)
 def demo(
     context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: under a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: about a minute.")] = False,
     chaos: Annotated[
         bool,
         typer.Option("--chaos", help="Kill, stop and start replicas while they train, instead."),
