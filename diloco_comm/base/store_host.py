@@ -5,35 +5,59 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import time
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from .. import _C
+from .service.keys import AllowedWatch, LinkKeys
 
 # Seconds in which a name that has no address yet may get one.
 _NAME_S, _ASK_EVERY_S = 5.0, 0.5
 # The descriptors at which the stores of this process listen.
 _listeners: weakref.WeakKeyDictionary[dist.TCPStore, int] = weakref.WeakKeyDictionary()
+_OWN_WAITS = timedelta(seconds=30)
+_FIRST_TRY_S = 5.0
 
 
-def open_store(host: str, port: int) -> dist.TCPStore:
-    """Return a store that listens on ``host`` only; TCPStore alone listens on all interfaces.
+class HostedStore(NamedTuple):
+    """A store that this process hosts, until nobody holds ``store`` any more.
+
+    Attributes:
+        address: ``tcp://host:port``, for ``StorePeers``.
+    """
+
+    store: dist.Store
+    address: str
+    port: int
+
+
+def open_store(host: str, port: int, keys: LinkKeys | None = None) -> HostedStore:
+    """Host a store that listens on ``host`` only; TCPStore alone listens on all interfaces.
 
     Args:
         host: Name or address of a local interface.
-        port: TCP port; 0 picks a free port, the ``port`` of the result.
+        port: TCP port; 0 picks a free port.
+        keys: With keys, connections are encrypted, and allowed keys alone are let in.
 
     Raises:
         OSError: If the address is not local or the port is taken.
+        RuntimeError: If there is no OpenSSL for the keys.
     """
     family = resolve(host, port, "the store", seconds=0.0)[0]
     listener = socket.create_server((host, port), family=family)
     port, descriptor = listener.getsockname()[1], listener.detach()
-    # The store owns the descriptor. Without libuv a stray connection can block the store.
+    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    # The store owns the descriptor.
+    if keys is not None:
+        keyed = _C.StoreHost(descriptor, keys.seed, _OWN_WAITS.total_seconds())
+        AllowedWatch(keys, keyed, "diloco_comm keys of the store")
+        return HostedStore(keyed, address, port)
+    # Without libuv a stray connection can block the store.
     store = dist.TCPStore(
         host,
         port,
@@ -41,10 +65,10 @@ def open_store(host: str, port: int) -> dist.TCPStore:
         wait_for_workers=False,
         master_listen_fd=descriptor,
         use_libuv=True,
-        timeout=timedelta(seconds=30),
+        timeout=_OWN_WAITS,
     )
     _listeners[store] = descriptor
-    return store
+    return HostedStore(store, address, port)
 
 
 def resolve(
@@ -77,8 +101,12 @@ def resolve(
         time.sleep(_ASK_EVERY_S)
 
 
-def connect_store(host: str, port: int, seconds: float) -> dist.Store:
+def connect_store(host: str, port: int, seconds: float, keys: LinkKeys | None = None) -> dist.Store:
     """Connect to a store that another process hosts.
+
+    Args:
+        seconds: Time to connect, and of the later waits.
+        keys: The keys of this process, where the host has keys.
 
     Raises:
         torch.distributed.DistError: If the host has no address, or no store answers in time.
@@ -87,7 +115,40 @@ def connect_store(host: str, port: int, seconds: float) -> dist.Store:
         resolve(host, port, "the store", seconds=min(seconds, _NAME_S))
     except OSError as error:
         raise dist.DistStoreError(str(error)) from None
-    return _C.connect_store(host, port, seconds)
+    if keys is not None:
+        allowed = sorted(keys.allowed.present(at_once=True))
+        return _C.KeyedStore(host, port, keys.seed, allowed, seconds)
+    # torch tries again as long as torch may, also where a host with keys closes each connection.
+    first = min(seconds, _FIRST_TRY_S)
+    try:
+        store = _C.connect_store(host, port, first)
+        store.set_timeout(timedelta(seconds=seconds))
+        return store
+    except dist.DistError:
+        if _speaks_tls(host, port, first):
+            raise dist.DistStoreError(
+                f"the store at {host}:{port} has keys: give Link(keys=...), or --keys"
+            ) from None
+        if seconds <= first:
+            raise
+    return _C.connect_store(host, port, seconds - first)
+
+
+def _speaks_tls(host: str, port: int, seconds: float) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((host, port), seconds) as plain,
+            context.wrap_socket(plain),
+        ):
+            return True
+    except ssl.SSLEOFError:
+        return False
+    except ssl.SSLError:
+        return True  # The host refuses this client in TLS.
+    except OSError:
+        return False
 
 
 def _stop_listening() -> None:
@@ -104,9 +165,3 @@ def _stop_listening() -> None:
 
 
 os.register_at_fork(after_in_child=_stop_listening)
-
-
-def address(store: dist.TCPStore) -> str:
-    """Return a store's address as ``tcp://host:port``, for ``StorePeers``."""
-    host = f"[{store.host}]" if ":" in store.host else store.host
-    return f"tcp://{host}:{store.port}"

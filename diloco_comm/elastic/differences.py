@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..base.service.keys import LinkKeys
 from .hosting import settings_at
 from .views import View
 
@@ -14,14 +15,15 @@ MISSING = "nothing"
 _LONGEST = 200
 
 
-def found_difference(view: View, shown: str, timeout_s: float) -> str:
+def found_difference(view: View, shown: str, timeout_s: float, keys: LinkKeys | None = None) -> str:
     """Say what differs from the lowest member of a view; "" if that member does not answer.
 
     Args:
         shown: What this replica has, as JSON.
+        keys: This replica's keys, for the store of that member.
     """
     try:
-        theirs = json.loads(settings_at(view.lowest.address, timeout_s))
+        theirs = json.loads(settings_at(view.lowest.address, timeout_s, keys))
     except (dist.DistError, ValueError):
         return ""
     found = difference(json.loads(shown), theirs)

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from ..base.store_host import address, connect_store, open_store, resolve
+from ..base.service.keys import LinkKeys
+from ..base.store_host import connect_store, open_store, resolve
 from .views import View
 
 _SETTINGS = "settings"
@@ -21,14 +22,15 @@ class Host:
 
     Args:
         name: Address or name of the interface at which the other members reach this process.
+        keys: With keys, the store lets in the members with an allowed key.
 
     Attributes:
         address: ``tcp://host:port``.
     """
 
-    def __init__(self, name: str) -> None:
-        self._store = open_store(name, 0)
-        self.address = address(self._store)
+    def __init__(self, name: str, keys: LinkKeys | None = None) -> None:
+        hosted = open_store(name, 0, keys)
+        self._store, self.address = hosted.store, hosted.address
 
     def publish(self, settings: str) -> None:
         """Show what must be equal on all replicas, for a process that is refused."""
@@ -48,7 +50,7 @@ class Host:
                     self._store.delete_key(key)
 
 
-def settings_at(address: str, timeout_s: float) -> str:
+def settings_at(address: str, timeout_s: float, keys: LinkKeys | None = None) -> str:
     """Return what the member at this address has published.
 
     Raises:
@@ -56,10 +58,13 @@ def settings_at(address: str, timeout_s: float) -> str:
     """
     url = urlsplit(address)
     assert url.hostname is not None and url.port is not None
-    return str(connect_store(url.hostname, url.port, timeout_s).get(_SETTINGS).decode())
+    store = connect_store(url.hostname, url.port, timeout_s, keys)
+    return str(store.get(_SETTINGS).decode())
 
 
-def meeting_place(view: View, timeout_s: float, address: str = "") -> dist.Store:
+def meeting_place(
+    view: View, timeout_s: float, keys: LinkKeys | None, address: str = ""
+) -> dist.Store:
     """Connect to the store at which the members of a view meet, under a prefix of this attempt.
 
     Args:
@@ -70,7 +75,7 @@ def meeting_place(view: View, timeout_s: float, address: str = "") -> dist.Store
     """
     url = urlsplit(address or view.lowest.address)
     assert url.hostname is not None and url.port is not None
-    store = connect_store(url.hostname, url.port, timeout_s)
+    store = connect_store(url.hostname, url.port, timeout_s, keys)
     return dist.PrefixStore(f"view{view.number}/{view.proposer}", store)
 
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .. import _C
+
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -85,6 +87,6 @@ def describe_store(store: dist.Store) -> str:
     """Say where a store is: ``tcp://host:port``, or of what kind it is."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
+    if isinstance(store, (dist.TCPStore, _C.KeyedStore)):
         return f"tcp://{store.host}:{store.port}"
     return f"a {type(store).__name__}"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..base import launch
 from ..base.checks import MOST_INT32, first_of, integer, timeout_seconds, warn
 from ..base.errors import ReplicaMismatch
+from ..base.service.keys import LinkKeys
 from ..base.store_host import connect_store
 from ..exchange.exchange import Exchange
 from ..exchange.waiting import call_patiently
@@ -32,11 +33,12 @@ if not dist.is_initialized():
 
 
 def connected_store(
-    store: dist.Store | str | None, timeout: float | timedelta
+    store: dist.Store | str | None, timeout: float | timedelta, keys: LinkKeys | None = None
 ) -> dist.Store | None:
     """Connect to a store given by address, as ``diloco-comm store`` prints it.
 
     ``timeout`` (seconds, if a number) bounds the connection and the later waits of that store.
+    With ``keys`` the store must have keys, too.
 
     Raises:
         ValueError: If the address is not of the form ``tcp://host:port``, or the timeout is not
@@ -56,7 +58,9 @@ def connected_store(
     if host is None or port is None or url.scheme != "tcp":
         raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}")
     address, seconds = (host, port), timeout_seconds(timeout)
-    return call_patiently(lambda: connect_store(*address, seconds), f"the store at {url.geturl()}")
+    return call_patiently(
+        lambda: connect_store(*address, seconds, keys), f"the store at {url.geturl()}"
+    )
 
 
 def replica_group(

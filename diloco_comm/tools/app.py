@@ -14,12 +14,13 @@ import typer
 
 from .. import __version__
 from .bench import command as bench
-from .common.exits import fail, given_options, misuse
+from .common.exits import fail, given_options, in_options, misuse
 from .common.hosting import (
     AddressAsJson,
     Host,
     Port,
     RelayPort,
+    StoreKeys,
     opened_relay,
     relay_beside,
     serve_until_signal,
@@ -56,6 +57,7 @@ STORE_EXAMPLES = """Examples:
 
 \b
 diloco-comm store --host 127.0.0.1 --port 29400
+diloco-comm store --host 0.0.0.0 --keys keys
 """
 RELAY_EXAMPLES = """Examples:
 
@@ -163,19 +165,26 @@ def store(
     host: Host = "127.0.0.1",
     port: Port = 29400,
     relay_port: RelayPort = None,
+    keys: StoreKeys = None,
     as_json: AddressAsJson = False,
 ) -> None:
     """Host the store at which replicas find each other, until Ctrl-C or SIGTERM.
 
     The store must outlive the replicas, which reach it by
-    DiLoCo(..., peers=StorePeers("tcp://host:port", ...)). Anyone who can reach the port can write
-    to the store: listen on a network that you trust.
+    DiLoCo(..., peers=StorePeers("tcp://host:port", ...)). Without keys, anyone who can reach the
+    port can write to the store: listen on a network that you trust. With --keys, connections are
+    encrypted and replicas need Link("tcp", keys=...), with an allowed key.
     """
+    from ..base.service.keys import link_keys
     from .common.store import host_store
 
     try:
+        own = link_keys(keys)
+    except ValueError as error:
+        misuse(in_options(str(error), ["keys"]))
+    try:
         with relay_beside(host, relay_port):
-            signal_name = host_store(host, port, announcer(as_json))
+            signal_name = host_store(host, port, announcer(as_json), own)
     except OSError as error:
         # Negative error numbers come from the resolver of names.
         number = error.errno or 0

@@ -212,7 +212,7 @@ class DiLoCo:
             else:
                 from .views import ElasticTraining
 
-                self._elastic = ElasticTraining(chosen["membership"], replica)
+                self._elastic = ElasticTraining(chosen["membership"], replica, place.link_keys)
                 joined = self._elastic.enter(place)
         except BaseException:
             if workers is not None:
@@ -552,7 +552,9 @@ class DiLoCo:
             self._refuse_changes(self.parts)
             repairs = self.exchange.change_group(
                 verdicts.chosen_members(self.exchange, members, self._workers),
-                store=handshake.connected_store(store, self.exchange.join_timeout),
+                store=handshake.connected_store(
+                    store, self.exchange.join_timeout, self.exchange.link_keys
+                ),
                 last_rounds=partial(self._rounds.last_rounds, self.inner_step, unreported),
                 inner_step=self.inner_step,
             )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
+from ..base.service.keys import LinkKeys
 from ..elastic.core import events as ev
 from ..elastic.differences import found_difference
 from ..elastic.driver import Driver
@@ -50,6 +51,7 @@ class ElasticGroup:
         shown: What must be equal on all replicas, as JSON types.
         workers: The workers of this replica; worker 0 speaks for the replica.
         connect_s: Seconds in which the store of a view must answer.
+        keys: The link's keys, which protect the stores of the views as well.
         transfer: Serves the state, and copies the state of a group before this replica joins.
 
     Attributes:
@@ -68,9 +70,11 @@ class ElasticGroup:
         shown: Any,
         workers: ReplicaWorkers | None,
         connect_s: float,
+        keys: LinkKeys | None = None,
         transfer: StateTransfer | None = None,
     ) -> None:
-        self.elastic, self._workers, self._connect_s = elastic, workers, connect_s
+        self.elastic, self._workers = elastic, workers
+        self._connect_s, self._keys = connect_s, keys
         self.view: View | None = None
         self.is_done = False
         self.replica = -1
@@ -106,7 +110,7 @@ class ElasticGroup:
 
     def _open(self, shown: Any, num_workers: int) -> None:
         elastic = self.elastic
-        self._host = Host(elastic.interface())
+        self._host = Host(elastic.interface(), self._keys)
         self._host.publish(self._shown)
         registry = elastic.connect()
         try:
@@ -265,8 +269,8 @@ class ElasticGroup:
             try:
                 if self._workers is not None:
                     own = next(one for one in form.view.members if one.id == self.replica)
-                    self._own_store = meeting_place(form.view, self._connect_s, own.address)
-                store = self._store = meeting_place(form.view, self._connect_s)
+                    self._own_store = self._store_of(form.view, own.address)
+                store = self._store = self._store_of(form.view)
                 if form.view.source == self.replica and self._driver is not None:
                     step = -1 if self._transfer is None else self._transfer.saved_step
                     store.set(_FIRST_STEP, str(step))
@@ -279,6 +283,9 @@ class ElasticGroup:
                     stage="rendezvous",
                     cuts=[] if host.id == self.replica else [(self.replica, host.id)],
                 ) from error
+
+    def _store_of(self, view: View, address: str = "") -> dist.Store:
+        return meeting_place(view, self._connect_s, self._keys, address)
 
     def _next_form(self, began: float) -> ev.Form | None:
         """Wait for an attempt that asks for this replica; None when it has left.
@@ -310,7 +317,9 @@ class ElasticGroup:
 
     def _found_difference(self) -> str:
         view = None if self._driver is None else self._driver.state.recorded
-        return "" if view is None else found_difference(view, self._shown, self._connect_s)
+        return (
+            "" if view is None else found_difference(view, self._shown, self._connect_s, self._keys)
+        )
 
     def _next_order(self, driver: Driver) -> ev.Form | Ended | None:
         """Wait a moment for an order; a newcomer copies the state meanwhile."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import ReplicaMismatch
+from ..base.service.keys import link_keys
 from ..exchange.exchange import Exchange
 from ..exchange.membership.member import Admission
 from ..methods.settings import Settings
@@ -104,7 +105,8 @@ class Place:
         group, store = None, None
         # An elastic group has another place in each view.
         if chosen["membership"] is None:
-            store = handshake.connected_store(chosen["store"], timeout_s)
+            keys = link_keys(chosen["link_keys"])
+            store = handshake.connected_store(chosen["store"], timeout_s, keys)
             of = chosen["num_replicas"]
             group = handshake.replica_group(chosen["group"], chosen["mesh"], store, of)
         names = ("replica", "num_replicas", "members", "name", "backend", "join_timeout")

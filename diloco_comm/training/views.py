@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from ..base import extension
 from ..base.errors import NonFiniteError, SyncError
+from ..base.service.keys import link_keys
 from ..elastic.core.events import Form
 from ..elastic.options import Elastic
 from ..elastic.phases import FLUSHES, Event, Loop, Phase, Repetition, Report
@@ -70,7 +72,7 @@ class ElasticTraining:
         SyncError: If the registry cannot be asked.
     """
 
-    def __init__(self, elastic: Elastic, replica: Replica) -> None:
+    def __init__(self, elastic: Elastic, replica: Replica, keys: str | Path | None) -> None:
         plan, settings, workers = replica.plan, replica.settings, replica.workers
         spoken = {"handshake": extension.HANDSHAKE, "transfer": extension.TRANSFER}
         # The first difference in this order is named.
@@ -90,7 +92,9 @@ class ElasticTraining:
         # Nobody waits longer than that for a replica, whatever is cut.
         connect_s = min(replica.timeout_s, elastic.suspect_after, 10.0)
         try:
-            self.group = ElasticGroup(elastic, shown, workers, connect_s, transfer=self.transfer)
+            self.group = ElasticGroup(
+                elastic, shown, workers, connect_s, link_keys(keys), transfer=self.transfer
+            )
         except BaseException:
             if self.transfer is not None:
                 self.transfer.close()

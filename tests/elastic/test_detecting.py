@@ -13,7 +13,7 @@ from elastic_replicas import registry as registry
 from registries import Host
 
 from diloco_comm import DiLoCo, Elastic
-from diloco_comm.base.store_host import address, open_store
+from diloco_comm.base.store_host import open_store
 from diloco_comm.elastic.detecting import Refusals
 
 PATIENCE_S = 60.0
@@ -59,7 +59,7 @@ def place_of(listener: socket.socket) -> str:
 def test_a_process_that_does_not_listen_any_more_has_ended(refusals: Refusals) -> None:
     store = open_store("127.0.0.1", 0)
     listener = socket.create_server(("127.0.0.1", 0))
-    both = {"lives": address(store), "ended": place_of(listener)}
+    both = {"lives": store.address, "ended": place_of(listener)}
     meet(refusals, both)
     listener.close()
     # One refusal is no sign.
@@ -117,7 +117,7 @@ def test_who_is_a_member_no_more_is_forgotten(refusals: Refusals) -> None:
 def test_a_forked_child_does_not_listen_for_its_parent(refusals: Refusals) -> None:
     """A worker of a DataLoader has the descriptors of its process, and may outlive the process."""
     store = open_store("127.0.0.1", 0)
-    place = address(store)
+    place = store.address
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     child.start()
     try:

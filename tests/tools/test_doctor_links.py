@@ -31,7 +31,8 @@ from workers import Pool
 from zygote import Job, Zygote
 
 from benchmarks.support.namespaces import address, call, missing_tools
-from diloco_comm.base.service.keys import allow, make_pairs
+from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
+from diloco_comm.base.store_host import HostedStore, open_store
 from diloco_comm.tools.common import workers
 from diloco_comm.tools.doctor import links, links_report, sockets
 
@@ -73,9 +74,12 @@ def start(rank: int, world: int, store: Address, options: Sequence[str], seconds
         return run_cli("doctor", "--links", "--json", *arguments, *shlex.split(options[rank]))
 
 
-def reports(pool: Pool, *options: str, status: int = 0) -> dict[str, Any]:
-    """Run doctors, and return the report on which all agree."""
-    all_ended = pool.run(start, pool.store, options, 0.2)
+def reports(
+    pool: Pool, *options: str, status: int = 0, store: HostedStore | None = None
+) -> dict[str, Any]:
+    """Run doctors, and return the report on which all agree; default: at the pool's store."""
+    place = pool.store if store is None else ("127.0.0.1", store.port)
+    all_ended = pool.run(start, place, options, 0.2)
     assert [(ended.status, ended.err) for ended in all_ended] == [(status, "")] * len(options)
     found = [json.loads(ended.out) for ended in all_ended]
     assert all(report == found[0] for report in found)
@@ -109,13 +113,30 @@ def make_keys(folder: Path, world: int, allowed: Callable[[int, int], bool]) -> 
     return [f"--keys {folder / str(replica)}" for replica in range(world)]
 
 
+@pytest.fixture
+def keyed_store(tmp_path: Path) -> Callable[[int], HostedStore]:
+    """Hosts a store that the replicas of make_keys() know, and that knows them."""
+
+    def host(world: int) -> HostedStore:
+        place = tmp_path / "store"
+        make_pairs(place, ["store"])
+        allow(place, [tmp_path / str(r) / f"r{r}.key" for r in range(world)])
+        for replica in range(world):
+            allow(tmp_path / str(replica), [place / "store.key"])
+        return open_store("127.0.0.1", 0, LinkKeys.read(place))
+
+    return host
+
+
 # ------------------------------------------------------------------------------- who reaches whom
 
 
-def test_two_replicas_reach_each_other_with_keys(fresh_workers: Fresh, tmp_path: Path) -> None:
+def test_two_replicas_reach_each_other_with_keys(
+    fresh_workers: Fresh, tmp_path: Path, keyed_store: Callable[[int], HostedStore]
+) -> None:
     keys = make_keys(tmp_path, 2, lambda own, other: own != other)
     options = [f"--listen 127.0.0.1:0 --lanes 2 {one}" for one in keys]
-    report = reports(fresh_workers(2, init_group=False), *options)
+    report = reports(fresh_workers(2, init_group=False), *options, store=keyed_store(2))
     (pair,) = report["pairs"]
     assert (pair["way"], pair["dialled_by"], pair["refused"]) == ("direct", 0, [])
     assert (pair["link"], pair["error"], report["findings"]) == ("", None, [])
@@ -173,21 +194,27 @@ def test_who_can_dial_one_way_only_is_warned(fresh_workers: Fresh) -> None:
     ]
 
 
-def test_keys_of_one_side_are_an_error(fresh_workers: Fresh, tmp_path: Path) -> None:
+def test_a_doctor_without_keys_is_told_that_the_store_has_keys(
+    fresh_workers: Fresh, tmp_path: Path, keyed_store: Callable[[int], HostedStore]
+) -> None:
     keys = make_keys(tmp_path, 2, lambda own, other: own != other)
-    options = [f"--listen 127.0.0.1:0 --lanes 1 {keys[0]}", "--listen 127.0.0.1:0 --lanes 1"]
-    (said,) = sentences(reports(fresh_workers(2, init_group=False), *options, status=1))
-    assert said == (
-        "error: the link of replicas 0 and 1 does not connect: replica 0 has keys and replica 1 "
-        "has none; give both Link(keys=...), made by `diloco-comm keys make`, or neither"
-    )
+    store = keyed_store(2)
+    options = [f"--listen 127.0.0.1:0 --timeout 8 {keys[0]}", "--listen 127.0.0.1:0 --timeout 8"]
+    pool = fresh_workers(2, init_group=False)
+    with_keys, without = pool.run(start, ("127.0.0.1", store.port), options, 0.2)
+    assert (with_keys.status, without.status) == (1, 1)
+    assert "replica 1 did not come to the store within 8 s" in with_keys.err
+    assert without.err.endswith("has keys: give Link(keys=...), or --keys\n")
 
 
-def test_a_key_that_is_not_let_in_is_named(fresh_workers: Fresh, tmp_path: Path) -> None:
+def test_a_key_that_is_not_let_in_is_named(
+    fresh_workers: Fresh, tmp_path: Path, keyed_store: Callable[[int], HostedStore]
+) -> None:
     # Replica 0 lets in itself alone.
     keys = make_keys(tmp_path, 2, lambda own, other: other == 0)
     options = [f"--listen 127.0.0.1:0 --lanes 1 {one}" for one in keys]
-    (said,) = sentences(reports(fresh_workers(2, init_group=False), *options, status=1))
+    pool = fresh_workers(2, init_group=False)
+    (said,) = sentences(reports(pool, *options, status=1, store=keyed_store(2)))
     assert "the key of replica 1 is not among the allowed keys of replica 0: copy the" in said
 
 

@@ -13,6 +13,8 @@
 #include "exchange/failure/bounded_store.h"
 #include "exchange/link/group.h"
 #include "exchange/link/sockets.h"
+#include "exchange/store/keyed_store.h"
+#include "exchange/store/store_host.h"
 #include "exchange/transport/pages.h"
 
 namespace py = pybind11;
@@ -87,11 +89,18 @@ std::shared_ptr<Link> open_link(const std::string& listen, const std::string& ad
     return Link::open(listen, advertise, Link::Limits(), own);
 }
 
-void allow(Link& link, const std::vector<std::string>& keys) {
-    std::set<link::PublicKey> allowed;
-    for (const std::string& key : keys) allowed.insert(key_of("a public key", key));
+std::set<link::PublicKey> keys_of(const std::vector<py::bytes>& keys) {
+    std::set<link::PublicKey> found;
+    for (const py::bytes& key : keys) found.insert(key_of("a public key", key));
+    return found;
+}
+
+// Sets the allowed keys of a link, or of the host of a store.
+template <typename Keyed>
+void allow(Keyed& keyed, const std::vector<py::bytes>& keys) {
+    std::set<link::PublicKey> allowed = keys_of(keys);
     py::gil_scoped_release no_gil;
-    link.allow(std::move(allowed));
+    keyed.allow(std::move(allowed));
 }
 
 py::bytes public_key(const Link& link) {
@@ -116,13 +125,8 @@ void register_link(py::module_& m) {
                                "Where the others can dial this process; empty: nowhere.")
         .def_property_readonly("nonce", &Link::nonce)
         .def_property_readonly("public_key", &public_key, "Empty without a seed.")
-        .def(
-            "allow",
-            [](Link& link, const std::vector<py::bytes>& keys) {
-                allow(link, std::vector<std::string>(keys.begin(), keys.end()));
-            },
-            py::arg("keys"),
-            "Replaces the public keys that may connect; connections of other keys end.")
+        .def("allow", &allow<Link>, py::arg("keys"),
+             "Replaces the public keys that may connect; connections of other keys end.")
         .def("groups", &make_groups, py::arg("token"), py::arg("rank"), py::arg("peers"),
              py::arg("lanes"), py::arg("limit_s"),
              "Two groups for each lane, once all peers have called it: (nonce, address, public key "
@@ -132,6 +136,35 @@ void register_link(py::module_& m) {
             py::arg("fd"), release(), "Takes a connection that a peer has dialled at a relay.")
         .def("close", &Link::close, release())
         .def("counters", &Link::counters, release());
+}
+
+void register_keyed_store(py::module_& m) {
+    using release = py::call_guard<py::gil_scoped_release>;
+    py::class_<KeyedStore, c10d::Store, c10::intrusive_ptr<KeyedStore>>(m, "KeyedStore")
+        .def(py::init([](const std::string& host, int port, const py::bytes& seed,
+                         const std::vector<py::bytes>& allowed, double timeout_s) {
+                 KeyedStore::Place place{host, static_cast<uint16_t>(port), open_identity(seed),
+                                         keys_of(allowed)};
+                 py::gil_scoped_release no_gil;
+                 return c10::make_intrusive<KeyedStore>(std::move(place), from_seconds(timeout_s));
+             }),
+             py::arg("host"), py::arg("port"), py::arg("seed"), py::arg("allowed"),
+             py::arg("timeout_s"))
+        .def_property_readonly("host", &KeyedStore::host)
+        .def_property_readonly("port", &KeyedStore::port);
+    py::class_<StoreHost, c10d::Store, c10::intrusive_ptr<StoreHost>>(m, "StoreHost")
+        .def(py::init([](int listener, const py::bytes& seed, double timeout_s) {
+                 std::shared_ptr<link::Identity> identity = open_identity(seed);
+                 return c10::make_intrusive<StoreHost>(Descriptor([&] { return listener; }),
+                                                       std::move(identity),
+                                                       from_seconds(timeout_s));
+             }),
+             py::arg("listener"), py::arg("seed"), py::arg("timeout_s"),
+             "Owns the descriptor of a listening socket.")
+        .def("allow", &allow<StoreHost>, py::arg("keys"),
+             "Replaces the public keys that are let in; connections of other keys end.")
+        .def_property_readonly("num_clients", &StoreHost::num_clients)
+        .def("close", &StoreHost::close, release());
 }
 
 }  // namespace
@@ -188,6 +221,7 @@ void register_exchange(py::module_& m) {
     register_messages(m);
     register_jobs(m);
     register_link(m);
+    register_keyed_store(m);
     register_engine(m);
 }
 

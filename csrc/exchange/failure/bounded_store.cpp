@@ -14,6 +14,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "exchange/store/keyed_store.h"
+
 namespace diloco {
 namespace {
 
@@ -115,8 +117,10 @@ c10::intrusive_ptr<Store> clone_of(Store& store, long) {
         return c10::make_intrusive<c10d::PrefixStore>(Prefix::of(*prefixed),
                                                       clone_of(*prefixed->getUnderlyingStore(), 0));
     }
+    if (auto* keyed = dynamic_cast<KeyedStore*>(&store)) return keyed->clone();
     const auto* tcp = dynamic_cast<const c10d::TCPStore*>(&store);
-    if (!tcp) C10_THROW_ERROR(DistStoreError, "only a TCPStore has connections");
+    if (!tcp)
+        C10_THROW_ERROR(DistStoreError, "only a TCPStore and a store with keys have connections");
     return connect_store(tcp->getHost(), tcp->getPort(), store.getTimeout());
 }
 

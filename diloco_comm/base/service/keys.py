@@ -17,12 +17,16 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ..background import batch_threads
 
 if TYPE_CHECKING:
     import zmq
@@ -386,6 +390,60 @@ class LinkKeys:
                 f"make {folder} {name}`, which adds them"
             )
         return cls(folder, bytes.fromhex(seed), _allowed_in_link(folder / ALLOWED))
+
+
+def link_keys(place: str | Path | None) -> LinkKeys | None:
+    """Read the keys of this process; None where ``keys=`` was not given.
+
+    Raises:
+        ValueError: See ``LinkKeys.read``.
+    """
+    return None if place is None else LinkKeys.read(place)
+
+
+class AllowedWatch:
+    """Tells a link, or the host of a store, which keys its folder lets in now, once a second.
+
+    Args:
+        keys: The keys of the link or host.
+        link: Has ``allow``, which takes the public keys. Where nobody else holds the link any more,
+            the watch ends.
+        name: For the thread.
+
+    Raises:
+        ValueError, OSError: If the keys cannot be read.
+    """
+
+    def __init__(self, keys: LinkKeys, link: Any, name: str) -> None:
+        self._keys, self._link = keys, weakref.ref(link)
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._allowed: frozenset[bytes] | None = None
+        self.look()
+        with batch_threads():
+            threading.Thread(target=self._watch, daemon=True, name=name).start()
+
+    def look(self) -> frozenset[bytes]:
+        """Let in the keys that are in the folder now, and return them; others' connections end."""
+        with self._lock:
+            present = self._keys.allowed.present(at_once=True)
+            link = self._link()
+            if present != self._allowed and link is not None:
+                link.allow(sorted(present))
+                self._allowed = present
+            return present
+
+    def stop(self) -> None:
+        """End the watch; idempotent."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_S) and self._link() is not None:
+            try:
+                self.look()
+            except Exception as error:
+                # The keys of before stay allowed.
+                logger.warning("the allowed keys could not be read again: %s", error)
 
 
 def _own_secret(place: Path) -> Path:

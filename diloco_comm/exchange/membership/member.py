@@ -20,8 +20,8 @@ from ...base import env
 from ...base.checks import timeout_seconds
 from ...base.errors import LeftBehind, NonFiniteError, SyncError
 from ...base.memory import memory_order
+from ...base.service import keys
 from ...base.service.addresses import check_link
-from ...base.service.keys import LinkKeys
 from ..buffers import ExchangeBuffers
 from ..round import END, Header, error_from, verdict_of, wait_for_job
 from ..waiting import describe_store
@@ -48,7 +48,7 @@ class Options:
     report_patience: float
     listen: str | None
     advertise: str | None
-    link_keys: LinkKeys | None
+    link_keys: keys.LinkKeys | None
     relay: str | None
 
     @classmethod
@@ -102,7 +102,7 @@ class Options:
             report_patience=patience,
             listen=listen,
             advertise=advertise,
-            link_keys=None if link_keys is None else LinkKeys.read(link_keys),
+            link_keys=keys.link_keys(link_keys),
             relay=relay,
         )
         options._check_collectives()
@@ -212,7 +212,7 @@ class Member:
         self.collectives, self.device = options.collectives, options.device
         self.impl, self.joins = options.impl, options.joins
         self.timeout, self.join_timeout = options.timeout, options.join_timeout
-        self.suspect_after = options.suspect_after
+        self.suspect_after, self.link_keys = options.suspect_after, options.link_keys
         self.newest_group: tuple[int, tuple[int, ...]] = (0, ())
         self.inner_step = -1
         self.last_error: SyncError | None = None

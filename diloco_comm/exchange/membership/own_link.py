@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import re
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +12,11 @@ from typing import Any
 
 from ... import _C
 from ...base import env
-from ...base.background import batch_threads
 from ...base.checks import warn
 from ...base.errors import SyncError, named
 from ...base.service.addresses import link_places, parse_place
-from ...base.service.keys import LOOK_S, LinkKeys
+from ...base.service.keys import AllowedWatch, LinkKeys
 from ...base.service.relay import RelaySeat
-
-_log = logging.getLogger(__name__)
 
 _told: set[str] = set()
 
@@ -51,20 +46,14 @@ class OwnLink:
     ) -> None:
         places = link_places(listen, advertise, lambda: _C.own_host(env.gloo_interface()), relay)
         self._keys = keys
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._allowed: frozenset[bytes] = frozenset()
+        self._watch: AllowedWatch | None = None
         if keys is None:
             self.link = _C.Link(*places)
             for address in (self.link.address, relay or ""):
                 _warn_if_public(address)
         else:
             self.link = _C.Link(*places, keys.seed)
-            self._look()
-            with batch_threads():
-                name = "diloco_comm allowed keys"
-                self._watcher = threading.Thread(target=self._watch, daemon=True, name=name)
-                self._watcher.start()
+            self._watch = AllowedWatch(keys, self.link, "diloco_comm allowed keys")
         self.public_key = "" if keys is None else self.link.public_key.hex()
         self._seat: RelaySeat | None = None
         if relay is not None:
@@ -96,27 +85,11 @@ class OwnLink:
 
     def close(self) -> None:
         """End all connections; idempotent."""
-        self._ended.set()
+        if self._watch is not None:
+            self._watch.stop()
         if self._seat is not None:
             self._seat.close()
         self.link.close()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            try:
-                self._look()
-            except Exception as error:
-                # The keys of before stay allowed.
-                _log.warning("the allowed keys could not be read again: %s", error)
-
-    def _look(self) -> None:
-        """Let in the keys that are in the folder now; connections of other keys end."""
-        assert self._keys is not None
-        with self._lock:
-            present = self._keys.allowed.present(at_once=True)
-            if present != self._allowed:
-                self.link.allow(sorted(present))
-                self._allowed = present
 
     def refusal_of(self, replica: int, members: Sequence[int], keys: Sequence[str]) -> str:
         """Return why members are not let in, in a sentence; empty if all are.
@@ -125,11 +98,10 @@ class OwnLink:
             replica: The number of this one.
             keys: The public key of each member.
         """
-        if self._keys is None:
+        if self._keys is None or self._watch is None:
             return ""
         # A key that was added a moment ago counts.
-        self._look()
-        allowed = {key.hex() for key in self._allowed}
+        allowed = {key.hex() for key in self._watch.look()}
         strange = [
             member
             for member, key in zip(members, keys, strict=True)

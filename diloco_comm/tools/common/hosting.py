@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
 AddressAsJson = Annotated[bool, typer.Option("--json", help="Print the address in JSON.")]
+StoreKeys = Annotated[
+    Path | None,
+    typer.Option(help="Folder of keys, or a file NAME.key_secret: encrypt, and ask for a key."),
+]
 RelayPort = Annotated[
     int | None,
     typer.Option(min=0, max=65535, help="Run a relay for replicas too, at this port of --host."),

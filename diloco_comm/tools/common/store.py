@@ -6,10 +6,13 @@ import queue
 import signal
 from collections.abc import Callable
 
-from ...base.store_host import address, open_store
+from ...base.service.keys import LinkKeys
+from ...base.store_host import open_store
 
 
-def host_store(host: str, port: int, announce: Callable[[str], None]) -> str:
+def host_store(
+    host: str, port: int, announce: Callable[[str], None], keys: LinkKeys | None = None
+) -> str:
     """Host a store until SIGINT or SIGTERM.
 
     Args:
@@ -21,6 +24,7 @@ def host_store(host: str, port: int, announce: Callable[[str], None]) -> str:
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: received.put(number))
-    store = open_store(host, port)
-    announce(address(store))
+    # The store lives as long as this function.
+    hosted = open_store(host, port, keys)
+    announce(hosted.address)
     return signal.Signals(received.get()).name

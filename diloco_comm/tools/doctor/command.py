@@ -154,7 +154,7 @@ def _links(given: dict[str, str], options: dict[str, Any], timeout_s: float, as_
 def _request(options: dict[str, Any], timeout_s: float) -> Request:
     """Check the options of --links, and connect to the store."""
     from ...base.service.addresses import check_link
-    from ...base.service.keys import LinkKeys
+    from ...base.service.keys import link_keys
     from ...rounds.handshake import connected_store
     from .links import Request
 
@@ -163,8 +163,8 @@ def _request(options: dict[str, Any], timeout_s: float) -> Request:
     places = [options[name] for name in ("listen", "advertise", "keys", "relay")]
     try:
         check_link("tcp", *places)
-        keys = None if options["keys"] is None else LinkKeys.read(options["keys"])
-        store = connected_store(options["store"], timeout_s)
+        keys = link_keys(options["keys"])
+        store = connected_store(options["store"], timeout_s, keys)
     except ValueError as error:
         misuse(in_options(str(error), _OF_LINKS))
     except KeyboardInterrupt:

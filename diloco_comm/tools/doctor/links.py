@@ -418,10 +418,6 @@ def _connect_pair(
 ) -> None:
     members = pair["replicas"]
     whys = [told[n]["why"] for n in members if told[n]["why"]]
-    has_keys = [meeting.ways[n]["keys"] for n in members]
-    if has_keys[0] != has_keys[1]:
-        with_keys, without = members if has_keys[0] else members[::-1]
-        whys.append(f"replica {with_keys} has keys and replica {without} has none")
     if not whys:
         key = f"{members[0]}-{members[1]}/link"
         if replica in members:

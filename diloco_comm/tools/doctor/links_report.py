@@ -82,9 +82,7 @@ def _judge_link(pair: dict[str, Any]) -> list[Finding]:
     if not why:
         return []
     remedy = "a firewall between them may end connections that it does not understand"
-    if "has none" in why:
-        remedy = "give both Link(keys=...), made by `diloco-comm keys make`, or neither"
-    elif "allowed keys" in why:
+    if "allowed keys" in why:
         remedy = "each replica lets in the keys of all others"
     return [Finding("error", f"the link of replicas {_both(pair)} does not connect: {why}", remedy)]
 

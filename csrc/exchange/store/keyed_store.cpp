@@ -1,0 +1,218 @@
+#include "exchange/store/keyed_store.h"
+
+#include <c10/util/Exception.h>
+#include <netdb.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "exchange/link/connection.h"
+
+namespace diloco {
+namespace {
+
+using store::Answer;
+using store::bytes_of;
+using store::Clock;
+using store::KeyedSocket;
+using store::Packet;
+using store::Request;
+using store::text_of;
+
+// Between two attempts to connect.
+constexpr std::chrono::milliseconds kPause{100};
+// A host that has accepted a connection shakes hands so soon; a store without keys never does.
+constexpr std::chrono::seconds kMostHandshake{10};
+// An answer to a wait may come so much later than the wait ends.
+constexpr std::chrono::milliseconds kSlack{10000};
+
+// A socket that is connected, or none and the reason.
+Descriptor dial(const Address& address, Clock::time_point end, std::string& trouble) {
+    Descriptor fd([&] {
+        return socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    });
+    int error = fd ? 0 : errno;
+    if (fd && connect(fd.get(), address.get(), address.length) != 0) {
+        error = errno;
+        if (error == EINPROGRESS) {
+            const auto left =
+                std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()).count();
+            pollfd one{fd.get(), POLLOUT, 0};
+            const int64_t most = std::clamp<int64_t>(left, 0, 1 << 30);
+            error = ETIMEDOUT;
+            socklen_t size = sizeof(error);
+            if (poll(&one, 1, static_cast<int>(most)) > 0) {
+                getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+            }
+        }
+    }
+    if (error == 0) return fd;
+    trouble = std::strerror(error);
+    return {};
+}
+
+}  // namespace
+
+KeyedStore::KeyedStore(Place place, milliseconds timeout)
+    : Store(timeout), place_(std::move(place)) {
+    connect();
+}
+
+void KeyedStore::connect() {
+    auto end = Clock::now() + timeout_;
+    const std::string port = std::to_string(place_.port);
+    const std::string name = "the store at " + place_.host + ":" + port;
+    std::string trouble = "the host has no address";
+    Descriptor fd;
+    while (true) {
+        for (const Address& address : look_up(place_.host, port, AI_NUMERICSERV)) {
+            fd = dial(address, end, trouble);
+            if (fd) break;
+        }
+        if (fd) break;
+        if (Clock::now() + kPause > end) {
+            C10_THROW_ERROR(DistStoreError, name + " did not answer within " +
+                                                std::to_string(timeout_.count()) +
+                                                " ms: " + trouble);
+        }
+        std::this_thread::sleep_for(kPause);
+    }
+    link::set_options(fd.get());
+    end = std::min<Clock::time_point>(end, Clock::now() + kMostHandshake);
+    link::PublicKey shown{};
+    bool is_strange = false;
+    const auto is_allowed = [&](const link::PublicKey& key) {
+        shown = key;
+        is_strange = key != place_.identity->public_key() && place_.allowed.count(key) == 0;
+        return !is_strange;
+    };
+    bool has_shaken = false;
+    try {
+        auto socket =
+            std::make_unique<KeyedSocket>(std::move(fd), place_.identity, true, is_allowed);
+        socket->shake_hands(end);
+        has_shaken = true;
+        socket->send({static_cast<uint8_t>(Request::kHello), 0, {store::kProtocol}}, end);
+        const Packet hello = socket->receive(end);
+        if (hello.kind != static_cast<uint8_t>(Answer::kDone) ||
+            hello.parts != std::vector<std::string>{store::kProtocol}) {
+            throw std::runtime_error("a link or another version of the store answers there");
+        }
+        socket_ = std::move(socket);
+    } catch (const std::exception& error) {
+        const std::string why =
+            is_strange ? "has the key " + link::to_hex(shown) +
+                             ", which is not among the allowed keys of this process"
+            : has_shaken
+                ? "does not let in the key of this process, " +
+                      link::to_hex(place_.identity->public_key()) + ": " + error.what()
+                : std::string("does not speak TLS as a store with keys does: ") + error.what();
+        C10_THROW_ERROR(DistStoreError, name + " " + why);
+    }
+}
+
+c10::intrusive_ptr<c10d::Store> KeyedStore::clone() {
+    return c10::make_intrusive<KeyedStore>(place_, timeout_);
+}
+
+Packet KeyedStore::ask(Request request, std::vector<std::string> parts, int64_t number,
+                       milliseconds limit) {
+    Packet answer;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (!socket_) {
+            C10_THROW_ERROR(DistNetworkError, "the connection to the store has broken");
+        }
+        // A limit of many years must not overflow the clock.
+        const auto end = Clock::now() + std::min<milliseconds>(limit, std::chrono::hours(87600));
+        try {
+            socket_->send({static_cast<uint8_t>(request), number, parts}, end);
+            answer = socket_->receive(end);
+        } catch (const std::invalid_argument& error) {
+            C10_THROW_ERROR(DistStoreError, error.what());
+        } catch (const std::exception& error) {
+            socket_.reset();
+            C10_THROW_ERROR(DistNetworkError, "the connection to the store at " + place_.host +
+                                                  ":" + std::to_string(place_.port) +
+                                                  " has broken: " + error.what());
+        }
+    }
+    if (answer.kind == static_cast<uint8_t>(Answer::kDone)) return answer;
+    if (answer.kind == static_cast<uint8_t>(Answer::kLate)) {
+        C10_THROW_ERROR(DistStoreError, store::words_of_late(parts, number));
+    }
+    C10_THROW_ERROR(DistStoreError,
+                    answer.parts.empty() ? "the store gives no reason" : answer.parts.front());
+}
+
+void KeyedStore::set(const std::string& key, const Bytes& value) {
+    ask(Request::kSet, {key, text_of(value)});
+}
+
+KeyedStore::Bytes KeyedStore::compareSet(const std::string& key, const Bytes& expected,
+                                         const Bytes& desired) {
+    const Packet answer = ask(Request::kCompareSet, {key, text_of(expected), text_of(desired)});
+    return bytes_of(answer.parts.at(0));
+}
+
+std::vector<std::string> KeyedStore::get_all(const std::vector<std::string>& keys) {
+    const Packet answer = ask(Request::kGet, keys, timeout_.count(), timeout_ + kSlack);
+    TORCH_CHECK_WITH(DistStoreError, answer.parts.size() == keys.size(),
+                     "the store has answered for other keys");
+    return answer.parts;
+}
+
+KeyedStore::Bytes KeyedStore::get(const std::string& key) {
+    return bytes_of(get_all({key}).front());
+}
+
+int64_t KeyedStore::add(const std::string& key, int64_t value) {
+    return ask(Request::kAdd, {key}, value).number;
+}
+
+bool KeyedStore::deleteKey(const std::string& key) {
+    return ask(Request::kDelete, {key}).number != 0;
+}
+
+bool KeyedStore::check(const std::vector<std::string>& keys) {
+    return ask(Request::kCheck, keys).number != 0;
+}
+
+int64_t KeyedStore::getNumKeys() { return ask(Request::kCount, {}).number; }
+
+void KeyedStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
+
+void KeyedStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
+    ask(Request::kWait, keys, timeout.count(), timeout + kSlack);
+}
+
+void KeyedStore::append(const std::string& key, const Bytes& value) {
+    ask(Request::kAppend, {key, text_of(value)});
+}
+
+std::vector<KeyedStore::Bytes> KeyedStore::multiGet(const std::vector<std::string>& keys) {
+    std::vector<Bytes> values;
+    for (const std::string& text : get_all(keys)) values.push_back(bytes_of(text));
+    return values;
+}
+
+void KeyedStore::multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) {
+    TORCH_CHECK_VALUE(keys.size() == values.size(), "there are ", keys.size(), " keys and ",
+                      values.size(), " values");
+    std::vector<std::string> parts;
+    for (size_t i = 0; i < keys.size(); ++i) {
+        parts.push_back(keys[i]);
+        parts.push_back(text_of(values[i]));
+    }
+    ask(Request::kMultiSet, std::move(parts));
+}
+
+std::vector<std::string> KeyedStore::listKeys() { return ask(Request::kListKeys, {}).parts; }
+
+}  // namespace diloco

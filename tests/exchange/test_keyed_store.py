@@ -1,0 +1,257 @@
+"""A store with keys: as c10d's stores behave, who is let in, and what travels; real connections."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_link_keys import Relay, folder_of, make_folders
+from workers import Pool
+
+from diloco_comm import DiLoCo, Link, StorePeers
+from diloco_comm.base import store_host
+from diloco_comm.base.service.keys import LinkKeys, allow, remove
+from diloco_comm.base.store_host import HostedStore, connect_store, open_store
+
+Fresh = Callable[..., Pool]
+SOON_S = 10.0
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> list[LinkKeys]:
+    """The keys of three processes that let each other in; the first process hosts."""
+    make_folders(tmp_path, 3)
+    return [LinkKeys.read(folder_of(tmp_path, number)) for number in range(3)]
+
+
+@pytest.fixture
+def hosted(keys: list[LinkKeys]) -> Iterator[HostedStore]:
+    found = open_store("127.0.0.1", 0, keys[0])
+    yield found
+    found.store.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=["client", "host", "plain"])
+def store(request: pytest.FixtureRequest, hosted: HostedStore, keys: list[LinkKeys]) -> dist.Store:
+    """A client of the store with keys; the host's own side; and a TCPStore, which must agree."""
+    if request.param == "client":
+        return connect_store("127.0.0.1", hosted.port, SOON_S, keys[1])
+    if request.param == "host":
+        return hosted.store
+    return open_store("127.0.0.1", 0).store
+
+
+def test_all_calls_do_as_a_tcpstore_does(store: dist.Store) -> None:
+    store.set("a", b"\0\xff")
+    assert store.get("a") == b"\0\xff"
+    store.set("empty", "")
+    assert store.get("empty") == b"" and store.check(["a", "empty"])
+    assert not store.check(["a", "b"])
+    assert (store.add("n", 5), store.add("n", -7), store.get("n")) == (5, -2, b"-2")
+    assert store.compare_set("new", "", "1") == b"1"
+    assert store.compare_set("new", "2", "3") == b"1"
+    assert store.compare_set("new", "1", "3") == b"3"
+    # Where nothing stands and something was expected, the expectation comes back.
+    assert store.compare_set("absent", "1", "2") == b"1"
+    assert not store.check(["absent"])
+    assert store.delete_key("a") and not store.delete_key("a")
+    assert {"empty", "n", "new"} <= set(store.list_keys()) and "a" not in store.list_keys()
+    store.wait(["n", "new"], timedelta(seconds=SOON_S))
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["n", "absent"], timedelta(milliseconds=50))
+    large = os.urandom(3 << 20)
+    store.set("large", large)
+    assert store.get("large") == large
+
+
+@pytest.mark.parametrize("kind", ["client", "plain"])
+def test_several_keys_at_a_time(kind: str, hosted: HostedStore, keys: list[LinkKeys]) -> None:
+    plain = open_store("127.0.0.1", 0)
+    place = (hosted.port, keys[1]) if kind == "client" else (plain.port, None)
+    store = connect_store("127.0.0.1", place[0], SOON_S, place[1])
+    assert store.has_extended_api()
+    store.append("a", "x")
+    store.append("a", "y")
+    store.multi_set(["b", "c"], ["1", "2"])
+    assert store.multi_get(["c", "a", "b"]) == [b"2", b"xy", b"1"]
+    keyless = dist.PrefixStore("p", store)
+    keyless.set("a", "z")
+    assert store.get("p/a") == b"z"
+
+
+def test_a_wait_ends_when_another_client_sets(hosted: HostedStore, keys: list[LinkKeys]) -> None:
+    store = connect_store("127.0.0.1", hosted.port, SOON_S, keys[1])
+    other = connect_store("127.0.0.1", hosted.port, SOON_S, keys[2])
+    late = threading.Timer(0.2, other.set, ("late", "1"))
+    late.start()
+    assert store.get("late") == b"1"
+    late.join()
+    counts = [threading.Thread(target=lambda s=s: [s.add("n", 1) for _ in range(200)])  # type: ignore[misc]
+              for s in (store, other, hosted.store)]  # fmt: skip
+    for thread in counts:
+        thread.start()
+    for thread in counts:
+        thread.join()
+    assert store.get("n") == b"600"
+
+
+# --------------------------------------------------------------------------------- who comes in
+
+
+def test_a_stranger_gets_one_sentence(
+    hosted: HostedStore, keys: list[LinkKeys], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove(keys[0].folder, "r2")
+    place = ("127.0.0.1", hosted.port)
+    until_refused(hosted, keys[2])
+    with pytest.raises(
+        dist.DistStoreError, match=r"does not let in the key of this process, [0-9a-f]{64}"
+    ):
+        connect_store(*place, SOON_S, keys[2])
+    remove(keys[2].folder, "r0")
+    with pytest.raises(dist.DistStoreError, match="which is not among the allowed keys of this"):
+        connect_store(*place, SOON_S, LinkKeys.read(keys[2].folder))
+    monkeypatch.setattr(store_host, "_FIRST_TRY_S", 0.5)
+    begin = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match=r"has keys: give Link\(keys=\.\.\.\), or --keys"):
+        connect_store(*place, 60.0)
+    plain = open_store("127.0.0.1", 0)
+    with pytest.raises(dist.DistStoreError, match="does not speak TLS as a store with keys does"):
+        connect_store("127.0.0.1", plain.port, 2.0, keys[1])
+    closed = socket.create_server(("127.0.0.1", 0))
+    port = closed.getsockname()[1]
+    closed.close()
+    with pytest.raises(dist.DistStoreError, match="did not answer within 300 ms: Connection refu"):
+        connect_store("127.0.0.1", port, 0.3, keys[1])
+    assert time.monotonic() - begin < 30
+    # All that left the host as it was.
+    assert connect_store(*place, SOON_S, keys[1]).add("n", 1) == 1
+
+
+def until_refused(hosted: HostedStore, keys: LinkKeys) -> None:
+    deadline = time.monotonic() + SOON_S
+    while True:
+        try:
+            connect_store("127.0.0.1", hosted.port, SOON_S, keys)
+        except dist.DistStoreError:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_removed_key_ends_its_connections(hosted: HostedStore, keys: list[LinkKeys]) -> None:
+    first, second = (connect_store("127.0.0.1", hosted.port, 60.0, one) for one in keys[1:])
+    ended: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            second.get("never")
+        except dist.DistNetworkError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    remove(keys[0].folder, "r2")
+    thread.join(SOON_S)
+    assert "has broken" in str(ended[0])
+    with pytest.raises(dist.DistNetworkError, match="has broken"):
+        second.set("a", "1")
+    first.set("a", "1")
+    allow(keys[0].folder, [keys[2].folder / "r2.key"])
+    deadline = time.monotonic() + SOON_S
+    while hosted.store.num_clients < 2:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        try:
+            again = connect_store("127.0.0.1", hosted.port, SOON_S, keys[2])
+            assert again.get("a") == b"1"
+        except dist.DistStoreError:
+            time.sleep(0.05)
+
+
+def test_strangers_leave_nothing_behind(hosted: HostedStore, keys: list[LinkKeys]) -> None:
+    def tasks() -> int:
+        return len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd"))
+
+    before = tasks()
+    held = []
+    for number in range(150):
+        one = socket.create_connection(("127.0.0.1", hosted.port))
+        if number % 3 == 0:
+            one.sendall(b"GET / HTTP/1.0\r\n\r\n" if number % 2 else os.urandom(500))
+        if number % 5 == 0:
+            one.close()
+        else:
+            held.append(one)
+    # An allowed client comes in beside the half-open connections of strangers.
+    assert connect_store("127.0.0.1", hosted.port, SOON_S, keys[1]).add("n", 1) == 1
+    for one in held:
+        one.close()
+    del one, held
+    deadline = time.monotonic() + SOON_S
+    while tasks() > before:
+        assert time.monotonic() < deadline, (tasks(), before)
+        time.sleep(0.05)
+    assert hosted.store.num_clients == 0  # type: ignore[attr-defined]
+
+
+def test_a_closed_host_ends_all_waits(hosted: HostedStore, keys: list[LinkKeys]) -> None:
+    store = connect_store("127.0.0.1", hosted.port, 60.0, keys[1])
+    begin = time.monotonic()
+    threading.Timer(0.2, hosted.store.close).start()  # type: ignore[attr-defined]
+    with pytest.raises(dist.DistNetworkError, match="has broken"):
+        store.get("never")
+    assert time.monotonic() - begin < SOON_S
+
+
+# ---------------------------------------------------------------------------------- whole runs
+
+
+def _trains(rank: int, world: int, plain: Any, address: str, root: str) -> Any:
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    peers = StorePeers(address, replica=rank, of=world, name="the run of paris")
+    link = Link("tcp", listen="127.0.0.1:0", keys=folder_of(root, rank))
+    with closing(DiLoCo(model, optimizer, sync_every=2, peers=peers, link=link)) as diloco:
+        for _ in range(4):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+        return diloco.outer_hash()
+
+
+def test_a_whole_run_holds_no_plaintext(fresh_workers: Fresh, tmp_path: Path) -> None:
+    """Two replicas meet at the command's store; all that they say to the store is recorded."""
+    make_folders(tmp_path, 3)
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", "store", "--port", "0", "--keys"]
+    command.append(str(folder_of(tmp_path, 2)))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        relay = Relay(int(address.rpartition(":")[2]))
+        pool = fresh_workers(2, init_group=False)
+        found = pool.run(_trains, pool.store, f"tcp://127.0.0.1:{relay.port}", str(tmp_path))
+        assert found[0] == found[1]
+        relay.close()
+        passed = b"".join(relay.passed())
+        assert len(passed) > 5000
+        for word in (b"paris", b"diloco_comm", b"replica", b"127.0.0.1", b'{"mod'):
+            assert word not in passed
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SOON_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
