@@ -21,7 +21,7 @@ _NAME_S, _ASK_EVERY_S = 5.0, 0.5
 # The descriptors at which the stores of this process listen.
 _listeners: weakref.WeakKeyDictionary[dist.TCPStore, int] = weakref.WeakKeyDictionary()
 _OWN_WAITS = timedelta(seconds=30)
-_FIRST_TRY_S = 5.0
+_FIRST_TRY_S, _LEAST_S = 5.0, 0.5
 
 
 class HostedStore(NamedTuple):
@@ -118,20 +118,32 @@ def connect_store(host: str, port: int, seconds: float, keys: LinkKeys | None = 
     if keys is not None:
         allowed = sorted(keys.allowed.present(at_once=True))
         return _C.KeyedStore(host, port, keys.seed, allowed, seconds)
-    # torch tries again as long as torch may, also where a host with keys closes each connection.
-    first = min(seconds, _FIRST_TRY_S)
+    # torch tries again until the end, also where a host with keys closes each connection. A store
+    # that has not started yet gets all the time at once.
+    end = time.monotonic() + seconds
+    is_there = _accepts(host, port, min(seconds, _FIRST_TRY_S))
+    left = max(end - time.monotonic(), _LEAST_S)
+    first = min(left, _FIRST_TRY_S) if is_there else left
     try:
         store = _C.connect_store(host, port, first)
-        store.set_timeout(timedelta(seconds=seconds))
-        return store
-    except dist.DistError:
-        if _speaks_tls(host, port, first):
+    except dist.DistNetworkError:
+        if is_there and _speaks_tls(host, port, _LEAST_S):
             raise dist.DistStoreError(
                 f"the store at {host}:{port} has keys: give Link(keys=...), or --keys"
             ) from None
-        if seconds <= first:
+        if left <= first:
             raise
-    return _C.connect_store(host, port, seconds - first)
+        store = _C.connect_store(host, port, left - first)
+    store.set_timeout(timedelta(seconds=seconds))
+    return store
+
+
+def _accepts(host: str, port: int, seconds: float) -> bool:
+    try:
+        socket.create_connection((host, port), seconds).close()
+    except OSError:
+        return False
+    return True
 
 
 def _speaks_tls(host: str, port: int, seconds: float) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from elastic_replicas import registry as registry
+from exchange_helpers import folder_of, make_folders
 from fault_replicas import make_model, make_optimizer
 from registries import Host
 from test_elastic_lost import OPTIONS, train
-from test_link_keys import folder_of, make_folders
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, Link

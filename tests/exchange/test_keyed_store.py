@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_link_keys import Relay, folder_of, make_folders
+from exchange_helpers import folder_of, make_folders
+from test_link_keys import Relay
 from workers import Pool
 
 from diloco_comm import DiLoCo, Link, StorePeers

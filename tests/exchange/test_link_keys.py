@@ -13,13 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_helpers import N, connect_replica, gives_reference_bytes, sync, values
+from exchange_helpers import (
+    N,
+    connect_replica,
+    folder_of,
+    gives_reference_bytes,
+    make_folders,
+    sync,
+    values,
+)
 from fault_replicas import wait_for
 from workers import Pool
 
 from diloco_comm import DiLoCo, Link
 from diloco_comm.base.errors import ReplicaMismatch, SyncError
-from diloco_comm.base.service.keys import allow, make_pairs, remove
+from diloco_comm.base.service.keys import remove
 from diloco_comm.exchange.membership import own_link
 from diloco_comm.ops.wire import WireFormat
 
@@ -34,20 +42,6 @@ SAID = b'{"replica": "the replica of paris", "tokens": 17}'
 @pytest.fixture(autouse=True)
 def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-def folder_of(root: str | Path, replica: int) -> Path:
-    return Path(root, str(replica))
-
-
-def make_folders(root: Path, world: int) -> None:
-    """Make a folder of keys for each replica, which lets all others in."""
-    for replica in range(world):
-        make_pairs(folder_of(root, replica), [f"r{replica}"])
-    for replica in range(world):
-        others = [other for other in range(world) if other != replica]
-        files = [folder_of(root, other) / f"r{other}.key" for other in others]
-        allow(folder_of(root, replica), files)
 
 
 @contextmanager

@@ -6,12 +6,14 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diloco_comm.base.service.keys import allow, make_pairs
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header, Mean
 from diloco_comm.ops import reference
@@ -125,3 +127,17 @@ def check_pairs(results: list[list[tuple[str, str]]]) -> None:
         for got, expected in rank_results:
             assert got == expected
     assert all(result == results[0] for result in results)
+
+
+def folder_of(root: str | Path, replica: int) -> Path:
+    return Path(root, str(replica))
+
+
+def make_folders(root: Path, world: int) -> None:
+    """Make a folder of keys for each replica, which lets all others in."""
+    for replica in range(world):
+        make_pairs(folder_of(root, replica), [f"r{replica}"])
+    for replica in range(world):
+        others = [other for other in range(world) if other != replica]
+        files = [folder_of(root, other) / f"r{other}.key" for other in others]
+        allow(folder_of(root, replica), files)
