@@ -12,6 +12,7 @@ CSRC = ROOT / "csrc"
 ENGINE = "exchange/engine"
 EXCHANGE_ROOMS = ("exchange/transport", "exchange/device", "exchange/failure")
 LINK = "exchange/link"
+STORE = "exchange/store"
 
 # What each room may include beside itself: rooms, with the rooms inside of them, or single files.
 # The exchange calls operators through torch's dispatcher, and so includes neither their room nor
@@ -25,10 +26,11 @@ MAY_INCLUDE = {
     "cuda": ("wire", "codec/kernels.h", "codec/step_rule.h"),
     "operators": ("wire", "codec", "cuda"),
     LINK: (),
+    STORE: (LINK,),
     **dict.fromkeys(EXCHANGE_ROOMS, ()),
-    "exchange/failure": ("exchange/link/sockets.h",),
+    "exchange/failure": ("exchange/link/sockets.h", "exchange/store/keyed_store.h"),
     ENGINE: (*EXCHANGE_ROOMS, "wire", "codec"),
-    "exchange/bindings": (ENGINE, LINK, *EXCHANGE_ROOMS, "codec"),
+    "exchange/bindings": (ENGINE, LINK, STORE, *EXCHANGE_ROOMS, "codec"),
     "": ("operators/bindings.h", "exchange/bindings/bindings.h"),
 }
 

@@ -29,8 +29,8 @@ CLI = [sys.executable, "-m", "diloco_comm.tools.cli"]
 @pytest.fixture
 def store() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running ``diloco-comm store`` and the address that it printed."""
-    # The example of the help, but for the port.
-    (example,) = help_examples("store")["store"]
+    # The first example of the help, but for the port.
+    example = help_examples("store")["store"][0]
     command = [*CLI, *example.split()[1:], "--port", "0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
