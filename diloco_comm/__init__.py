@@ -33,6 +33,7 @@ from .methods.outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptim
 from .methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
 from .ops.wire import WireFormat
 from .options import Link, NonFinite, StorePeers, Wire
+from .rounds.handshake import connect_store
 from .rounds.metrics import SyncMetrics, SyncTotals
 from .training.diloco import DiLoCo
 from .training.presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
@@ -87,6 +88,7 @@ __all__ = [
     "WireFormat",
     "all_reduce",
     "co2",
+    "connect_store",
     "eager_diloco",
     "fedavg",
     "local_sgd",

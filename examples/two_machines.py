@@ -6,24 +6,21 @@
     python examples/two_machines.py --store tcp://127.0.0.1:29400 --replica 1 --join   after a death
 
 Both processes send over one port each, which --listen and --advertise name; by default any port of
-this machine. With --keys all that they send is encrypted. docs/tutorials/two-machines.md goes
-through it step by step. The replica that is left is alone, so that it alone decides when the other
-one may come back. Several survivors would have to agree on the step, since change_group is a call
-that all of them make together.
+this machine. With --keys all that they send is encrypted; the store then needs --keys, too.
+docs/tutorials/two-machines.md goes through this program step by step. The replica that is left is
+alone, so that it alone decides when the other one may come back. Several survivors would have to
+agree on the step, since change_group is a call that all of them make together.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from datetime import timedelta
-from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from diloco_comm import DiLoCo, LeftBehind, Link, StorePeers, SyncError
+from diloco_comm import DiLoCo, LeftBehind, Link, StorePeers, SyncError, connect_store
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--store", required=True)
@@ -39,10 +36,7 @@ parser.add_argument("--pause", type=float, default=0.05)  # seconds that each st
 options = parser.parse_args()
 
 both, coming_back = [0, 1], "two_machines/coming_back"
-address = urlsplit(options.store)
-store = dist.TCPStore(
-    address.hostname, address.port, is_master=False, timeout=timedelta(minutes=30)
-)
+store = connect_store(options.store, keys=options.keys)
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -101,7 +101,7 @@ def resolve(
         time.sleep(_ASK_EVERY_S)
 
 
-def connect_store(host: str, port: int, seconds: float, keys: LinkKeys | None = None) -> dist.Store:
+def dial_store(host: str, port: int, seconds: float, keys: LinkKeys | None = None) -> dist.Store:
     """Connect to a store that another process hosts.
 
     Args:

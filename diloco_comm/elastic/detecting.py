@@ -224,7 +224,12 @@ class Signs:
             one = beat.member
             if one.key in members and beat.stage not in (GONE, FINISHED):
                 addresses[one.key in silent][one.nonce] = one.address
-        ended = self._refusals.look(*addresses)
+        # At a store that the members share, nobody's end shows.
+        hosts = [
+            {nonce: place for nonce, place in one.items() if place != state.member.address}
+            for one in addresses
+        ]
+        ended = self._refusals.look(*hosts)
         return ended if self._detector is None else (*ended, *self._detector.look(addresses[1]))
 
     def close(self) -> None:

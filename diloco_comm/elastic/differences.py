@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.service.keys import LinkKeys
-from .hosting import settings_at
+from .hosting import settings_of
 from .views import View
 
 MISSING = "nothing"
@@ -23,7 +23,7 @@ def found_difference(view: View, shown: str, timeout_s: float, keys: LinkKeys | 
         keys: This replica's keys, for the store of that member.
     """
     try:
-        theirs = json.loads(settings_at(view.lowest.address, timeout_s, keys))
+        theirs = json.loads(settings_of(view.run, view.lowest, timeout_s, keys))
     except (dist.DistError, ValueError):
         return ""
     found = difference(json.loads(shown), theirs)

@@ -1,40 +1,67 @@
-"""The stores at which the members of a view meet: each member can host one for the others."""
+"""The stores at which the members of a view meet: one on a member, or one that they share."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from ..base.service.addresses import parse_address
 from ..base.service.keys import LinkKeys
-from ..base.store_host import connect_store, open_store, resolve
-from .views import View
+from ..base.store_host import dial_store, open_store, resolve
+from .views import Member, View
 
-_SETTINGS = "settings"
-_KEY = re.compile(r"view(\d+)/")
+_SETTINGS, _VIEW = "settings", "view"
 
 
-class Host:
-    """A store in this process, for the views whose lowest member this process is.
+class Place:
+    """The store at which others find this process: its own, or one that all members share.
 
     Args:
-        name: Address or name of the interface at which the other members reach this process.
-        keys: With keys, the store lets in the members with an allowed key.
-
-    Attributes:
-        address: ``tcp://host:port``.
+        store: The process hosts it, or is a client of it.
+        address: Of the store, ``tcp://host:port``.
+        run: Name of the training run; a shared store may serve several.
     """
 
-    def __init__(self, name: str, keys: LinkKeys | None = None) -> None:
-        hosted = open_store(name, 0, keys)
-        self._store, self.address = hosted.store, hosted.address
+    def __init__(self, store: dist.Store, address: str, run: str) -> None:
+        self._store, self.address, self._run = store, address, run
+        self._published = ""
 
-    def publish(self, settings: str) -> None:
-        """Show what must be equal on all replicas, for a process that is refused."""
-        self._store.set(_SETTINGS, settings)
+    @classmethod
+    def hosted(cls, interface: str, run: str, keys: LinkKeys | None = None) -> Place:
+        """Host a store, for the views whose lowest member this process is.
+
+        Args:
+            interface: Address or name at which the other members reach this process.
+            keys: With keys, the store lets in the members with an allowed key.
+        """
+        hosted = open_store(interface, 0, keys)
+        return cls(hosted.store, hosted.address, run)
+
+    @classmethod
+    def shared(cls, address: str, run: str, timeout_s: float, keys: LinkKeys | None) -> Place:
+        """Connect to a store that ``diloco-comm store`` hosts for all members.
+
+        Raises:
+            torch.distributed.DistError: If the store does not answer.
+        """
+        return cls(_dial(address, timeout_s, keys), address, run)
+
+    def publish(self, nonce: str, settings: str) -> None:
+        """Show what must be equal on all replicas, for a process that is refused.
+
+        Args:
+            nonce: Of this process.
+        """
+        self._published = _settings_key(self._run, nonce)
+        self._store.set(self._published, settings)
+
+    def withdraw(self) -> None:
+        """Undo ``publish``."""
+        with contextlib.suppress(dist.DistError):
+            self._store.delete_key(self._published)
 
     @property
     def num_keys(self) -> int:
@@ -43,40 +70,55 @@ class Host:
 
     def forget_before(self, number: int) -> None:
         """Delete the keys of the views before this number."""
-        for key in self._store.list_keys():
-            found = _KEY.match(key)
-            if found and int(found[1]) < number:
-                with contextlib.suppress(dist.DistError):
+        begin = f"{self._run}/{_VIEW}"
+        with contextlib.suppress(dist.DistError):
+            for key in self._store.list_keys():
+                of_view, _, _ = key.removeprefix(begin).partition("/")
+                if key.startswith(begin) and of_view.isdecimal() and int(of_view) < number:
                     self._store.delete_key(key)
 
 
-def settings_at(address: str, timeout_s: float, keys: LinkKeys | None = None) -> str:
-    """Return what the member at this address has published.
+def settings_of(run: str, member: Member, timeout_s: float, keys: LinkKeys | None = None) -> str:
+    """Return what a member of a run has published.
 
     Raises:
-        torch.distributed.DistError: If the member does not answer.
+        torch.distributed.DistError: If the member's store does not answer.
     """
-    url = urlsplit(address)
-    assert url.hostname is not None and url.port is not None
-    store = connect_store(url.hostname, url.port, timeout_s, keys)
-    return str(store.get(_SETTINGS).decode())
+    store = _dial(member.address, timeout_s, keys)
+    return str(store.get(_settings_key(run, member.nonce)).decode())
 
 
-def meeting_place(
-    view: View, timeout_s: float, keys: LinkKeys | None, address: str = ""
-) -> dist.Store:
+def meeting_place(view: View, timeout_s: float, keys: LinkKeys | None) -> dist.Store:
     """Connect to the store at which the members of a view meet, under a prefix of this attempt.
 
-    Args:
-        address: Of another member's store; default: that of the lowest.
+    Raises:
+        torch.distributed.DistError: If the store of the view's lowest member does not answer.
+    """
+    return dist.PrefixStore(_prefix_of(view), _dial(view.lowest.address, timeout_s, keys))
+
+
+def place_of_workers(
+    view: View, member: Member, timeout_s: float, keys: LinkKeys | None
+) -> dist.Store:
+    """Connect to the store at which the workers of one member hear what became of an attempt.
 
     Raises:
-        torch.distributed.DistError: If the view's lowest member does not host it any more.
+        torch.distributed.DistError: If the member's store does not answer.
     """
-    url = urlsplit(address or view.lowest.address)
-    assert url.hostname is not None and url.port is not None
-    store = connect_store(url.hostname, url.port, timeout_s, keys)
-    return dist.PrefixStore(f"view{view.number}/{view.proposer}", store)
+    prefix = f"{_prefix_of(view)}/workers{member.id}"
+    return dist.PrefixStore(prefix, _dial(member.address, timeout_s, keys))
+
+
+def _dial(address: str, timeout_s: float, keys: LinkKeys | None) -> dist.Store:
+    return dial_store(*parse_address(address), timeout_s, keys)
+
+
+def _prefix_of(view: View) -> str:
+    return f"{view.run}/{_VIEW}{view.number}/{view.proposer}"
+
+
+def _settings_key(run: str, nonce: str) -> str:
+    return f"{run}/{_SETTINGS}/{nonce}"
 
 
 def own_interface(registry: object) -> str:

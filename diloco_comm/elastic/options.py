@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from ..base import env
 from ..base.checks import MOST_INT32, flag, integer, not_negative, timeout_seconds
 from ..base.errors import ReplicaMismatch, SyncError
+from ..base.service.addresses import parse_address
 from ..exchange.waiting import WaitLog
 from . import core, exits
 from .detecting import Detector
-from .hosting import own_interface
+from .hosting import Place, own_interface
 from .registry import connect
 from .registry.protocol import (
     KEY_WAIT_S,
@@ -31,8 +34,7 @@ from .state_folder import StateFolder
 from .views import NO_VIEW, Member
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
+    from ..base.service.keys import LinkKeys
     from .happenings import Happening
 
 # Seconds between two beats.
@@ -77,6 +79,9 @@ class Elastic:
             before, though an outer step that they applied is lost.
         host: Address of this host for the other members; default: that of the interface which leads
             to the registry.
+        store: Address of a store, ``tcp://host:port`` of ``diloco-comm store``, at which the
+            members of each view meet; equal on all replicas. With ``Link(keys=)`` the store needs
+            keys. Default: each replica hosts a store for the others, at a free port.
         round_log_bytes: Most bytes of host memory for the payloads of the latest rounds, from which
             a replica that joins brings its copy of the state forward; default: 8 for each
             parameter, and at least two rounds of two replicas. 0: replicas copy the state while the
@@ -114,6 +119,7 @@ class Elastic:
     founding_wait: float = 2.0
     rollback: bool = False
     host: str | None = None
+    store: str | None = None
     round_log_bytes: int | None = None
     checkpoint: Mapping[str, Any] | None = None
     join_bandwidth: float | None = None
@@ -151,6 +157,11 @@ class Elastic:
             raise TypeError(f"on_event must be a function of a Happening, got {self.on_event!r}")
         if self.host in ("0.0.0.0", "::", ""):
             raise ValueError(f"host must be an address that other hosts reach, got {self.host!r}")
+        if self.store is not None:
+            try:
+                parse_address(self.store)
+            except ValueError:
+                raise ValueError(f"store must be 'tcp://host:port', got {self.store!r}") from None
         self.suspect_after = timeout_seconds(self.suspect_after, "suspect_after")
         if self.quorum_wait is not None:
             self.quorum_wait = timeout_seconds(self.quorum_wait, "quorum_wait")
@@ -263,6 +274,24 @@ class Elastic:
             # The name server may be late: a launcher starts the replica again.
             raise SyncError(str(error), stage="rendezvous") from None
 
+    def place(self, timeout_s: float, keys: LinkKeys | None) -> Place:
+        """Open the store at which the others find this process.
+
+        Args:
+            timeout_s: Longest wait for a store that the members share.
+            keys: Of the link.
+
+        Raises:
+            SyncError: If the store, or the registry's host, has no address or does not answer.
+        """
+        assert self.run is not None
+        if self.store is None:
+            return Place.hosted(self.interface(), self.run, keys)
+        try:
+            return Place.shared(self.store, self.run, timeout_s, keys)
+        except dist.DistError as error:
+            raise SyncError(str(error), stage="rendezvous") from None
+
     def folder(self) -> StateFolder | None:
         """Return the folder that ``diloco-comm launch`` has given to this replica; None without."""
         return StateFolder(env.state_dir()) if env.state_dir() else None
@@ -280,7 +309,7 @@ class Elastic:
         """Return the first state of a process that wants to take part.
 
         Args:
-            address: Of the store that this process hosts.
+            address: Of the store at which the others find this process.
             workers: Of this replica.
             shown: What must be equal on all replicas, as JSON types.
             folder: Of the launcher; it knows the number of the process before.

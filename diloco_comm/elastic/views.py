@@ -32,7 +32,8 @@ class Member:
     Attributes:
         id: Of the replica; stays when the process starts again.
         nonce: Of the process.
-        address: Where this process can host a store, "host:port".
+        address: Of the store at which others find this process, "tcp://host:port": its own, or one
+            that all members share.
         workers: Of the replica.
         settings: Hash of what must be equal on all members.
     """
@@ -102,7 +103,7 @@ class View:
 
     @property
     def lowest(self) -> Member:
-        """The member that hosts the store at which the members meet."""
+        """The member at whose store the members meet."""
         return self.members[0]
 
     @property

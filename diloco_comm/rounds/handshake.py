@@ -6,8 +6,8 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ..base import launch
 from ..base.checks import MOST_INT32, first_of, integer, timeout_seconds, warn
 from ..base.errors import ReplicaMismatch
-from ..base.service.keys import LinkKeys
-from ..base.store_host import connect_store
+from ..base.service.addresses import parse_address
+from ..base.service.keys import LinkKeys, link_keys
+from ..base.store_host import dial_store
 from ..exchange.exchange import Exchange
 from ..exchange.waiting import call_patiently
 from ..ops.digests import each_digest
@@ -30,6 +31,36 @@ if not dist.is_initialized():
     # The functions of this module keep the default group at the time of import as an argument's
     # default. Optimizers import it lazily: a group kept until the interpreter's end aborts then.
     import torch.distributed.nn
+
+
+def connect_store(
+    address: str,
+    *,
+    keys: str | Path | None = None,
+    timeout: float | timedelta = timedelta(minutes=30),
+) -> dist.Store:
+    """Connect to the store of ``diloco-comm store``, for a program with data of its own there.
+
+    ``StorePeers`` takes the result, too.
+
+    Args:
+        address: ``tcp://host:port``, as the store prints it.
+        keys: As ``Link(keys=)``; needed where the store has keys.
+        timeout: Time to wait for the store, and later for keys of the store; in seconds, if a
+            number.
+
+    Raises:
+        ValueError: If the address is not of the form ``tcp://host:port``, the timeout is not
+            positive and finite, or ``keys`` names no pair of keys.
+        TypeError: If the address is no string.
+        torch.distributed.DistError: If no store answers there in time, the host has no address, or
+            store and process do not let in each other's keys.
+    """
+    if not isinstance(address, str):
+        raise TypeError(f"address must be 'tcp://host:port', got {address!r}")
+    store = connected_store(address, timeout, link_keys(keys))
+    assert store is not None
+    return store
 
 
 def connected_store(
@@ -51,16 +82,11 @@ def connected_store(
     if not isinstance(store, str):
         raise TypeError(f"store must be a Store or 'tcp://host:port', got {store!r}")
     try:
-        url = urlsplit(store)
-        host, port = url.hostname, url.port
+        place = parse_address(store)
     except ValueError:
-        host = port = None
-    if host is None or port is None or url.scheme != "tcp":
-        raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}")
-    address, seconds = (host, port), timeout_seconds(timeout)
-    return call_patiently(
-        lambda: connect_store(*address, seconds, keys), f"the store at {url.geturl()}"
-    )
+        raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}") from None
+    seconds = timeout_seconds(timeout)
+    return call_patiently(lambda: dial_store(*place, seconds, keys), f"the store at {store}")
 
 
 def replica_group(

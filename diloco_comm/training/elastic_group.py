@@ -19,7 +19,7 @@ from ..elastic.differences import found_difference
 from ..elastic.driver import Driver
 from ..elastic.exits import LEFT_STAGE, Ended, end_with_status, forget_sigterm, heed_sigterm
 from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
-from ..elastic.hosting import Host, meeting_place
+from ..elastic.hosting import Place, meeting_place, place_of_workers
 from ..elastic.options import PERIOD_S, Elastic
 from ..elastic.totals import Meter
 from ..elastic.views import View
@@ -89,7 +89,7 @@ class ElasticGroup:
         self._store: dist.Store | None = None
         self._registry_id = ""
         self._driver: Driver | None = None
-        self._host: Host | None = None
+        self._place: Place | None = None
         failure, is_misfit, stage = "", False, "registry"
         folder = elastic.folder()
         end_with_status(has_launcher=folder is not None)
@@ -110,19 +110,19 @@ class ElasticGroup:
 
     def _open(self, shown: Any, num_workers: int) -> None:
         elastic = self.elastic
-        self._host = Host(elastic.interface(), self._keys)
-        self._host.publish(self._shown)
+        place = self._place = elastic.place(self._connect_s, self._keys)
         registry = elastic.connect()
         try:
             folder = elastic.folder()
             state = elastic.begin(
                 registry,
-                address=self._host.address,
+                address=place.address,
                 workers=num_workers,
                 shown=shown,
                 folder=folder,
                 is_pulling=self._transfer is not None,
             )
+            place.publish(state.member.nonce, self._shown)
             driver = Driver(
                 registry,
                 state,
@@ -137,7 +137,7 @@ class ElasticGroup:
             driver.start()
         except BaseException:
             registry.close()
-            self._host = None
+            self._place = None
             raise
         self._registry_id = registry.registry_id
         self._driver = driver
@@ -165,6 +165,8 @@ class ElasticGroup:
             self._driver.close()
         if self._transfer is not None:
             self._transfer.close()
+        if self._place is not None:
+            self._place.withdraw()
 
     def leave(self) -> None:
         """Leave the group at the next boundary."""
@@ -269,23 +271,24 @@ class ElasticGroup:
             try:
                 if self._workers is not None:
                     own = next(one for one in form.view.members if one.id == self.replica)
-                    self._own_store = self._store_of(form.view, own.address)
-                store = self._store = self._store_of(form.view)
+                    self._own_store = place_of_workers(form.view, own, self._connect_s, self._keys)
+                store = self._store = meeting_place(form.view, self._connect_s, self._keys)
                 if form.view.source == self.replica and self._driver is not None:
                     step = -1 if self._transfer is None else self._transfer.saved_step
                     store.set(_FIRST_STEP, str(step))
                 return store
             except dist.DistError as error:
-                host = form.view.lowest
-                raise SyncError(
-                    f"the store of view {form.view.number} on replica {host.id}, at "
-                    f"{host.address}, did not answer: {error}",
-                    stage="rendezvous",
-                    cuts=[] if host.id == self.replica else [(self.replica, host.id)],
-                ) from error
+                raise self._silent_store(form.view, error) from error
 
-    def _store_of(self, view: View, address: str = "") -> dist.Store:
-        return meeting_place(view, self._connect_s, self._keys, address)
+    def _silent_store(self, view: View, error: dist.DistError) -> SyncError:
+        host, is_shared = view.lowest, self.elastic.store is not None
+        place = "" if is_shared else f" on replica {host.id}"
+        has_no_way = not is_shared and host.id != self.replica
+        return SyncError(
+            f"the store of view {view.number}{place}, at {host.address}, did not answer: {error}",
+            stage="rendezvous",
+            cuts=[(self.replica, host.id)] if has_no_way else [],
+        )
 
     def _next_form(self, began: float) -> ev.Form | None:
         """Wait for an attempt that asks for this replica; None when it has left.
@@ -351,8 +354,8 @@ class ElasticGroup:
         self.meter.entered(time.monotonic(), time.monotonic() - began)
         self._tell(ev.Started(view.number))
         self.elastic.remember(self._registry_id)
-        if self._host is not None:
-            self._host.forget_before(view.number)
+        if self._place is not None:
+            self._place.forget_before(view.number)
         if self._transfer is not None:
             self._transfer.has_begun()
         if self._driver is not None:

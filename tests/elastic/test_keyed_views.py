@@ -31,7 +31,7 @@ def _member(rank: int, world: int, store: Any, registry: str, root: str) -> Any:
         first = diloco.members
         train(diloco, model, optimizer, rank, 12)
         # The process hosts a store, whether or not a view has met there.
-        place = urlsplit(diloco._elastic.group._host.address)  # type: ignore[union-attr]
+        place = urlsplit(diloco._elastic.group._place.address)  # type: ignore[union-attr]
         is_keyed = _speaks_tls(str(place.hostname), int(place.port or 0), 5.0)
         if rank == world - 1:
             diloco.leave()

@@ -25,7 +25,7 @@ from workers import Pool
 from diloco_comm import DiLoCo, Link, StorePeers
 from diloco_comm.base import store_host
 from diloco_comm.base.service.keys import LinkKeys, allow, remove
-from diloco_comm.base.store_host import HostedStore, connect_store, open_store
+from diloco_comm.base.store_host import HostedStore, dial_store, open_store
 
 Fresh = Callable[..., Pool]
 SOON_S = 10.0
@@ -49,7 +49,7 @@ def hosted(keys: list[LinkKeys]) -> Iterator[HostedStore]:
 def store(request: pytest.FixtureRequest, hosted: HostedStore, keys: list[LinkKeys]) -> dist.Store:
     """A client of the store with keys; the host's own side; and a TCPStore, which must agree."""
     if request.param == "client":
-        return connect_store("127.0.0.1", hosted.port, SOON_S, keys[1])
+        return dial_store("127.0.0.1", hosted.port, SOON_S, keys[1])
     if request.param == "host":
         return hosted.store
     return open_store("127.0.0.1", 0).store
@@ -82,7 +82,7 @@ def test_all_calls_do_as_a_tcpstore_does(store: dist.Store) -> None:
 def test_several_keys_at_a_time(kind: str, hosted: HostedStore, keys: list[LinkKeys]) -> None:
     plain = open_store("127.0.0.1", 0)
     place = (hosted.port, keys[1]) if kind == "client" else (plain.port, None)
-    store = connect_store("127.0.0.1", place[0], SOON_S, place[1])
+    store = dial_store("127.0.0.1", place[0], SOON_S, place[1])
     assert store.has_extended_api()
     store.append("a", "x")
     store.append("a", "y")
@@ -94,8 +94,8 @@ def test_several_keys_at_a_time(kind: str, hosted: HostedStore, keys: list[LinkK
 
 
 def test_a_wait_ends_when_another_client_sets(hosted: HostedStore, keys: list[LinkKeys]) -> None:
-    store = connect_store("127.0.0.1", hosted.port, SOON_S, keys[1])
-    other = connect_store("127.0.0.1", hosted.port, SOON_S, keys[2])
+    store = dial_store("127.0.0.1", hosted.port, SOON_S, keys[1])
+    other = dial_store("127.0.0.1", hosted.port, SOON_S, keys[2])
     late = threading.Timer(0.2, other.set, ("late", "1"))
     late.start()
     assert store.get("late") == b"1"
@@ -121,32 +121,32 @@ def test_a_stranger_gets_one_sentence(
     with pytest.raises(
         dist.DistStoreError, match=r"does not let in the key of this process, [0-9a-f]{64}"
     ):
-        connect_store(*place, SOON_S, keys[2])
+        dial_store(*place, SOON_S, keys[2])
     remove(keys[2].folder, "r0")
     with pytest.raises(dist.DistStoreError, match="which is not among the allowed keys of this"):
-        connect_store(*place, SOON_S, LinkKeys.read(keys[2].folder))
+        dial_store(*place, SOON_S, LinkKeys.read(keys[2].folder))
     monkeypatch.setattr(store_host, "_FIRST_TRY_S", 0.5)
     begin = time.monotonic()
     with pytest.raises(dist.DistStoreError, match=r"has keys: give Link\(keys=\.\.\.\), or --keys"):
-        connect_store(*place, 60.0)
+        dial_store(*place, 60.0)
     plain = open_store("127.0.0.1", 0)
     with pytest.raises(dist.DistStoreError, match="does not speak TLS as a store with keys does"):
-        connect_store("127.0.0.1", plain.port, 2.0, keys[1])
+        dial_store("127.0.0.1", plain.port, 2.0, keys[1])
     closed = socket.create_server(("127.0.0.1", 0))
     port = closed.getsockname()[1]
     closed.close()
     with pytest.raises(dist.DistStoreError, match="did not answer within 300 ms: Connection refu"):
-        connect_store("127.0.0.1", port, 0.3, keys[1])
+        dial_store("127.0.0.1", port, 0.3, keys[1])
     assert time.monotonic() - begin < 30
     # All that left the host as it was.
-    assert connect_store(*place, SOON_S, keys[1]).add("n", 1) == 1
+    assert dial_store(*place, SOON_S, keys[1]).add("n", 1) == 1
 
 
 def until_refused(hosted: HostedStore, keys: LinkKeys) -> None:
     deadline = time.monotonic() + SOON_S
     while True:
         try:
-            connect_store("127.0.0.1", hosted.port, SOON_S, keys)
+            dial_store("127.0.0.1", hosted.port, SOON_S, keys)
         except dist.DistStoreError:
             return
         assert time.monotonic() < deadline
@@ -154,7 +154,7 @@ def until_refused(hosted: HostedStore, keys: LinkKeys) -> None:
 
 
 def test_a_removed_key_ends_its_connections(hosted: HostedStore, keys: list[LinkKeys]) -> None:
-    first, second = (connect_store("127.0.0.1", hosted.port, 60.0, one) for one in keys[1:])
+    first, second = (dial_store("127.0.0.1", hosted.port, 60.0, one) for one in keys[1:])
     ended: list[Exception] = []
 
     def wait() -> None:
@@ -176,7 +176,7 @@ def test_a_removed_key_ends_its_connections(hosted: HostedStore, keys: list[Link
     while hosted.store.num_clients < 2:  # type: ignore[attr-defined]
         assert time.monotonic() < deadline
         try:
-            again = connect_store("127.0.0.1", hosted.port, SOON_S, keys[2])
+            again = dial_store("127.0.0.1", hosted.port, SOON_S, keys[2])
             assert again.get("a") == b"1"
         except dist.DistStoreError:
             time.sleep(0.05)
@@ -197,7 +197,7 @@ def test_strangers_leave_nothing_behind(hosted: HostedStore, keys: list[LinkKeys
         else:
             held.append(one)
     # An allowed client comes in beside the half-open connections of strangers.
-    assert connect_store("127.0.0.1", hosted.port, SOON_S, keys[1]).add("n", 1) == 1
+    assert dial_store("127.0.0.1", hosted.port, SOON_S, keys[1]).add("n", 1) == 1
     for one in held:
         one.close()
     del one, held
@@ -209,7 +209,7 @@ def test_strangers_leave_nothing_behind(hosted: HostedStore, keys: list[LinkKeys
 
 
 def test_a_closed_host_ends_all_waits(hosted: HostedStore, keys: list[LinkKeys]) -> None:
-    store = connect_store("127.0.0.1", hosted.port, 60.0, keys[1])
+    store = dial_store("127.0.0.1", hosted.port, 60.0, keys[1])
     begin = time.monotonic()
     threading.Timer(0.2, hosted.store.close).start()  # type: ignore[attr-defined]
     with pytest.raises(dist.DistNetworkError, match="has broken"):
