@@ -10,7 +10,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated cuda-tests test test-all coverage nightly cpptest cuda kernels gpu-build gpu-rehearsal demo bench bars soak-async soak-decoupled soak-elastic lint docs package format sanitize clean
+.PHONY: setup emulated cuda-tests test test-all coverage nightly cpptest cuda kernels gpu-build gpu-rehearsal demo bench bars soak-async soak-decoupled soak-elastic lint docs package format sanitize fuzz clean
 
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
@@ -79,6 +79,15 @@ nightly: setup
 # The tests of the exchange engine in C++, without Python.
 cpptest: setup
 	$(BUILD) --target cpp_tests && ctest --output-on-failure --parallel 2
+
+# What a peer may say to a link, by libFuzzer for ten minutes; this needs clang. New inputs are in
+# build/fuzz/corpus. The inputs in tests/cpp/fuzz_link are met by `make cpptest`, too.
+fuzz: setup
+	cmake -G Ninja -S . -B build/fuzz -DCMAKE_CXX_COMPILER=$(or $(CLANG),clang++) \
+		-DPython_EXECUTABLE=$(abspath $(BIN))/python -DDILOCO_SANITIZE=fuzzer,address,undefined
+	cmake --build build/fuzz --target fuzz_link
+	mkdir -p build/fuzz/corpus
+	build/fuzz/fuzz_link -max_len=512 $(or $(ARGS),-max_total_time=600) build/fuzz/corpus tests/cpp/fuzz_link
 
 # The CUDA kernels for every architecture that nvcc can, checked for spills.
 cuda: cuda-tests

@@ -317,6 +317,12 @@ class Stranger {
         return ::recv(fd_, data, num_bytes, MSG_WAITALL) == static_cast<ssize_t>(num_bytes);
     }
 
+    // Whether the link has written, or has closed the connection, within a time. Not with TLS.
+    bool has_bytes(milliseconds limit) const {
+        pollfd wanted{fd_, POLLIN, 0};
+        return poll(&wanted, 1, static_cast<int>(limit.count())) > 0;
+    }
+
     // Reads on; whether the link has closed the connection.
     bool is_closed() const {
         char bytes[4096];
