@@ -49,14 +49,17 @@ def open_store(host: str, port: int, keys: LinkKeys | None = None) -> HostedStor
         RuntimeError: If there is no OpenSSL for the keys.
     """
     family = resolve(host, port, "the store", seconds=0.0)[0]
-    listener = socket.create_server((host, port), family=family)
-    port, descriptor = listener.getsockname()[1], listener.detach()
-    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    # The store owns the descriptor.
-    if keys is not None:
-        keyed = _C.StoreHost(descriptor, keys.seed, _OWN_WAITS.total_seconds())
-        AllowedWatch(keys, keyed, "diloco_comm keys of the store")
-        return HostedStore(keyed, address, port)
+    with socket.create_server((host, port), family=family) as listener:
+        port = listener.getsockname()[1]
+        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        if keys is not None:
+            allowed = sorted(keys.allowed.present(at_once=True))
+            # The store has a descriptor of its own.
+            keyed = _C.StoreHost(listener.fileno(), keys.seed, allowed, _OWN_WAITS.total_seconds())
+            AllowedWatch(keys, keyed, "diloco_comm keys of the store")
+            return HostedStore(keyed, address, port)
+        # The store owns the descriptor.
+        descriptor = listener.detach()
     # Without libuv a stray connection can block the store.
     store = dist.TCPStore(
         host,
@@ -118,22 +121,22 @@ def dial_store(host: str, port: int, seconds: float, keys: LinkKeys | None = Non
     if keys is not None:
         allowed = sorted(keys.allowed.present(at_once=True))
         return _C.KeyedStore(host, port, keys.seed, allowed, seconds)
-    # torch tries again until the end, also where a host with keys closes each connection. A store
-    # that has not started yet gets all the time at once.
+    # torch tries again until the end, also where a host with keys closes each connection, so that
+    # such a host is looked for early. A store that has not started yet gets all the time at once.
     end = time.monotonic() + seconds
     is_there = _accepts(host, port, min(seconds, _FIRST_TRY_S))
-    left = max(end - time.monotonic(), _LEAST_S)
-    first = min(left, _FIRST_TRY_S) if is_there else left
+    first = min(seconds, _FIRST_TRY_S) if is_there else max(end - time.monotonic(), _LEAST_S)
     try:
         store = _C.connect_store(host, port, first)
-    except dist.DistNetworkError:
+    except dist.DistError:
         if is_there and _speaks_tls(host, port, _LEAST_S):
             raise dist.DistStoreError(
                 f"the store at {host}:{port} has keys: give Link(keys=...), or --keys"
             ) from None
-        if left <= first:
+        left = end - time.monotonic()
+        if left < _LEAST_S:
             raise
-        store = _C.connect_store(host, port, left - first)
+        store = _C.connect_store(host, port, left)
     store.set_timeout(timedelta(seconds=seconds))
     return store
 
@@ -157,8 +160,9 @@ def _speaks_tls(host: str, port: int, seconds: float) -> bool:
             return True
     except ssl.SSLEOFError:
         return False
-    except ssl.SSLError:
-        return True  # The host refuses this client in TLS.
+    except ssl.SSLError as error:
+        # Otherwise the host refuses this client, in TLS.
+        return error.reason != "WRONG_VERSION_NUMBER"
     except OSError:
         return False
 

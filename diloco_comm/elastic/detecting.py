@@ -43,7 +43,8 @@ class Detector(Protocol):
         """Return which of the silent processes have ended; a later look may take that back.
 
         Args:
-            silent: The address of the store that each of them hosts, ``tcp://host:port``, by nonce.
+            silent: The address of each one's store, ``tcp://host:port``, by nonce: of its own
+                process, unless the members share a store.
         """
         ...
 
@@ -197,10 +198,11 @@ class Signs:
 
     Args:
         detector: The user's; None if the user gave none.
+        asks_hosts: The address of a member leads to the process of that member.
     """
 
-    def __init__(self, detector: Detector | None) -> None:
-        self._refusals = Refusals()
+    def __init__(self, detector: Detector | None, asks_hosts: bool = True) -> None:
+        self._refusals, self._asks_hosts = Refusals(), asks_hosts
         self._detector = None if detector is None else Guarded(detector)
 
     @property
@@ -224,12 +226,7 @@ class Signs:
             one = beat.member
             if one.key in members and beat.stage not in (GONE, FINISHED):
                 addresses[one.key in silent][one.nonce] = one.address
-        # At a store that the members share, nobody's end shows.
-        hosts = [
-            {nonce: place for nonce, place in one.items() if place != state.member.address}
-            for one in addresses
-        ]
-        ended = self._refusals.look(*hosts)
+        ended = self._refusals.look(*addresses) if self._asks_hosts else ()
         return ended if self._detector is None else (*ended, *self._detector.look(addresses[1]))
 
     def close(self) -> None:

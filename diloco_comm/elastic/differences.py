@@ -15,15 +15,18 @@ MISSING = "nothing"
 _LONGEST = 200
 
 
-def found_difference(view: View, shown: str, timeout_s: float, keys: LinkKeys | None = None) -> str:
+def found_difference(
+    view: View, address: str, shown: str, timeout_s: float, keys: LinkKeys | None = None
+) -> str:
     """Say what differs from the lowest member of a view; "" if that member does not answer.
 
     Args:
+        address: ``tcp://host:port`` of the store at which that member is found.
         shown: What this replica has, as JSON.
         keys: This replica's keys, for the store of that member.
     """
     try:
-        theirs = json.loads(settings_of(view.run, view.lowest, timeout_s, keys))
+        theirs = json.loads(settings_of(view, address, timeout_s, keys))
     except (dist.DistError, ValueError):
         return ""
     found = difference(json.loads(shown), theirs)

@@ -58,6 +58,7 @@ class Driver:
         chooses_number: The number in ``state`` is a guess: take another if it is taken.
         folder: Of the launcher, in which this process notes its number and may be asked to leave.
         detector: A further source of which processes have ended.
+        asks_hosts: The address of a member leads to its own process, which may be asked.
 
     Attributes:
         state: The core's newest state.
@@ -82,6 +83,7 @@ class Driver:
         chooses_number: bool = False,
         folder: StateFolder | None = None,
         detector: Detector | None = None,
+        asks_hosts: bool = True,
     ) -> None:
         self._registry, self._period_s, self._say = registry, period_s, say
         self.state = state
@@ -104,7 +106,7 @@ class Driver:
         self._abandoned = -1
         self._ended: Ended | None = None
         self._counter = 0
-        self._signs = Signs(detector)
+        self._signs = Signs(detector, asks_hosts)
         self._has_warned = False
         self._loss_since = 0.0
         self._last_poll = self._last_answer = self._stage_since = time.monotonic()

@@ -160,7 +160,7 @@ class Elastic:
         if self.store is not None:
             try:
                 parse_address(self.store)
-            except ValueError:
+            except (ValueError, AttributeError):
                 raise ValueError(f"store must be 'tcp://host:port', got {self.store!r}") from None
         self.suspect_after = timeout_seconds(self.suspect_after, "suspect_after")
         if self.quorum_wait is not None:
@@ -279,7 +279,7 @@ class Elastic:
 
         Args:
             timeout_s: Longest wait for a store that the members share.
-            keys: Of the link.
+            keys: The keys of the link.
 
         Raises:
             SyncError: If the store, or the registry's host, has no address or does not answer.

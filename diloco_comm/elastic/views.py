@@ -32,8 +32,8 @@ class Member:
     Attributes:
         id: Of the replica; stays when the process starts again.
         nonce: Of the process.
-        address: Of the store at which others find this process, "tcp://host:port": its own, or one
-            that all members share.
+        address: "tcp://host:port" of the store at which others find this process: its own store, or
+            one that all members share.
         workers: Of the replica.
         settings: Hash of what must be equal on all members.
     """

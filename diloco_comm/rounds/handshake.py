@@ -41,7 +41,7 @@ def connect_store(
 ) -> dist.Store:
     """Connect to the store of ``diloco-comm store``, for a program with data of its own there.
 
-    ``StorePeers`` takes the result, too.
+    ``StorePeers`` takes the result, too. With keys the store has no queues (``queue_push``).
 
     Args:
         address: ``tcp://host:port``, as the store prints it.
@@ -53,6 +53,7 @@ def connect_store(
         ValueError: If the address is not of the form ``tcp://host:port``, the timeout is not
             positive and finite, or ``keys`` names no pair of keys.
         TypeError: If the address is no string.
+        RuntimeError: If there is no OpenSSL for the keys.
         torch.distributed.DistError: If no store answers there in time, the host has no address, or
             store and process do not let in each other's keys.
     """

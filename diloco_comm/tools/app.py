@@ -190,6 +190,9 @@ def store(
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
         fail(f"cannot listen on {host}:{port}: {reason}")
+    except RuntimeError as error:
+        # There is no OpenSSL for the keys.
+        fail(str(error))
     print(f"closed by {signal_name}", file=sys.stderr)
 
 

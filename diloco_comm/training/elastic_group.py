@@ -22,7 +22,7 @@ from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
 from ..elastic.hosting import Place, meeting_place, place_of_workers
 from ..elastic.options import PERIOD_S, Elastic
 from ..elastic.totals import Meter
-from ..elastic.views import View
+from ..elastic.views import Member, View
 from ..exchange.waiting import WaitLog
 from ..replica.workers import WORKMATE_STAGE, ReplicaWorkers
 from ..rounds.runner import RoundRunner
@@ -131,12 +131,14 @@ class ElasticGroup:
                 chooses_number=elastic.replica is None,
                 folder=folder,
                 detector=elastic.detector,
+                asks_hosts=elastic.store is None,
             )
             if self._transfer is not None:
                 self._transfer.attach(driver, self._emit)
             driver.start()
         except BaseException:
             registry.close()
+            place.withdraw()
             self._place = None
             raise
         self._registry_id = registry.registry_id
@@ -265,14 +267,20 @@ class ElasticGroup:
 
     def _meeting_place(self, form: ev.Form) -> dist.Store:
         """Connect all workers to the store of a view."""
+        # All workers have come here, so that none waits for the marks of an earlier attempt.
+        self._clear_marks()
         self._form, self._own_store = form, None
         self.first_step = -1
         with nullcontext() if self._workers is None else self._workers.all_workers():
             try:
                 if self._workers is not None:
                     own = next(one for one in form.view.members if one.id == self.replica)
-                    self._own_store = place_of_workers(form.view, own, self._connect_s, self._keys)
-                store = self._store = meeting_place(form.view, self._connect_s, self._keys)
+                    self._own_store = place_of_workers(
+                        form.view, own.id, self._address(own), self._connect_s, self._keys
+                    )
+                address = self._address(form.view.lowest)
+                store = meeting_place(form.view, address, self._connect_s, self._keys)
+                self._store = store
                 if form.view.source == self.replica and self._driver is not None:
                     step = -1 if self._transfer is None else self._transfer.saved_step
                     store.set(_FIRST_STEP, str(step))
@@ -280,12 +288,17 @@ class ElasticGroup:
             except dist.DistError as error:
                 raise self._silent_store(form.view, error) from error
 
+    def _address(self, member: Member) -> str:
+        """Return where this process finds a member's store."""
+        return self.elastic.store or member.address
+
     def _silent_store(self, view: View, error: dist.DistError) -> SyncError:
         host, is_shared = view.lowest, self.elastic.store is not None
         place = "" if is_shared else f" on replica {host.id}"
         has_no_way = not is_shared and host.id != self.replica
+        address = self._address(host)
         return SyncError(
-            f"the store of view {view.number}{place}, at {host.address}, did not answer: {error}",
+            f"the store of view {view.number}{place}, at {address}, did not answer: {error}",
             stage="rendezvous",
             cuts=[(self.replica, host.id)] if has_no_way else [],
         )
@@ -320,9 +333,10 @@ class ElasticGroup:
 
     def _found_difference(self) -> str:
         view = None if self._driver is None else self._driver.state.recorded
-        return (
-            "" if view is None else found_difference(view, self._shown, self._connect_s, self._keys)
-        )
+        if view is None:
+            return ""
+        address = self._address(view.lowest)
+        return found_difference(view, address, self._shown, self._connect_s, self._keys)
 
     def _next_order(self, driver: Driver) -> ev.Form | Ended | None:
         """Wait a moment for an order; a newcomer copies the state meanwhile."""
@@ -355,7 +369,7 @@ class ElasticGroup:
         self._tell(ev.Started(view.number))
         self.elastic.remember(self._registry_id)
         if self._place is not None:
-            self._place.forget_before(view.number)
+            self._place.tidy(view)
         if self._transfer is not None:
             self._transfer.has_begun()
         if self._driver is not None:
@@ -413,6 +427,12 @@ class ElasticGroup:
         if self._driver is not None and self._own_store is not None:
             with contextlib.suppress(dist.DistError):
                 self._own_store.set(what, "1")
+
+    def _clear_marks(self) -> None:
+        if self._driver is not None and self._own_store is not None:
+            with contextlib.suppress(dist.DistError):
+                for what in ("open", "failed"):
+                    self._own_store.delete_key(what)
 
     def _hear_of_opening(self, number: int) -> None:
         assert self._own_store is not None

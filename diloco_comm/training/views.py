@@ -83,6 +83,8 @@ class ElasticTraining:
         shown |= {"settings": _alike(settings), "of": plan.num_fragments}
         shown["total_steps"] = elastic.total_steps
         shown["inner_state"] = elastic.inner_state
+        if elastic.store is not None:
+            shown["shares_store"] = True
         self._total_steps = elastic.total_steps
         self._inner = InnerStates(plan.named(), replica.optimizers) if elastic.inner_state else None
         if self._inner is not None:

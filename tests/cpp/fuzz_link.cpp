@@ -1,5 +1,5 @@
-// What a process may send to a link: any bytes, and frames that are almost right. Nothing of it
-// may crash the link, hold it up, write where no receive is posted, or leave wrong bytes in one.
+// Any bytes for a link, and frames that are almost right. None of these inputs may crash the link,
+// hold the link up, write where no receive is posted, or leave wrong bytes in a receive.
 //
 // Clang's libFuzzer calls LLVMFuzzerTestOneInput; without it main() reads the inputs from a folder.
 #include <algorithm>
@@ -149,7 +149,7 @@ void lie(const LinkPtr& link, Input& input) {
     }
 }
 
-// Two honest processes, of which one is lied to.
+// Two honest processes. The first one is lied to.
 class World {
   public:
     World() : members_(connect_new(2, "honest")) {}

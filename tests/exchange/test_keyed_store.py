@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -10,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from exchange_helpers import folder_of, make_folders
 from test_link_keys import Relay
 from workers import Pool
 
-from diloco_comm import DiLoCo, Link, StorePeers
+from diloco_comm import _C, DiLoCo, Link, StorePeers
 from diloco_comm.base import store_host
 from diloco_comm.base.service.keys import LinkKeys, allow, remove
 from diloco_comm.base.store_host import HostedStore, dial_store, open_store
@@ -206,6 +208,85 @@ def test_strangers_leave_nothing_behind(hosted: HostedStore, keys: list[LinkKeys
         assert time.monotonic() < deadline, (tasks(), before)
         time.sleep(0.05)
     assert hosted.store.num_clients == 0  # type: ignore[attr-defined]
+
+
+def test_one_host_of_strangers_keeps_nobody_out(hosted: HostedStore) -> None:
+    early = socket.create_connection(("127.0.0.1", hosted.port))
+    many = []
+    for _ in range(100):
+        one = socket.socket()
+        one.bind(("127.0.0.9", 0))
+        one.connect(("127.0.0.1", hosted.port))
+        many.append(one)
+    early.settimeout(1.0)
+    with pytest.raises(TimeoutError):
+        early.recv(1)
+    ended = sum(bool(select.select([one], [], [], 0)[0]) for one in many)
+    assert ended >= 30
+    for one in (early, *many):
+        one.close()
+
+
+@pytest.mark.parametrize("has_keys", [False, True], ids=["plain", "keyed"])
+def test_a_host_that_closes_at_first_is_tried_again(
+    has_keys: bool, keys: list[LinkKeys], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a forwarder of ports does, whose store has not started yet."""
+    monkeypatch.setattr(store_host, "_FIRST_TRY_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as forwarder:
+        port = forwarder.getsockname()[1]
+        forwarder.settimeout(0.1)
+        opened: list[HostedStore] = []
+
+        def forward() -> None:
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                with suppress(TimeoutError):
+                    forwarder.accept()[0].close()
+            forwarder.close()
+            opened.append(open_store("127.0.0.1", port, keys[0] if has_keys else None))
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        store = dial_store("127.0.0.1", port, 30.0, keys[1] if has_keys else None)
+        assert store.add("n", 1) == 1
+        thread.join()
+
+
+def test_a_host_heeds_no_signal_and_keeps_no_port(keys: list[LinkKeys]) -> None:
+    hosted = open_store("127.0.0.1", 0, keys[0])
+    masks = {}
+    for task in Path("/proc/self/task").iterdir():
+        lines = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        masks[lines["Name"].strip()] = int(lines["SigBlk"], 16)
+    # SIGHUP, SIGINT and SIGTERM, which would have the thread wait in accept().
+    assert all(masks["diloco-host"] >> (number - 1) & 1 for number in (1, 2, 15))
+    hosted.store.close()  # type: ignore[attr-defined]
+    with pytest.raises((RuntimeError, ValueError)):
+        open_store("127.0.0.1", hosted.port, replace(keys[0], seed=b"short"))
+    open_store("127.0.0.1", hosted.port)
+
+
+def test_what_is_too_large_or_no_number_is_a_sentence(store: dist.Store) -> None:
+    store.set("word", "seven")
+    with pytest.raises((dist.DistError, ValueError)) as caught:
+        store.add("word", 1)
+    if isinstance(store, dist.TCPStore):
+        return
+    assert "add() needs a number, and the store holds text at word" in str(caught.value)
+    assert store.add("most", 2**63 - 1) == 2**63 - 1
+    with pytest.raises((dist.DistError, ValueError), match="at most would be too large"):
+        store.add("most", 1)
+    if isinstance(store, _C.StoreHost):
+        return
+    for _ in range(2):
+        store.append("large", "x" * (40 << 20))
+    with pytest.raises(dist.DistStoreError, match="takes at most 64 MiB at a time, got 838860"):
+        store.get("large")
+    assert store.delete_key("large") and store.add("most", -1) == 2**63 - 2
+    store.set_timeout(timedelta(0))
+    store.set("soon", "1")
+    assert store.check(["soon"])
 
 
 def test_a_closed_host_ends_all_waits(hosted: HostedStore, keys: list[LinkKeys]) -> None:

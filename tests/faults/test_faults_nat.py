@@ -240,7 +240,7 @@ def in_elastic_group(rank: int, world: int, site: Site) -> Any:
 
 
 @pytest.mark.nightly(
-    "12 s of processes; test_keyed_views has the stores, the fixed group the routers"
+    "12 s of processes; test_meeting_stores has the stores, the fixed group the routers"
 )
 @pytest.mark.parametrize("keyed", [False, True], ids=["plain", "keyed"])
 def test_an_elastic_group_of_homes(

@@ -1,3 +1,4 @@
+#include <fcntl.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -153,14 +154,14 @@ void register_keyed_store(py::module_& m) {
         .def_property_readonly("host", &KeyedStore::host)
         .def_property_readonly("port", &KeyedStore::port);
     py::class_<StoreHost, c10d::Store, c10::intrusive_ptr<StoreHost>>(m, "StoreHost")
-        .def(py::init([](int listener, const py::bytes& seed, double timeout_s) {
-                 std::shared_ptr<link::Identity> identity = open_identity(seed);
-                 return c10::make_intrusive<StoreHost>(Descriptor([&] { return listener; }),
-                                                       std::move(identity),
-                                                       from_seconds(timeout_s));
+        .def(py::init([](int listener, const py::bytes& seed, const std::vector<py::bytes>& allowed,
+                         double timeout_s) {
+                 Descriptor own([&] { return fcntl(listener, F_DUPFD_CLOEXEC, 0); });
+                 return c10::make_intrusive<StoreHost>(std::move(own), open_identity(seed),
+                                                       keys_of(allowed), from_seconds(timeout_s));
              }),
-             py::arg("listener"), py::arg("seed"), py::arg("timeout_s"),
-             "Owns the descriptor of a listening socket.")
+             py::arg("listener"), py::arg("seed"), py::arg("allowed"), py::arg("timeout_s"),
+             "Serves at a listening socket, whose descriptor stays the caller's: the host has a copy.")
         .def("allow", &allow<StoreHost>, py::arg("keys"),
              "Replaces the public keys that are let in; connections of other keys end.")
         .def_property_readonly("num_clients", &StoreHost::num_clients)

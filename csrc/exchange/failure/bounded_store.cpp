@@ -124,6 +124,16 @@ c10::intrusive_ptr<Store> clone_of(Store& store, long) {
     return connect_store(tcp->getHost(), tcp->getPort(), store.getTimeout());
 }
 
+template <typename Store>
+auto keys_of(Store& store, int) -> decltype(store.listKeys()) {
+    return store.listKeys();
+}
+
+template <typename Store>
+std::vector<std::string> keys_of(Store&, long) {
+    return {};
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> connect_store(const std::string& host, uint16_t port,
@@ -237,6 +247,10 @@ void BoundedStore::append(const std::string& key, const Bytes& value) {
 
 std::vector<BoundedStore::Bytes> BoundedStore::multiGet(const std::vector<std::string>& keys) {
     return call(limit_, [keys](Store& store) { return store.multiGet(keys); });
+}
+
+std::vector<std::string> BoundedStore::listKeys() {
+    return call(limit_, [](Store& store) { return keys_of(store, 0); });
 }
 
 void BoundedStore::multiSet(const std::vector<std::string>& keys,

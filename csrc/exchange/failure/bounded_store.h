@@ -51,6 +51,8 @@ class BoundedStore : public c10d::Store {
     std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override;
     void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
     bool hasExtendedApi() const override { return store_->hasExtendedApi(); }
+    // A function of c10d::Store in newer versions of torch; else there is no list.
+    std::vector<std::string> listKeys();
 
     // Whether the connection has broken; from any thread.
     bool is_broken() const { return *is_broken_; }

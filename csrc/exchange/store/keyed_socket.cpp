@@ -54,6 +54,20 @@ class Reader {
 
 }  // namespace
 
+std::vector<std::string> pairs_of(const std::vector<std::string>& keys,
+                                  const std::vector<std::vector<uint8_t>>& values) {
+    if (keys.size() != values.size()) {
+        throw std::invalid_argument("there are " + std::to_string(keys.size()) + " keys and " +
+                                    std::to_string(values.size()) + " values");
+    }
+    std::vector<std::string> pairs;
+    for (size_t i = 0; i < keys.size(); ++i) {
+        pairs.push_back(keys[i]);
+        pairs.push_back(text_of(values[i]));
+    }
+    return pairs;
+}
+
 std::string words_of_late(const std::vector<std::string>& keys, int64_t milliseconds) {
     std::string list;
     for (const std::string& key : keys) list += (list.empty() ? "" : ", ") + key;
@@ -69,6 +83,8 @@ KeyedSocket::KeyedSocket(Descriptor fd, std::shared_ptr<link::Identity> identity
 KeyedSocket::~KeyedSocket() { session_.close(); }
 
 void KeyedSocket::wait_for(Outcome outcome, Clock::time_point end) {
+    if (outcome == Outcome::kFailed) throw Refused(session_.trouble());
+    if (outcome == Outcome::kClosed) throw std::runtime_error(session_.trouble());
     pollfd one{fd_.get(), static_cast<short>(outcome == Outcome::kWantsRead ? POLLIN : POLLOUT), 0};
     while (true) {
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()).count();
@@ -84,7 +100,6 @@ void KeyedSocket::shake_hands(Clock::time_point end) {
     while (true) {
         const Outcome outcome = session_.handshake();
         if (outcome == Outcome::kDone) return;
-        if (outcome > Outcome::kWantsWrite) throw std::runtime_error(session_.trouble());
         wait_for(outcome, end);
     }
 }
@@ -96,7 +111,6 @@ void KeyedSocket::write(const std::string& bytes, Clock::time_point end) {
         const Outcome outcome = session_.write(bytes.data() + at, bytes.size() - at, done);
         at += done;
         if (outcome == Outcome::kDone) return;
-        if (outcome > Outcome::kWantsWrite) throw std::runtime_error(session_.trouble());
         wait_for(outcome, end);
     }
 }
@@ -108,7 +122,6 @@ void KeyedSocket::read(std::string& bytes, Clock::time_point end) {
         const Outcome outcome = session_.read(bytes.data() + at, bytes.size() - at, done);
         at += done;
         if (outcome == Outcome::kDone) continue;
-        if (outcome > Outcome::kWantsWrite) throw std::runtime_error(session_.trouble());
         wait_for(outcome, end);
     }
 }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,8 @@
 namespace diloco::store {
 
 using Clock = std::chrono::steady_clock;
+// The longest wait: a limit of more years would overflow the clock.
+constexpr std::chrono::hours kForever{87600};
 
 // A request or an answer.
 struct Packet {
@@ -54,6 +57,16 @@ inline std::string text_of(const std::vector<uint8_t>& bytes) {
 }
 inline std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
+// Key, value, key, value, ...; throws std::invalid_argument where the numbers differ.
+std::vector<std::string> pairs_of(const std::vector<std::string>& keys,
+                                  const std::vector<std::vector<uint8_t>>& values);
+
+// The other side has refused this one, or speaks something else: another attempt is of no use.
+class Refused : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
 // Says that keys did not come within a time.
 std::string words_of_late(const std::vector<std::string>& keys, int64_t milliseconds);
 
@@ -68,7 +81,8 @@ class KeyedSocket {
     KeyedSocket& operator=(const KeyedSocket&) = delete;
 
     // These functions throw std::runtime_error, with one sentence, when the connection has ended or
-    // `end` has passed. Then the connection is of no more use.
+    // `end` has passed. Then the connection is of no more use. The class is Refused where the
+    // session has failed rather than ended.
     void shake_hands(Clock::time_point end);
     void send(const Packet& packet, Clock::time_point end);
     Packet receive(Clock::time_point end);
@@ -82,6 +96,7 @@ class KeyedSocket {
     const link::PublicKey& peer() const { return session_.peer(); }
 
   private:
+    // Waits for what the session wants; throws where that is nothing any more.
     void wait_for(link::TlsSession::Outcome outcome, Clock::time_point end);
     void write(const std::string& bytes, Clock::time_point end);
     void read(std::string& bytes, Clock::time_point end);

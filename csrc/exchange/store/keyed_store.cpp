@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -21,14 +22,18 @@ using store::Answer;
 using store::bytes_of;
 using store::Clock;
 using store::KeyedSocket;
+using store::kForever;
 using store::Packet;
 using store::Request;
 using store::text_of;
 
 // Between two attempts to connect.
 constexpr std::chrono::milliseconds kPause{100};
-// A host that has accepted a connection shakes hands so soon; a store without keys never does.
-constexpr std::chrono::seconds kMostHandshake{10};
+// A host that has accepted a connection shakes hands so soon; a store without keys never does. It
+// may stand still, be full or be started again: so long is it tried again.
+constexpr std::chrono::seconds kMostHandshake{10}, kPatience{30};
+constexpr char kNoTls[] = "does not speak TLS as a store with keys does: ";
+constexpr char kNoStore[] = "does not answer as a store with keys does: ";
 // An answer to a wait may come so much later than the wait ends.
 constexpr std::chrono::milliseconds kSlack{10000};
 
@@ -65,34 +70,41 @@ KeyedStore::KeyedStore(Place place, milliseconds timeout)
 }
 
 void KeyedStore::connect() {
-    auto end = Clock::now() + timeout_;
+    const auto end = Clock::now() + std::min<milliseconds>(timeout_, kForever);
     const std::string port = std::to_string(place_.port);
-    const std::string name = "the store at " + place_.host + ":" + port;
     std::string trouble = "the host has no address";
-    Descriptor fd;
-    while (true) {
+    std::optional<Clock::time_point> patience;  // since somebody has accepted a connection
+    while (!socket_) {
+        Descriptor fd;
         for (const Address& address : look_up(place_.host, port, AI_NUMERICSERV)) {
             fd = dial(address, end, trouble);
             if (fd) break;
         }
-        if (fd) break;
-        if (Clock::now() + kPause > end) {
-            C10_THROW_ERROR(DistStoreError, name + " did not answer within " +
-                                                std::to_string(timeout_.count()) +
-                                                " ms: " + trouble);
+        if (fd) {
+            if (!patience) patience = std::min<Clock::time_point>(end, Clock::now() + kPatience);
+            trouble = greet(std::move(fd), *patience);
+        }
+        if (socket_) return;
+        if (Clock::now() + kPause > patience.value_or(end)) {
+            give_up(patience ? trouble
+                             : "did not answer within " + std::to_string(timeout_.count()) +
+                                   " ms: " + trouble);
         }
         std::this_thread::sleep_for(kPause);
     }
+}
+
+// Returns why the connection is of no use, where another attempt may be.
+std::string KeyedStore::greet(Descriptor fd, Clock::time_point end) {
     link::set_options(fd.get());
     end = std::min<Clock::time_point>(end, Clock::now() + kMostHandshake);
     link::PublicKey shown{};
-    bool is_strange = false;
+    bool is_strange = false, has_shaken = false;
     const auto is_allowed = [&](const link::PublicKey& key) {
         shown = key;
         is_strange = key != place_.identity->public_key() && place_.allowed.count(key) == 0;
         return !is_strange;
     };
-    bool has_shaken = false;
     try {
         auto socket =
             std::make_unique<KeyedSocket>(std::move(fd), place_.identity, true, is_allowed);
@@ -100,21 +112,30 @@ void KeyedStore::connect() {
         has_shaken = true;
         socket->send({static_cast<uint8_t>(Request::kHello), 0, {store::kProtocol}}, end);
         const Packet hello = socket->receive(end);
-        if (hello.kind != static_cast<uint8_t>(Answer::kDone) ||
-            hello.parts != std::vector<std::string>{store::kProtocol}) {
-            throw std::runtime_error("a link or another version of the store answers there");
+        if (hello.kind == static_cast<uint8_t>(Answer::kDone) &&
+            hello.parts == std::vector<std::string>{store::kProtocol}) {
+            socket_ = std::move(socket);
+            return "";
         }
-        socket_ = std::move(socket);
+    } catch (const store::Refused& error) {
+        if (is_strange) {
+            give_up("has the key " + link::to_hex(shown) +
+                    ", which is not among the allowed keys of this process");
+        }
+        if (has_shaken) {
+            give_up("does not let in the key of this process, " +
+                    link::to_hex(place_.identity->public_key()) + ": " + error.what());
+        }
+        give_up(kNoTls + std::string(error.what()));
     } catch (const std::exception& error) {
-        const std::string why =
-            is_strange ? "has the key " + link::to_hex(shown) +
-                             ", which is not among the allowed keys of this process"
-            : has_shaken
-                ? "does not let in the key of this process, " +
-                      link::to_hex(place_.identity->public_key()) + ": " + error.what()
-                : std::string("does not speak TLS as a store with keys does: ") + error.what();
-        C10_THROW_ERROR(DistStoreError, name + " " + why);
+        return (has_shaken ? kNoStore : kNoTls) + std::string(error.what());
     }
+    give_up("is one of another version");
+}
+
+void KeyedStore::give_up(const std::string& why) const {
+    C10_THROW_ERROR(DistStoreError,
+                    "the store at " + place_.host + ":" + std::to_string(place_.port) + " " + why);
 }
 
 c10::intrusive_ptr<c10d::Store> KeyedStore::clone() {
@@ -129,8 +150,7 @@ Packet KeyedStore::ask(Request request, std::vector<std::string> parts, int64_t 
         if (!socket_) {
             C10_THROW_ERROR(DistNetworkError, "the connection to the store has broken");
         }
-        // A limit of many years must not overflow the clock.
-        const auto end = Clock::now() + std::min<milliseconds>(limit, std::chrono::hours(87600));
+        const auto end = Clock::now() + std::min<milliseconds>(limit, kForever);
         try {
             socket_->send({static_cast<uint8_t>(request), number, parts}, end);
             answer = socket_->receive(end);
@@ -203,14 +223,7 @@ std::vector<KeyedStore::Bytes> KeyedStore::multiGet(const std::vector<std::strin
 }
 
 void KeyedStore::multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) {
-    TORCH_CHECK_VALUE(keys.size() == values.size(), "there are ", keys.size(), " keys and ",
-                      values.size(), " values");
-    std::vector<std::string> parts;
-    for (size_t i = 0; i < keys.size(); ++i) {
-        parts.push_back(keys[i]);
-        parts.push_back(text_of(values[i]));
-    }
-    ask(Request::kMultiSet, std::move(parts));
+    ask(Request::kMultiSet, store::pairs_of(keys, values));
 }
 
 std::vector<std::string> KeyedStore::listKeys() { return ask(Request::kListKeys, {}).parts; }

@@ -32,8 +32,9 @@ class KeyedStore : public c10d::Store {
         std::set<link::PublicKey> allowed{};
     };
 
-    // Tries again until `timeout` where nobody listens; the client's waits have this timeout, too.
-    // Throws c10::DistStoreError with one sentence.
+    // Tries again until `timeout` where nobody listens, and for a while where the host does not
+    // answer; the client's waits have this timeout, too. Throws c10::DistStoreError with one
+    // sentence.
     KeyedStore(Place place, milliseconds timeout);
 
     // A further connection. A function of c10d::Store from torch 2.8 on, so without `override`.
@@ -60,11 +61,16 @@ class KeyedStore : public c10d::Store {
     uint16_t port() const { return place_.port; }
 
   private:
+    static constexpr milliseconds kLeast{10000};
+
     void connect();
+    std::string greet(Descriptor fd, store::Clock::time_point end);
+    [[noreturn]] void give_up(const std::string& why) const;
     store::Packet ask(store::Request request, std::vector<std::string> parts, int64_t number,
                       milliseconds limit);
     store::Packet ask(store::Request request, std::vector<std::string> parts, int64_t number = 0) {
-        return ask(request, std::move(parts), number, timeout_);
+        // Nothing but the way to the host makes these wait, whatever the timeout of waits is.
+        return ask(request, std::move(parts), number, std::max(timeout_, kLeast));
     }
     std::vector<std::string> get_all(const std::vector<std::string>& keys);
 

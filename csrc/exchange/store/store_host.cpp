@@ -1,13 +1,17 @@
 #include "exchange/store/store_host.h"
 
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
+#include <map>
 #include <stdexcept>
 #include <utility>
 
@@ -19,6 +23,7 @@ using store::Answer;
 using store::bytes_of;
 using store::Clock;
 using store::KeyedSocket;
+using store::kForever;
 using store::Packet;
 using store::Request;
 using store::Table;
@@ -46,9 +51,17 @@ std::string Table::compare_set(const std::string& key, const std::string& expect
 
 int64_t Table::add(const std::string& key, int64_t amount) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = values_.find(key);
-    const int64_t sum = amount + (found == values_.end() ? 0 : std::stoll(found->second));
-    values_[key] = std::to_string(sum);
+    std::string& value = values_[key];
+    int64_t sum = 0;
+    const char* const end = value.data() + value.size();
+    const auto [stop, error] = std::from_chars(value.data(), end, sum);
+    if (!value.empty() && (error != std::errc() || stop != end)) {
+        throw std::invalid_argument("add() needs a number, and the store holds text at " + key);
+    }
+    if (__builtin_add_overflow(sum, amount, &sum)) {
+        throw std::invalid_argument("the number of the store at " + key + " would be too large");
+    }
+    value = std::to_string(sum);
     changed_.notify_all();
     return sum;
 }
@@ -105,7 +118,6 @@ constexpr size_t kMostClients = 4096;
 constexpr std::chrono::seconds kHandshake{5};
 // A client that takes no answer for so long is gone.
 constexpr std::chrono::seconds kAnswer{60};
-constexpr std::chrono::hours kForever{87600};
 
 Clock::time_point after(std::chrono::milliseconds time) {
     return Clock::now() + std::clamp<std::chrono::milliseconds>(time, {}, kForever);
@@ -117,25 +129,39 @@ Clock::time_point after(std::chrono::milliseconds time) {
 
 struct StoreHost::Client {
     KeyedSocket* socket = nullptr;  // null before and after the connection
+    std::string origin{};           // the address of its host
     std::optional<link::PublicKey> key{};
     bool has_been_ended = false;
 };
 
 struct StoreHost::Shared {
-    Shared(Descriptor listener, std::shared_ptr<link::Identity> identity)
-        : listener(std::move(listener)), identity(std::move(identity)) {}
+    Shared(Descriptor socket, std::shared_ptr<link::Identity> identity,
+           std::set<link::PublicKey> keys)
+        : listener(std::move(socket)), identity(std::move(identity)) {
+        allowed.replace(std::move(keys));
+        // A caller may hang up between poll() and accept4(), which must not wait for the next one.
+        fcntl(listener.get(), F_SETFL, fcntl(listener.get(), F_GETFL) | O_NONBLOCK);
+    }
 
     bool is_allowed(const link::PublicKey& key) const {
         return key == identity->public_key() || allowed.has(key);
     }
 
-    void end_oldest_stranger() {
+    // The oldest stranger of the host that has the most of them: one host cannot keep others out.
+    void end_a_stranger() {
+        std::map<std::string, int> counts;
+        const auto may_end = [](const Client& client) {
+            return !client.key && !client.has_been_ended && client.socket != nullptr;
+        };
+        for (const auto& [id, client] : clients) counts[client.origin] += may_end(client) ? 1 : 0;
+        Client* chosen = nullptr;
         for (auto& [id, client] : clients) {
-            if (client.key || client.has_been_ended || !client.socket) continue;
-            client.socket->shut_down();
-            client.has_been_ended = true;
-            return;
+            if (!may_end(client)) continue;
+            if (!chosen || counts[client.origin] > counts[chosen->origin]) chosen = &client;
         }
+        if (!chosen) return;
+        chosen->socket->shut_down();
+        chosen->has_been_ended = true;
     }
 
     const Descriptor listener;
@@ -151,9 +177,10 @@ struct StoreHost::Shared {
 };
 
 StoreHost::StoreHost(Descriptor listener, std::shared_ptr<link::Identity> identity,
-                     milliseconds timeout)
+                     std::set<link::PublicKey> allowed, milliseconds timeout)
     : Store(timeout),
-      shared_(std::make_shared<Shared>(std::move(listener), std::move(identity))),
+      shared_(
+          std::make_shared<Shared>(std::move(listener), std::move(identity), std::move(allowed))),
       thread_([shared = shared_] { accept_all(shared); }) {}
 
 StoreHost::~StoreHost() { close(); }
@@ -197,6 +224,10 @@ int64_t StoreHost::num_clients() const {
 
 void StoreHost::accept_all(const std::shared_ptr<Shared>& shared) {
     pthread_setname_np(pthread_self(), "diloco-host");
+    // Signals are for the program's threads. The threads of the clients inherit this.
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
     for (int id = 0;; ++id) {
         pollfd one{shared->listener.get(), POLLIN, 0};
         poll(&one, 1, -1);
@@ -209,14 +240,15 @@ void StoreHost::accept_all(const std::shared_ptr<Shared>& shared) {
             std::this_thread::sleep_for(std::chrono::milliseconds(100));
         }
         std::unique_lock<std::mutex> lock(shared->mutex);
-        // The oldest of too many strangers goes: an allowed client shows its key at once.
+        // One of too many strangers goes: an allowed client shows its key at once.
         while (!shared->is_closing && fd && shared->num_strangers >= kMostStrangers) {
-            shared->end_oldest_stranger();
+            shared->end_a_stranger();
             shared->client_changed.wait_for(lock, std::chrono::milliseconds(100));
         }
         if (shared->is_closing) return;
         if (!fd || shared->clients.size() >= kMostClients) continue;
-        shared->clients[id];
+        const std::string name = name_of_peer(fd.get());
+        shared->clients[id].origin = name.substr(0, name.rfind(':'));
         ++shared->num_strangers;
         try {
             std::thread(serve, shared, id, std::move(fd)).detach();
@@ -259,7 +291,12 @@ void StoreHost::serve(const std::shared_ptr<Shared>& shared, int id, Descriptor 
             }
             note(&socket, socket.peer());
             while (true) {
-                socket.send(answer(*shared, socket, request), Clock::now() + kAnswer);
+                const auto limit = Clock::now() + kAnswer;
+                try {
+                    socket.send(answer(*shared, socket, request), limit);
+                } catch (const std::invalid_argument& error) {  // nothing was sent
+                    socket.send({static_cast<uint8_t>(Answer::kFailed), 0, {error.what()}}, limit);
+                }
                 request = socket.receive(after(kForever));
             }
         } catch (const std::exception&) {
@@ -359,6 +396,20 @@ void StoreHost::wait(const std::vector<std::string>& keys) { wait(keys, timeout_
 
 void StoreHost::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
     wait_for(keys, timeout);
+}
+
+void StoreHost::append(const std::string& key, const Bytes& value) {
+    shared_->table.append(key, text_of(value));
+}
+
+std::vector<StoreHost::Bytes> StoreHost::multiGet(const std::vector<std::string>& keys) {
+    std::vector<Bytes> values;
+    for (const std::string& text : wait_for(keys, timeout_)) values.push_back(bytes_of(text));
+    return values;
+}
+
+void StoreHost::multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) {
+    shared_->table.set(store::pairs_of(keys, values));
 }
 
 std::vector<std::string> StoreHost::listKeys() { return shared_->table.list(); }

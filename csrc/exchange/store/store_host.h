@@ -70,9 +70,10 @@ class StoreHost : public c10d::Store {
     using c10d::Store::compareSet;
     using c10d::Store::set;
 
-    // `listener`: a socket that listens, which the host owns. `timeout`: of this process's own
-    // waits. At first only the own key is let in.
-    StoreHost(Descriptor listener, std::shared_ptr<link::Identity> identity, milliseconds timeout);
+    // `listener`: a socket that listens. `allowed`: the keys that are let in beside the own one.
+    // `timeout`: of this process's own waits.
+    StoreHost(Descriptor listener, std::shared_ptr<link::Identity> identity,
+              std::set<link::PublicKey> allowed, milliseconds timeout);
     ~StoreHost() override;
 
     // Replaces the keys that are let in; connections of other keys end.
@@ -92,6 +93,10 @@ class StoreHost : public c10d::Store {
     int64_t getNumKeys() override;
     void wait(const std::vector<std::string>& keys) override;
     void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
+    void append(const std::string& key, const Bytes& value) override;
+    std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override;
+    void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
+    bool hasExtendedApi() const override { return true; }
     std::vector<std::string> listKeys();
 
   private:

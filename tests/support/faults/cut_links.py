@@ -109,7 +109,7 @@ class Homes(Namespaces):
     nobody can dial them.
 
     Attributes:
-        names: Of the namespaces behind the routers.
+        names: The namespaces behind the routers.
     """
 
     def __init__(self, world: int) -> None:
