@@ -72,7 +72,7 @@ COMMANDS = {"kubernetes": in_kubernetes, "compose": in_compose, "systemd": in_un
 
 
 @pytest.mark.parametrize(
-    ("where", "number"), [("kubernetes", 4), ("compose", 10), ("systemd", len(UNITS))]
+    ("where", "number"), [("kubernetes", 4), ("compose", 15), ("systemd", len(UNITS))]
 )
 def test_each_command_has_options_that_exist(where: str, number: int) -> None:
     commands = list(COMMANDS[where]())
