@@ -96,5 +96,6 @@ def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings)
 
 def keys_of(diloco: DiLoCo) -> int:
     """Return how many keys the store holds that this process hosts for meetings."""
-    assert diloco._elastic is not None and diloco._elastic.group._host is not None
-    return diloco._elastic.group._host.num_keys
+    place = None if diloco._elastic is None else diloco._elastic.group._place
+    assert place is not None and place._store is not None
+    return len(place._store.list_keys())

@@ -99,7 +99,7 @@ class Place:
             self._store = None if self._connect is not None else self._store
 
     def _forget_before(self, view: View) -> None:
-        # Before torch 2.10 a store does not tell its keys, and they stay.
+        # Older versions of torch do not tell the keys of a store, which then stay there.
         list_keys = getattr(self._store, "list_keys", None)
         assert self._store is not None
         for key in () if list_keys is None else list_keys():
