@@ -135,6 +135,26 @@ def _outlive(rank: int, world: int, address: Address, place: str) -> Any:
 
 
 @pytest.mark.nightly("6 s; test_a_seat_is_taken_again has a relay that comes back")
+def _meet_at_own(rank: int, world: int, address: Address, places: list[str]) -> Any:
+    everybody = list(range(world))
+    options = {"collectives": "tcp", "relay": places[rank // 2]}
+    with closing(connect_replica(address, rank, everybody, **options)) as ex:
+        buffers = ex.buffers(N, WireFormat("int8"))
+        return [gives_reference_bytes(ex, buffers, round, everybody) for round in range(3)]
+
+
+def test_the_workers_of_a_host_share_the_port_of_its_relay(fresh_workers: Fresh) -> None:
+    """Two hosts with a relay each: every worker is dialled at the relay of its own host."""
+    with ExitStack() as stack:
+        servers = [started(stack) for _ in range(2)]
+        pool = fresh_workers(4, init_group=False)
+        places = [server.address for server in servers]
+        assert pool.run(_meet_at_own, pool.store, places) == [[True] * 3] * 4
+        # No worker has an address, so that nothing but the relays can have joined the workers.
+        for server in servers:
+            until(lambda server=server: server.num_pairs == 0, "the pairs end")  # type: ignore[misc]
+
+
 def test_a_relay_that_is_killed_and_comes_back(fresh_workers: Fresh) -> None:
     process, place = relay_process(0)
     pool = fresh_workers(2, init_group=False)
