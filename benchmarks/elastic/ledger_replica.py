@@ -32,6 +32,7 @@ class SoakSettings:
         num_slots: Processes that may take part.
         num_elements: Of the rest of the model.
         step_s: Seconds that an inner step takes at least.
+        link: "gloo" or "tcp".
     """
 
     num_slots: int = 1024
@@ -40,6 +41,7 @@ class SoakSettings:
     step_s: float = 0.05
     suspect_after_s: float = 5.0
     quorum_wait_s: float = 120.0
+    link: str = "gloo"
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
         sync_every=settings.sync_every,
         wire="fp32",
         outer=SGD(lr=1.0),
+        link=settings.link,
         peers=Elastic(
             place.registry,
             run=RUN,

@@ -2,10 +2,14 @@
 
     make soak-elastic                                # 15 minutes
     python -m benchmarks.elastic.soak --seconds 180 --seed 7
+    python -m benchmarks.elastic.soak --moments 200 --replicas 4 --link tcp
 
 Six replicas train. Every 20 seconds something happens, drawn from a seed: a replica is killed,
 stopped for a while, leaves or joins, or the registry is killed and comes back with its journal. The
 exit status is 1 if an invariant was violated or something hung.
+
+With --moments, a replica joins again and again, and at a random moment of the join the newcomer or
+a member is killed, or stopped for longer than the others wait.
 """
 
 from __future__ import annotations
@@ -41,6 +45,10 @@ _LOOK_S = 2.0
 # Seconds for which a replica is stopped: some are shorter than the suspicion.
 _STOPS_S = (1.0, 14.0)
 _OUTAGES_S = (1.0, 6.0)
+# Seconds after the start of a newcomer in which a moment is drawn: a join takes about one.
+_JOIN_S = 1.5
+# Of a moment.
+_VICTIMS, _FAULTS = ("newcomer", "member"), ("kill", "stop")
 
 
 @dataclass
@@ -102,6 +110,47 @@ class Soak:
             rest = min(began + self._every_s, end) - time.monotonic()
             self._wait(max(rest, 0.0))
         self._finish()
+
+    def run_moments(self, num_moments: int) -> None:
+        """Let so many joins be disturbed, one after another; then let all replicas end together."""
+        for number in self._numbers[:-1]:
+            self._start(number)
+        self._until(lambda: self._members() == set(self._numbers[:-1]), "all replicas begin")
+        self.began = time.monotonic()
+        for _ in range(num_moments):
+            if self._settled() == set(self._numbers):
+                number = self._rng.choice([n for n in self._numbers if n != STEADY])
+                self._kill(number, Event(0.0, "kill", number))
+            (absent,) = set(self._numbers) - self._settled()
+            self._moment(absent)
+        self._finish()
+
+    def _moment(self, newcomer: int) -> None:
+        who, how = self._rng.choice(_VICTIMS), self._rng.choice(_FAULTS)
+        delay = self._rng.uniform(0.0, _JOIN_S)
+        member = self._rng.choice(sorted(self._members() - {STEADY}))
+        victim = newcomer if who == "newcomer" else member
+        at, all_of_them = time.monotonic(), set(self._numbers)
+        event = Event(at - self.began, f"{how} {who}", victim, note=f"after {delay:.2f} s")
+        self.events.append(event)
+        self._start(newcomer)
+        self._wait(delay)
+        process = self.crew.replicas[victim].place.process
+        if how == "kill":
+            self._expected.add(process)
+            self.crew.kill(victim)
+            stay = all_of_them - {victim}
+        else:
+            seconds = self._settings.suspect_after_s + 3.0
+            self.crew.stop(victim)
+            self._wait(seconds)
+            self.crew.resume(victim)
+            self.lives[process].stopped_s += seconds
+            stay = all_of_them
+        self._until(lambda: self._members() == stay, f"replicas {stay} train after {event}")
+        view = self._number_of_view()
+        self._until(lambda: self._is_applied_in(view), f"a round after {event}")
+        event.settled_s = time.monotonic() - at
 
     def _draw(self) -> str:
         members = self._settled()
@@ -289,13 +338,25 @@ class Soak:
         self.lives[process] = Life(number, process)
 
 
-def run(seconds: float, num_replicas: int, every_s: float, seed: int, folder: Path) -> Soak:
+def run(
+    seconds: float,
+    num_replicas: int,
+    every_s: float,
+    seed: int,
+    folder: Path,
+    *,
+    num_moments: int = 0,
+    link: str = "gloo",
+) -> Soak:
     """Run a soak; what hangs is one of its failures."""
-    settings = SoakSettings()
+    settings = SoakSettings(link=link)
     with Crew(train, settings, folder, [train.__module__, *WITH_OPTIMIZER]) as crew:
         soak = Soak(crew, settings, num_replicas, every_s, seed)
         try:
-            soak.run(seconds)
+            if num_moments:
+                soak.run_moments(num_moments)
+            else:
+                soak.run(seconds)
         except Hang as hang:
             soak.failures.append(f"hang: {hang}")
     return soak
@@ -307,6 +368,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=900.0, help="of events")
     add("--replicas", type=int, default=6, help="at most at a time")
     add("--every", type=float, default=20.0, help="seconds between two events")
+    add("--moments", type=int, default=0, help="disturbed joins, in place of --seconds of events")
+    add("--link", choices=("gloo", "tcp"), default="gloo", help="what the rounds go over")
     add("--seed", type=int, default=0, help="of the events")
     common.add_output(parser, default=common.RESULTS / "elastic" / "soak.json")
     return parser
@@ -315,10 +378,22 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = make_parser().parse_args()
     report = common.Report(
-        "elastic.soak", workers=args.replicas, link="loopback", seed=args.seed, every_s=args.every
+        "elastic.soak",
+        workers=args.replicas,
+        link=f"{args.link}, loopback",
+        seed=args.seed,
+        every_s=args.every,
     )
     with common.stoppable(), tempfile.TemporaryDirectory(prefix="diloco-soak-") as folder:
-        soak = run(args.seconds, args.replicas, args.every, args.seed, Path(folder))
+        soak = run(
+            args.seconds,
+            args.replicas,
+            args.every,
+            args.seed,
+            Path(folder),
+            num_moments=args.moments,
+            link=args.link,
+        )
         results = results_of(soak)
     print_results(report, results)
     common.save(report, args.json, results)

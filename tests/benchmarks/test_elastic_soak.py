@@ -33,6 +33,15 @@ def test_the_invariants_hold_for_some_seconds(tmp_path: Path) -> None:
 SEED = 31
 
 
+@pytest.mark.nightly("30 s of processes; the moments are drawn from a seed by the script")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_disturbed_joins_hold_the_invariants(tmp_path: Path) -> None:
+    soak = run(0.0, 4, 0.0, seed=0, folder=tmp_path, num_moments=2, link="tcp")
+    assert violations(soak) == []
+    assert sum(results_of(soak)["events"].values()) == 2
+
+
 def record_of(number: int, ids: tuple[int, ...], before: bytes, base: View | None) -> View:
     members = tuple(Member(id, f"n{id}", f"tcp://h{id}:1", 1, "same") for id in ids)
     number_of_base, keys = (-1, ()) if base is None else (base.number, base.keys)
