@@ -47,7 +47,7 @@ _STOPS_S = (1.0, 14.0)
 _OUTAGES_S = (1.0, 6.0)
 # Seconds after the start of a newcomer in which a moment is drawn: a join takes about one.
 _JOIN_S = 1.5
-# Of a moment.
+# The two choices of a moment.
 _VICTIMS, _FAULTS = ("newcomer", "member"), ("kill", "stop")
 
 

@@ -25,7 +25,7 @@ from diloco_comm import DiLoCo, Link
 from diloco_comm.base.errors import SyncError
 from diloco_comm.base.service import relay as relays
 from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
-from diloco_comm.base.service.relay import RECORD, Kind, Relay, parse_record, record
+from diloco_comm.base.service.relay import RECORD, Kind, Relay, RelaySeat, parse_record, record
 from diloco_comm.exchange.membership.own_link import OwnLink
 from diloco_comm.ops.wire import WireFormat
 
@@ -239,7 +239,7 @@ def test_a_process_that_has_left_the_relay_is_named(
         until(lambda: len(relay._seats) == 1, "the seat ends")
         text, _ = meet(links, "alone", 1.0)
     assert f"rank 1 through the relay at {relay.address} cannot be reached" in text
-    assert "the relay cannot reach it" in text and "\n" not in text
+    assert "the relay has closed the connection: that process may have" in text and "\n" not in text
 
 
 def test_a_relay_on_one_side_alone_is_told_both_at_once(relay: Relay) -> None:
@@ -429,6 +429,62 @@ def test_a_full_relay_still_takes_answers(caplog: pytest.LogCaptureFixture) -> N
             dialler.sendall(b"hello")
             assert other.recv(5) == b"hello"
     assert [record.message for record in caplog.records if "is full (2 conn" in record.message]
+
+
+def test_silent_strangers_keep_nobody_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relays, "_RECORD_S", PATIENCE_S)
+    with ExitStack() as stack:
+        relay = started(stack)
+        early = stack.enter_context(say(relay.address, b"D"))
+        for _ in range(200):
+            stranger = stack.enter_context(socket.socket())
+            stranger.bind(("127.0.0.9", 0))
+            host, port = relay.address.split(":")
+            stranger.connect((host, int(port)))
+        with connected(relay.address) as (dialler, other), dialler, other:
+            dialler.sendall(b"hello")
+            assert other.recv(5) == b"hello"
+        # Another host's connection is older, and stays.
+        early.sendall(record(Kind.SEAT, NONCE)[1:])
+        assert read(early) == (Kind.SEATED, NONCE)
+    assert [one.message for one in caplog.records if "connections that say nothing" in one.message]
+
+
+def test_a_dialler_that_hangs_up_frees_its_place() -> None:
+    with ExitStack() as stack:
+        relay = started(stack, most=2)
+        stack.enter_context(sit(relay.address))
+        begin = time.monotonic()
+        say(relay.address, record(Kind.DIAL, NONCE)).close()
+        until(lambda: relay._num_held == 1, "the place is free again")
+        assert time.monotonic() - begin < relays._CALL_S
+
+
+@pytest.mark.parametrize(
+    ("answer", "advice"),
+    [
+        (b"", "the relay may have too many connections, see its option --connections"),
+        (RECORD.pack(b"DILORELY", 7, Kind.PING, NONCE), "give all machines one version of"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n----", "start the relay with `diloco-comm relay`"),
+    ],
+    ids=["full", "another version", "another program"],
+)
+def test_a_seat_that_is_not_given_names_the_cure(answer: bytes, advice: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(RECORD.size)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=advice):
+            RelaySeat(place, NONCE.hex(), lambda fd: None)
+        thread.join()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -20,7 +20,9 @@ import secrets
 import socket
 import struct
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +41,8 @@ PING_S = 10.0
 # the first half has ended.
 _RECORD_S, _CALL_S, _HALF_S = 5.0, 10.0, 30.0
 _ACCEPT_PAUSE_S = 0.1
+# Seconds between two looks at whether the dialler of a call still waits.
+_LOOK_S = 1.0
 # Connections without a record.
 _MOST_STRANGERS = 64
 # Bytes of a pair that the relay holds, in each direction.
@@ -48,10 +52,15 @@ _MOST_CALLS, _MOST_ANSWERS = 1024, 64
 # Seconds in which a process connects to the relay, without a record after which the relay counts
 # as lost, and between two attempts to sit down again.
 _CONNECT_S, _SILENCE_S, _PAUSE_S = 10.0, 3 * PING_S, 1.0
+_LONGEST_PAUSE_S = 16.0
 
 
 class OtherVersion(ConnectionError):
     """The peer speaks another version of the relay's protocol."""
+
+
+class _Closed(ConnectionError):
+    """The relay has closed the connection in place of an answer."""
 
 
 class Kind(enum.IntEnum):
@@ -134,6 +143,8 @@ class Relay:
         self._most, self._num_held, self._is_full = most, 0, False
         self._seats: dict[bytes, _Seat] = {}
         self._calls: dict[bytes, _Call] = {}
+        # Connections without a record, by age, and the addresses of their hosts.
+        self._strangers: dict[socket.socket, str] = {}
         self._loop = asyncio.new_event_loop()
         self._is_stopped = asyncio.Event()
 
@@ -160,15 +171,15 @@ class Relay:
         try:
             while True:
                 try:
-                    connection, _ = await self._loop.sock_accept(self._listener)
+                    connection, (host, *_) = await self._loop.sock_accept(self._listener)
                 except OSError as error:
                     # No descriptor is left, or the connection has ended.
                     self._tell_full(str(error))
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue
-                if len(tasks) >= 2 * self._most + _MOST_STRANGERS:
-                    connection.close()
-                    continue
+                if len(self._strangers) >= _MOST_STRANGERS:
+                    self._end_a_stranger()
+                self._strangers[connection] = host
                 task = self._loop.create_task(self._attend(connection))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
@@ -180,7 +191,10 @@ class Relay:
         with connection, contextlib.suppress(OSError, asyncio.TimeoutError):
             connection.setblocking(False)
             keep_alive(connection)
-            first = await asyncio.wait_for(self._first(connection), _RECORD_S)
+            try:
+                first = await asyncio.wait_for(self._first(connection), _RECORD_S)
+            finally:
+                self._strangers.pop(connection, None)
             try:
                 kind, number = parse_record(first)
             except OtherVersion:
@@ -197,6 +211,15 @@ class Relay:
                 await (self._keep_seat if kind == Kind.SEAT else self._call)(connection, number)
             finally:
                 self._num_held -= 1
+
+    def _end_a_stranger(self) -> None:
+        """End the oldest stranger of the host that has most: one host keeps nobody out."""
+        (busiest, _), *_ = Counter(self._strangers.values()).most_common(1)
+        oldest = next(one for one, host in self._strangers.items() if host == busiest)
+        del self._strangers[oldest]
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+        self._tell_full(f"{_MOST_STRANGERS} connections that say nothing")
 
     def _tell_full(self, reason: str) -> None:
         if not self._is_full:
@@ -245,17 +268,16 @@ class Relay:
         number, call = secrets.token_bytes(16), _Call(dialler)
         self._calls[number] = call
         seat.calls.put_nowait(number)
-        handle = self._loop.call_later(_CALL_S, self._give_up, number)
+        end = self._loop.time() + _CALL_S
         try:
+            while number in self._calls:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(call.is_over.wait(), _LOOK_S)
+                if number in self._calls and (self._loop.time() > end or _has_left(dialler)):
+                    return
             await call.is_over.wait()
         finally:
-            handle.cancel()
             self._calls.pop(number, None)
-
-    def _give_up(self, number: bytes) -> None:
-        call = self._calls.pop(number, None)
-        if call is not None:
-            call.is_over.set()
 
     async def _join(self, connection: socket.socket, number: bytes) -> None:
         """Copy between the connections of a call and of its answer, both ways, until both end."""
@@ -293,6 +315,16 @@ class Relay:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _end(*tasks)
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Whether the peer has closed a connection before anybody has read from it."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _has_failed(*tasks: asyncio.Task[None]) -> bool:
@@ -353,9 +385,13 @@ class RelaySeat:
         try:
             self._connection = self._sit_down()
         except OSError as error:
+            advice = "start the relay with `diloco-comm relay`, and open its port"
+            if isinstance(error, _Closed):
+                advice = "the relay may have too many connections, see its option --connections"
+            elif isinstance(error, OtherVersion):
+                advice = "give all machines one version of diloco_comm"
             raise RuntimeError(
-                f"this process cannot wait at the relay at {relay}: {error}: start the relay with "
-                "`diloco-comm relay`, and open its port"
+                f"this process cannot wait at the relay at {relay}: {error}: {advice}"
             ) from error
         with batch_threads():
             name = "diloco_comm relay"
@@ -392,7 +428,9 @@ class RelaySeat:
         return connection
 
     def _watch(self) -> None:
+        pause = _PAUSE_S
         while not self._ended.is_set():
+            began = time.monotonic()
             try:
                 with self._connection as connection:
                     self._listen(connection)
@@ -400,7 +438,10 @@ class RelaySeat:
                 if self._ended.is_set():
                     return
                 _log.warning("the relay at %s is lost (%s): dialling again", self.relay, error)
-            while not self._ended.wait(_PAUSE_S):
+            # A relay that takes each seat away at once is not asked every second.
+            is_steady = time.monotonic() - began > PING_S
+            pause = _PAUSE_S if is_steady else min(2 * pause, _LONGEST_PAUSE_S)
+            while not self._ended.wait(pause):
                 with contextlib.suppress(OSError):
                     self._connection = self._sit_down()
                     _log.warning("the relay at %s is back", self.relay)
@@ -438,6 +479,6 @@ def _next(connection: socket.socket) -> tuple[int, bytes]:
     while len(data) < RECORD.size:
         more = connection.recv(RECORD.size - len(data))
         if not more:
-            raise ConnectionError("the relay has closed the connection")
+            raise _Closed("the relay has closed the connection")
         data += more
     return parse_record(data)
