@@ -161,7 +161,8 @@ void register_keyed_store(py::module_& m) {
                                                        keys_of(allowed), from_seconds(timeout_s));
              }),
              py::arg("listener"), py::arg("seed"), py::arg("allowed"), py::arg("timeout_s"),
-             "Serves at a listening socket, whose descriptor stays the caller's: the host has a copy.")
+             "Serves at a listening socket, whose descriptor stays the caller's: the host has a "
+             "copy.")
         .def("allow", &allow<StoreHost>, py::arg("keys"),
              "Replaces the public keys that are let in; connections of other keys end.")
         .def_property_readonly("num_clients", &StoreHost::num_clients)
