@@ -115,14 +115,21 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
         ),
     )
     count = 0
+    (part,) = diloco._plan.parameter_parts()
+    next_round = part.round  # the first round of which the parent has not been told
+
+    def tell_of(round: int, view: int) -> None:
+        nonlocal next_round
+        with diloco.outer_parameters():
+            slots = model.ledger.detach().nonzero().flatten().tolist()
+            ledger = tuple((slot, float(model.ledger[slot])) for slot in slots)
+        now, hashed = time.monotonic(), diloco.outer_hash()
+        pipe.send(Applied(now, round, view, count, hashed, ledger))
+        next_round = round + 1
 
     def note(metrics: SyncMetrics) -> None:
         if metrics.is_applied:
-            with diloco.outer_parameters():
-                slots = model.ledger.detach().nonzero().flatten().tolist()
-                ledger = tuple((slot, float(model.ledger[slot])) for slot in slots)
-            now, hashed = time.monotonic(), diloco.outer_hash()
-            pipe.send(Applied(now, metrics.round, diloco.view, count, hashed, ledger))
+            tell_of(metrics.round, diloco.view)
 
     diloco.on_sync(note)
     last_step: int | None = None
@@ -137,7 +144,12 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
             break
         count += 1
         pipe.send(Taking(time.monotonic(), count, diloco.inner_step + 1))
+        view = diloco.view
         optimizer.step()
+        # A round that counts, although a member died in it, is applied while the group changes:
+        # on_sync does not tell of that round.
+        if part.round > next_round:
+            tell_of(part.round - 1, view)
         time.sleep(settings.step_s)
     is_left = diloco.is_done
     if not is_left:
