@@ -116,7 +116,7 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
     )
     count = 0
     (part,) = diloco._plan.parameter_parts()
-    next_round = part.round  # the first round of which the parent has not been told
+    next_round = part.round  # the first round that the parent has not heard of
 
     def tell_of(round: int, view: int) -> None:
         nonlocal next_round
