@@ -376,7 +376,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.moments:
+        # The recorded figures come from events: moments are written where --json says so.
+        parser.set_defaults(json=None)
+        args = parser.parse_args()
     report = common.Report(
         "elastic.soak",
         workers=args.replicas,

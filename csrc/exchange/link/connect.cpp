@@ -352,8 +352,7 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
         if (call.are_relayed[rank] && is_just_closed(why)) {
             why =
                 "the relay has closed the connection: that process may have ended or stand still, "
-                "or "
-                "the relay is full";
+                "or the relay is full";
         }
         return name + " cannot be reached: " + why;
     }
