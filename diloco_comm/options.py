@@ -64,7 +64,8 @@ class Link:
         backend: How payloads travel. "gloo": encoded bytes of parameters on a GPU are copied to
             host memory, and travel from there; across sites. "tcp": likewise, but everything goes
             over a single port of this process. "nccl": the bytes stay on the device.
-            Default: what the replicas' process group has for the device; gloo with ``StorePeers``.
+            Default: tcp with ``StorePeers`` and ``Elastic``; else what the replicas' process group
+            has for the device.
         lanes: Connections to each peer in each direction (1), over which chunks are spread. More
             connections fill a link of high bandwidth and long delay that one TCP connection leaves
             idle. Each lane costs two process groups, which connect again whenever the group

@@ -95,13 +95,22 @@ def check_arguments(
     choice("checks", checks, CHECKS)
     choice("init", init, ("broadcast", "check", "join"))
     choice("offload", offload, (None, "cpu"))
-    of_link = ("backend", "listen", "advertise", "link_keys", "relay")
-    check_link(*(chosen[name] for name in of_link))
+    of_link = ("listen", "advertise", "link_keys", "relay")
+    check_link(backend_of(chosen), *(chosen[name] for name in of_link))
     if chosen["link_keys"] is not None:
         # Before the others wait for this replica.
         LinkKeys.read(chosen["link_keys"])
     if chosen["membership"] is not None:
         _check_membership(chosen, init)
+
+
+def backend_of(chosen: Mapping[str, Any]) -> str | None:
+    """Return the backend of the link; None for what the replicas' process group has.
+
+    Replicas that are separate jobs take tcp, if the program names nothing else.
+    """
+    are_jobs = chosen["store"] is not None or chosen["membership"] is not None
+    return "tcp" if chosen["backend"] is None and are_jobs else chosen["backend"]
 
 
 def weight_of(weight: Weight) -> Weight:

@@ -34,6 +34,7 @@ from ..rounds.runner import RoundRunner, Weight
 from ..rounds.send_timed import SendTimed
 from ..rounds.state_dict import Scope
 from ..rounds.step_timed import StepTimed
+from .arguments import backend_of
 from .inner_state import InnerStates
 from .planning import Plan
 
@@ -109,10 +110,10 @@ class Place:
             store = handshake.connected_store(chosen["store"], timeout_s, keys)
             of = chosen["num_replicas"]
             group = handshake.replica_group(chosen["group"], chosen["mesh"], store, of)
-        names = ("replica", "num_replicas", "members", "name", "backend", "join_timeout")
+        names = ("replica", "num_replicas", "members", "name", "join_timeout")
         of_link = ("suspect_after", "listen", "advertise", "link_keys", "relay")
         same = {name: chosen[name] for name in (*names, *of_link)}
-        return cls(group, store, init=init, **same)
+        return cls(group, store, init=init, backend=backend_of(chosen), **same)
 
 
 class Joined(NamedTuple):

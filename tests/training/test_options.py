@@ -42,6 +42,7 @@ from diloco_comm.options import (
     grouped,
     with_defaults,
 )
+from diloco_comm.training.arguments import backend_of
 
 KINDS = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "peers": StorePeers}
 
@@ -104,6 +105,23 @@ def test_every_spelling_is_the_same_training(workers) -> None:
     assert len(results) == 2 * (len(SPELLINGS) + 6)
     assert all(result == results[0] for result in results)
     assert results[0][1]["seed"] == 5 and results[0][1]["max_skipped"] is None
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"),
+    [(None, "tcp"), ("gloo", "gloo"), (Link(listen="127.0.0.1:0"), "tcp"), (Link("tcp"), "tcp")],
+)
+def test_jobs_that_meet_at_a_store_exchange_over_one_port(link: Any, expected: str) -> None:
+    _, _, diloco = made(peers=StorePeers(dist.HashStore(), 0, of=1), link=link)
+    with diloco:
+        assert diloco.exchange.collectives == expected
+
+
+def test_replicas_of_a_registry_exchange_over_one_port() -> None:
+    chosen = choices_of({"peers": Elastic("tcp://127.0.0.1:1", run="a")}, "DiLoCo")
+    assert backend_of(chosen) == "tcp"
+    assert backend_of({**chosen, "backend": "gloo"}) == "gloo"
+    assert backend_of({**chosen, "membership": None}) is None
 
 
 STORE = dist.HashStore()
