@@ -20,7 +20,15 @@ import time
 import torch
 from torch import nn
 
-from diloco_comm import DiLoCo, LeftBehind, Link, StorePeers, SyncError, connect_store
+from diloco_comm import (
+    DiLoCo,
+    LeftBehind,
+    Link,
+    ReplicaMismatch,
+    StorePeers,
+    SyncError,
+    connect_store,
+)
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--store", required=True)
@@ -67,6 +75,22 @@ diloco = DiLoCo(
 )
 print(f"replica {options.replica}: {list(diloco.members)} at step {diloco.inner_step}", flush=True)
 
+
+def change_group(members: str | list[int]) -> None:
+    """Go on with these members; if that fails, with the replicas that are still there."""
+    while True:
+        try:
+            diloco.change_group(members)
+            break
+        except (LeftBehind, ReplicaMismatch):
+            raise  # the other replica has gone on, or trains another model
+        except SyncError as error:
+            print(f"replica {options.replica}: {error}", flush=True)
+            members = "survivors"
+            time.sleep(1)
+    print(f"replica {options.replica}: going on with {list(diloco.members)}", flush=True)
+
+
 data = torch.Generator().manual_seed(1 + options.replica)  # data of its own for each replica
 while diloco.inner_step < options.steps:
     loss_of(torch.randn(32, 8, generator=data)).backward()
@@ -76,13 +100,11 @@ while diloco.inner_step < options.steps:
         raise  # the other replica has gone on: start again with --join
     except SyncError as error:
         print(f"replica {options.replica}: {error}", flush=True)
-        diloco.change_group("survivors")
-        print(f"replica {options.replica}: going on with {list(diloco.members)}", flush=True)
+        change_group("survivors")
     optimizer.zero_grad()
     if len(diloco.members) == 1 and store.check([coming_back]):
         store.delete_key(coming_back)
-        diloco.change_group(both)
-        print(f"replica {options.replica}: going on with {list(diloco.members)}", flush=True)
+        change_group(both)
     if diloco.inner_step % (4 * options.sync_every) == 0:
         # Just after an outer step, where both replicas hold the same parameters.
         loss = loss_of(x_held_out).item()

@@ -39,11 +39,6 @@ int digit_of(char letter) {
     return -1;
 }
 
-// Whether a connection ended without a reason, plain or with TLS.
-bool is_just_closed(const std::string& trouble) {
-    return trouble == link::kHasClosed || trouble.rfind(link::kPeerHasClosed, 0) == 0;
-}
-
 // The bytes of a nonce or of a key.
 template <class Bytes>
 Bytes bytes_of(const char* what, const std::string& text) {
@@ -349,7 +344,7 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
                 why = "it does not answer, and may be stopped";
             }
         }
-        if (call.are_relayed[rank] && is_just_closed(why)) {
+        if (call.are_relayed[rank] && link::is_just_closed(why)) {
             why =
                 "the relay has closed the connection: that process may have ended or stand still, "
                 "or the relay is full";

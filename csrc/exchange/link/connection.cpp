@@ -92,6 +92,10 @@ Moved Connection::receive(const iovec* parts, int num_parts) const {
     return moved;
 }
 
+bool is_just_closed(const std::string& trouble) {
+    return trouble == kHasClosed || trouble.rfind(kPeerHasClosed, 0) == 0;
+}
+
 std::string Connection::say(const void* data, size_t num_bytes) {
     const iovec part{const_cast<void*>(data), num_bytes};
     const Moved moved = transmit(&part, 1);

@@ -91,6 +91,9 @@ constexpr uint64_t kFragmentBytes = 256 * 1024;
 constexpr int kMostLanes = 256;
 constexpr char kHasClosed[] = "it has closed the connection";
 
+// Whether the peer has closed, plain or with TLS, and nothing says why.
+bool is_just_closed(const std::string& trouble);
+
 // The peer broke the rules; the text says how.
 class ProtocolError : public std::runtime_error {
   public:

@@ -35,7 +35,8 @@ constexpr uint64_t kListener = 1;
 thread_local const Link* served_link = nullptr;  // by this thread
 
 std::string closed_by(const Peer& peer, const std::string& text) {
-    return "connection closed by peer: " + peer.name + (text.empty() ? "" : ": " + text);
+    const bool has_cause = !text.empty() && !link::is_just_closed(text);
+    return "connection closed by peer: " + peer.name + (has_cause ? ": " + text : "");
 }
 
 }  // namespace

@@ -19,7 +19,13 @@ std::chrono::milliseconds remaining(Clock::time_point deadline) {
 
 std::string in_words(const std::string& text) {
     const auto says = [&](const char* part) { return text.find(part) != std::string::npos; };
-    // The text of a link may go on with the cause of the closed connection.
+    // A link's text goes on with the peer, and with the cause if there is one.
+    const std::string closed = "connection closed by peer: ";
+    if (const auto begin = text.find(closed); begin != std::string::npos) {
+        const auto cause = text.find(": ", begin + closed.size());
+        return "the connection was closed" +
+               (cause == std::string::npos ? std::string() : text.substr(cause));
+    }
     if (says("onnection closed") || says("onnection reset") || says("Broken pipe")) {
         return "the connection was closed";
     }
