@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import stat
@@ -256,6 +257,133 @@ def test_allowed_keys_are_those_in_the_folder_now(tmp_path: Path) -> None:
     # A look within the same second is no look, unless it is asked for.
     assert len(allowed.present()) == 2
     assert allowed.present(at_once=True) == {(paris or "").encode()} == allowed.present()
+
+
+# ---------------------------------------------------------------------- keys bound to replicas
+
+
+def test_a_key_is_bound_to_replicas_and_bound_again(tmp_path: Path) -> None:
+    folder = link_folder(tmp_path)
+    file, copy = tmp_path / "there" / "tokyo.key", folder / "allowed" / "tokyo.key"
+    tokyo = Keys.read(file)
+    for numbers, found in (([3, 1, 3], (1, 3)), ([0], (0,)), ([2**31 - 1], (2**31 - 1,))):
+        assert allow(folder, [file], numbers) == [copy]
+        assert Keys.read(copy) == dataclasses.replace(tokyo, replicas=found)
+        # ZeroMQ skips the line.
+        assert zmq.auth.load_certificate(copy) == (tokyo.curve.encode(), None)
+    # The copy itself may be given, and the numbers in a file that others have sent do not count.
+    allow(folder, [copy], [5])
+    assert Keys.read(copy).replicas == (5,)
+    allow(folder, [copy])
+    assert copy.read_bytes() == file.read_bytes()
+    allow(folder, [file], [5])
+    remove(folder, "tokyo")
+    allow(folder, [file])
+    assert Keys.read(copy) == tokyo
+    assert set(tree(folder / "allowed")) == {"tokyo.key"}
+
+
+def test_numbers_that_no_replica_has_are_refused(tmp_path: Path) -> None:
+    folder = link_folder(tmp_path)
+    older, _ = old_pair(tmp_path / "older", "lima")
+    before = tree(folder)
+    for files, numbers, text in (
+        ([tmp_path / "there" / "tokyo.key"], [1, -1], "replica must be an integer of at least 0"),
+        ([tmp_path / "there" / "tokyo.key"], [2**31], "replica must be at most 2147483647"),
+        ([tmp_path / "there" / "tokyo.key", older], [1], "lima.key is of an older version and has"),
+    ):
+        with pytest.raises(ValueError, match=text) as caught:
+            allow(folder, files, numbers)
+        assert tree(folder) == before and "\n" not in str(caught.value)
+    allow(folder, [older])
+
+
+DAMAGED = [
+    'replicas = "1, 3',
+    "replicas = 1",
+    'replicas = ""',
+    'replicas = "1, "',
+    'replicas = "-1"',
+    'replicas = "1.5"',
+    f'replicas = "{"1" * 5000}"',
+    'replicas: "1"',
+    "replicas",
+    'replica = "1"',
+    'Replicas = "1"',
+    '\ufeffreplicas = "1"',
+    'replicas = "1"\nreplicas = "1"',
+    '\x00replicas = "1"',
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_binding_lets_a_key_take_part_under_no_number(tmp_path: Path, line: str) -> None:
+    folder = link_folder(tmp_path)
+    copy = folder / "allowed" / "tokyo.key"
+    copy.write_text(line + "\n" + copy.read_text())
+    keys = LinkKeys.read(folder)
+    (key,) = keys.allowed.present()
+    for number in (0, 1, 3):
+        why = keys.refusal_of(number, key, 0)
+        assert f"to no replica (the line replicas in {copy} is damaged)" in why
+        assert f"takes part as replica {number}" in why and why.isprintable()
+    # All that knows no numbers takes the key as before.
+    assert Keys.read(copy).curve == Keys.read(tmp_path / "there" / "tokyo.key").curve
+    allow(folder, [copy], [1])
+    assert Keys.read(copy).replicas == (1,)
+
+
+def test_a_torn_file_of_a_bound_key_lets_nobody_in(tmp_path: Path) -> None:
+    folder = link_folder(tmp_path)
+    copy = folder / "allowed" / "tokyo.key"
+    allow(folder, [tmp_path / "there" / "tokyo.key"], [1])
+    whole = copy.read_bytes()
+    allowed = LinkKeys.read(folder).allowed
+    (key,) = allowed.present()
+    for end in range(len(whole)):
+        copy.write_bytes(whole[:end])
+        assert not allowed.present(at_once=True) or allowed.bindings(key) == {copy: (1,)}, end
+    copy.write_bytes(whole)
+    assert allowed.present(at_once=True) and allowed.bindings(key) == {copy: (1,)}
+
+
+def test_a_binding_is_read_again_with_the_folder(tmp_path: Path) -> None:
+    folder, there = link_folder(tmp_path), tmp_path / "there"
+    keys = LinkKeys.read(folder)
+    (key,) = keys.allowed.present()
+    paths = folder / "allowed" / "tokyo.key", folder / "allowed" / "copy.key"
+
+    def refused(*numbers: int) -> list[int]:
+        keys.allowed.present(at_once=True)
+        return [number for number in numbers if keys.refusal_of(number, key, 0)]
+
+    assert refused(0, 1, 2) == []
+    allow(folder, [there / "tokyo.key"], [1, 2])
+    assert refused(0, 1, 2) == [0]
+    why = keys.refusal_of(0, key, 7)
+    assert f"the allowed keys of replica 7 bind the key tokyo.key ({key.hex()})" in why
+    assert "to replicas 1, 2, and the owner of that key takes part as replica 0" in why
+    assert f"`diloco-comm keys allow {folder} {paths[0]} --replica 0` on the host of" in why
+    # Of two files with the same key, which `keys allow` does not make, both count.
+    paths[1].write_text(paths[0].read_text().replace("1, 2", "2, 3"))
+    assert refused(0, 1, 2, 3) == [0, 1, 3]
+    paths[1].unlink()
+    remove(folder, "tokyo")
+    assert refused(0, 1, 2) == []
+    allow(folder, [there / "tokyo.key"], [0])
+    assert refused(0, 1, 2) == [1, 2]
+    # The last numbers stay where the folder is gone.
+    (folder / "allowed").rename(folder / "gone")
+    assert refused(0, 1, 2) == [1, 2]
+
+
+def test_the_own_key_may_be_bound(tmp_path: Path) -> None:
+    folder = link_folder(tmp_path)
+    LinkKeys.read(folder).check_own(0)
+    allow(folder, [folder / "paris.key"], [1, 3])
+    LinkKeys.read(folder).check_own(3)
+    with pytest.raises(ValueError, match=r"bind the key paris.key .* to replicas 1, 3, and"):
+        LinkKeys.read(folder).check_own(0)
 
 
 # --------------------------------------------------------------------------- the keys of a link

@@ -30,7 +30,7 @@ def test_pairs_are_made_allowed_shown_and_removed(tmp_path: Path) -> None:
     assert shown == {
         "schema": 1,
         "own": [{"name": "paris", "curve": paris.curve, "link": paris.link, "secret": True}],
-        "allowed": [{"name": "tokyo", "curve": tokyo.curve, "link": tokyo.link}],
+        "allowed": [{"name": "tokyo", "curve": tokyo.curve, "link": tokyo.link, "replicas": None}],
     }
     lines = printed("list", keys)
     assert lines == [
@@ -42,6 +42,32 @@ def test_pairs_are_made_allowed_shown_and_removed(tmp_path: Path) -> None:
         assert secret and secret not in "".join(lines) and secret not in json.dumps(shown)
     assert printed("remove", keys, "tokyo") == [f"{keys}/allowed/tokyo.key"]
     assert json.loads(printed("list", keys, "--json")[0])["allowed"] == []
+
+
+def test_keys_are_bound_to_replicas(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_pairs(keys, ["paris"])
+    make_pairs(tmp_path, ["tokyo", "lima"])
+    files = [tmp_path / "tokyo.key", tmp_path / "lima.key"]
+    copies = [str(keys / "allowed" / file.name) for file in files]
+    printed("allow", keys, files[1])
+    assert printed("allow", keys, *files, "--replica", 3, "--replica", 1) == copies
+    assert printed("allow", keys, files[0], "--replica", 0) == copies[:1]
+    shown = json.loads(printed("list", keys, "--json")[0])
+    assert {row["name"]: row["replicas"] for row in shown["allowed"]} == {
+        "tokyo": [0],
+        "lima": [1, 3],
+    }
+    lines = printed("list", keys)
+    assert "lima: allowed as replicas 1, 3" in lines and "tokyo: allowed as replica 0" in lines
+    Path(copies[0]).write_text("replicas\n" + files[0].read_text())
+    damaged = "tokyo: allowed as no replica: the line replicas is damaged"
+    assert damaged in printed("list", keys)
+    # Without numbers the command takes the numbers away.
+    printed("allow", keys, *files)
+    assert {"tokyo: allowed", "lima: allowed"} <= set(printed("list", keys))
+    for number, text in (("-1", "--replica"), ("x", "--replica"), (2**31, "at most 2147483647")):
+        check_misuse(run_cli("keys", "allow", keys, files[0], "--replica", number), text)
 
 
 def test_json_of_the_files(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ A folder of keys looks like this. A file that ends in ``.key_secret`` stays on i
 
 A pair is two pairs: CURVE keys, with which ZeroMQ protects a registry or a server, and ed25519
 keys, with which a link protects its connections. ZeroMQ's readers of keys skip the lines of links.
+The first line of an allowed file may bind the key of the link to replicas: ``replicas = "1, 3"``.
 A running process reads ``allowed`` again: a key that is added or removed counts a second later.
 """
 
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..background import batch_threads
+from ..checks import MOST_INT32, integer
+from ..errors import named
 
 if TYPE_CHECKING:
     import zmq
@@ -42,6 +45,8 @@ LOOK_S = 1.0
 # ZeroMQ's text of 32 bytes.
 _Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HEX = re.compile("[0-9a-f]{64}")
+# The line that binds a key to replicas.
+_REPLICAS = re.compile(r'replicas = "([0-9]{1,10}(?:, [0-9]{1,10})*)"')
 _PUBLIC_HEAD = "#   Public keys of {name}: let others have this file.\n\nmetadata\n"
 _SECRET_HEAD = (
     "#   SECRET keys of {name}: this file stays on its machine, readable by its owner only.\n\n"
@@ -56,12 +61,15 @@ class Keys:
     Attributes:
         curve, curve_secret: Z85, 40 characters.
         link, link_secret: 64 hexadecimal digits: the public key, and its seed.
+        replicas: The numbers of the replicas to which the key of the link is bound: none where the
+            line of these numbers is damaged. None for a key that is not bound.
     """
 
     curve: str
     curve_secret: str | None = None
     link: str | None = None
     link_secret: str | None = None
+    replicas: tuple[int, ...] | None = None
 
     @classmethod
     def read(cls, path: Path) -> Keys:
@@ -72,7 +80,8 @@ class Keys:
             OSError: If the file cannot be read.
         """
         found: dict[str, str] = {}
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
             name, is_key, value = line.strip().partition("=")
             if is_key and not name.startswith("#"):
                 found.setdefault(name.strip(), value.strip(" \t'\""))
@@ -81,7 +90,8 @@ class Keys:
                 raise ValueError(f"{path} is no file of keys: {name} is not a key")
         if "public-key" not in found:
             raise ValueError(f"{path} is no file of keys: it holds no public-key")
-        return cls(found["public-key"], *map(found.get, list(_FORMS)[1:]))
+        keys = map(found.get, list(_FORMS)[1:])
+        return cls(found["public-key"], *keys, replicas=_bound_replicas(text))
 
     def text_of_link(self, *, is_secret: bool) -> str:
         seed = f'    link-secret = "{self.link_secret}"\n' if is_secret else ""
@@ -92,6 +102,23 @@ class Keys:
         head = (_SECRET_HEAD if is_secret else _PUBLIC_HEAD).format(name=name)
         curve = f'{head}curve\n    public-key = "{self.curve}"\n{secret}'
         return curve + self.text_of_link(is_secret=is_secret)
+
+
+def _binds(line: str) -> bool:
+    """Whether a line of a file of keys binds the key to replicas, be the line damaged or not."""
+    name = line.partition("=")[0].strip().lower()
+    return "replica" in name and not name.startswith("#")
+
+
+def _bound_replicas(text: str) -> tuple[int, ...] | None:
+    """Return the numbers in the line ``replicas`` of a file of keys; see ``Keys.replicas``."""
+    lines = [line for line in text.splitlines() if _binds(line)]
+    if not lines:
+        return None
+    found = _REPLICAS.fullmatch(lines[0].strip())
+    if found is None or len(lines) > 1:
+        return ()
+    return tuple(map(int, found[1].split(", ")))
 
 
 _FORMS = {"public-key": _Z85, "secret-key": _Z85, "link-key": _HEX, "link-secret": _HEX}
@@ -236,29 +263,44 @@ def _write(path: Path, text: str, mode: int) -> None:
 # ------------------------------------------------------------------------------ who may come in
 
 
-def allow(folder: Path, files: Iterable[Path]) -> list[Path]:
+def allow(folder: Path, files: Iterable[Path], replicas: Iterable[int] = ()) -> list[Path]:
     """Let in the owners of public keys: copy the files into the folder ``allowed``.
+
+    Args:
+        replicas: The numbers of the replicas to which the keys are bound, instead of any numbers
+            before; without numbers a key may take part as any replica.
 
     Returns:
         The files written; a file of the same keys that is there already is replaced.
 
     Raises:
-        ValueError: If a file holds no public keys, or secret ones, or keys that other names have;
-            no file is written.
+        ValueError: If a file holds no public keys, or secret ones, or keys that other names have,
+            or is to be bound and holds no key of a link; no file is written.
         OSError: If a file cannot be read or written.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}: `diloco-comm keys make` makes one")
     allowed = folder / ALLOWED
     present, texts = readable_keys(allowed), {}
+    numbers = {integer("replica", number, 0, most=MOST_INT32) for number in replicas}
+    binding = f'replicas = "{", ".join(map(str, sorted(numbers)))}"\n' if numbers else ""
     for file in files:
         if file.suffix != PUBLIC:
             raise ValueError(f"public keys are in a file NAME{PUBLIC}, got {file}")
         keys, target = Keys.read(file), allowed / file.name
         if keys.curve_secret or keys.link_secret:
             raise ValueError(f"{file} holds secret keys: give the file NAME{PUBLIC} of the pair")
+        if binding and keys.link is None:
+            raise ValueError(
+                f"{file} is of an older version and has no key of a link that --replica could "
+                f"bind: run `diloco-comm keys make FOLDER {file.stem}` where its secret is"
+            )
         _check_names(present, keys, target)
-        present[target], texts[target] = keys, file.read_text(encoding="utf-8")
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        # The owner of this folder alone decides on the numbers. A file that is torn behind its
+        # first line holds no key, so that no key loses its binding.
+        rest = "".join(line for line in lines if not _binds(line))
+        present[target], texts[target] = keys, binding + rest
     allowed.mkdir(exist_ok=True)
     for target, text in texts.items():
         _write(target, text, 0o644)
@@ -314,6 +356,7 @@ class Allowed:
     def __init__(self, folder: Path, key_of: Callable[[Keys], bytes | None]) -> None:
         self._folder, self._key_of = folder, key_of
         self._keys: frozenset[bytes] = frozenset()
+        self._files: dict[Path, Keys] = {}
         self._seen: Sequence[tuple[object, ...]] = ()
         self._look_at = 0.0
         self._is_missing = False
@@ -334,9 +377,18 @@ class Allowed:
             self._is_missing = False
             seen = [_stamp(path) for path in sorted(self._folder.glob(f"*{PUBLIC}"))]
             if seen != self._seen:
-                keys = map(self._key_of, readable_keys(self._folder).values())
+                self._files = readable_keys(self._folder)
+                keys = map(self._key_of, self._files.values())
                 self._keys, self._seen = frozenset(filter(None, keys)), seen
         return self._keys
+
+    def bindings(self, key: bytes) -> dict[Path, tuple[int, ...]]:
+        """Return the files that bind a key, each with its numbers, as of the last look."""
+        return {
+            path: keys.replicas
+            for path, keys in self._files.items()
+            if keys.replicas is not None and self._key_of(keys) == key
+        }
 
     def _note_missing(self) -> None:
         if not self._is_missing:
@@ -390,6 +442,42 @@ class LinkKeys:
                 f"make {folder} {name}`, which adds them"
             )
         return cls(folder, bytes.fromhex(seed), _allowed_in_link(folder / ALLOWED))
+
+    def refusal_of(self, member: int, key: bytes, replica: int) -> str:
+        """Return why a key may not take part under a number, in a sentence; empty if the key may.
+
+        The folder counts as of its last look.
+
+        Args:
+            member: The number under which the owner of the key takes part.
+            replica: The number of this replica, which refuses.
+        """
+        for path, numbers in self.allowed.bindings(key).items():
+            if member in numbers:
+                continue
+            to = (
+                named(numbers)
+                if numbers
+                else f"no replica (the line replicas in {path} is damaged)"
+            )
+            return (
+                f"the allowed keys of replica {replica} bind the key {path.name} ({key.hex()}) to "
+                f"{to}, and the owner of that key takes part as replica {member}: start that "
+                f"process under a number of its key, or run `diloco-comm keys allow {self.folder} "
+                f"{path} --replica {member}` on the host of replica {replica}"
+            )
+        return ""
+
+    def check_own(self, replica: int) -> None:
+        """Make sure that the own key, where the folder binds that key, may be this replica.
+
+        Raises:
+            ValueError: If the own key is bound to other numbers.
+        """
+        from ... import _C
+
+        if why := self.refusal_of(replica, _C.link_public_key(self.seed), replica):
+            raise ValueError(why)
 
 
 def link_keys(place: str | Path | None) -> LinkKeys | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...base.errors import named
 from ..common.exits import fail, misuse
 from ..common.outputs import check_folder
 
@@ -35,6 +36,8 @@ ALLOW_EXAMPLES = """Examples:
 
 \b
 diloco-comm keys allow keys tokyo.key lima.key
+diloco-comm keys allow keys tokyo.key --replica 1
+diloco-comm keys allow keys lima.key --replica 2 --replica 3
 """
 REMOVE_EXAMPLES = """Examples:
 
@@ -78,13 +81,25 @@ def make(
 def allow(
     folder: Folder,
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files NAME.key.")],
+    replicas: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--replica",
+            min=0,
+            help="Number under which a key may take part over a link; several are possible. "
+            "Default: any number.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let in the owners of public keys; counts within a second for what runs with this folder."""
+    """Let in the owners of public keys; counts within a second for what runs with this folder.
+
+    The numbers of --replica replace all numbers before. They count when the group changes next.
+    """
     from ...base.service.keys import allow
 
     with _errors(folder):
-        _print_files(allow(folder, files), as_json=as_json)
+        _print_files(allow(folder, files, replicas or ()), as_json=as_json)
 
 
 @keys_app.command(epilog=REMOVE_EXAMPLES)
@@ -112,20 +127,29 @@ def list_keys(folder: Folder, as_json: AsJson = False) -> None:
             {**_row(path, keys), "secret": path.with_suffix(SECRET).exists()}
             for path, keys in readable_keys(folder).items()
         ]
-        allowed = [_row(path, keys) for path, keys in readable_keys(folder / ALLOWED).items()]
+        allowed = [
+            {**_row(path, keys), "replicas": keys.replicas}
+            for path, keys in readable_keys(folder / ALLOWED).items()
+        ]
     if as_json:
         print(json.dumps({"schema": 1, "own": own, "allowed": allowed}))
         return
     for row in own:
         _print_row(row, "own pair" if row["secret"] else "public keys alone")
     for row in allowed:
-        _print_row(row, "allowed")
+        _print_row(row, f"allowed{_as_replicas(row['replicas'])}")
     if not allowed:
         print("nobody is allowed")
 
 
 def _row(path: Path, keys: Keys) -> dict[str, Any]:
     return {"name": path.stem, "curve": keys.curve, "link": keys.link}
+
+
+def _as_replicas(numbers: tuple[int, ...] | None) -> str:
+    if numbers is None:
+        return ""
+    return f" as {named(numbers)}" if numbers else " as no replica: the line replicas is damaged"
 
 
 def _print_row(row: dict[str, Any], kind: str) -> None:
