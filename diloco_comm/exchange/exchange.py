@@ -347,7 +347,8 @@ class Exchange(StreamMember):
             The rounds that count and that this replica must still apply; see ``termination``.
 
         Raises:
-            ValueError: If the members are not ids that an exchange may have.
+            ValueError: If the members are not ids that an exchange may have, or this replica's own
+                folder of keys binds its key to other numbers.
             SyncError: If a member does not come, or lacks a round that counts.
         """
         self.engine.check_process()
@@ -359,6 +360,8 @@ class Exchange(StreamMember):
         self, members: tuple[int, ...], store: dist.Store | None, last_rounds: LastRounds | None
     ) -> list[Repair]:
         """Go from this epoch to a new one; ``last_rounds`` is None for a new exchange."""
+        if self.tcp is not None:
+            self.tcp.check_own_number(self.replica)
         if store is not None:
             self.use_store(store)
         agreement = regroup.agree(self, members, last_rounds, self.joins)

@@ -97,11 +97,15 @@ def check_arguments(
     choice("offload", offload, (None, "cpu"))
     of_link = ("listen", "advertise", "link_keys", "relay")
     check_link(backend_of(chosen), *(chosen[name] for name in of_link))
-    if chosen["link_keys"] is not None:
-        # Before the others wait for this replica.
-        LinkKeys.read(chosen["link_keys"])
     if chosen["membership"] is not None:
         _check_membership(chosen, init)
+    if chosen["link_keys"] is not None:
+        # Before the others wait for this replica.
+        keys = LinkKeys.read(chosen["link_keys"])
+        elastic = chosen["membership"]
+        number = chosen["replica"] if elastic is None else elastic.replica
+        if number is not None:
+            keys.check_own(number)
 
 
 def backend_of(chosen: Mapping[str, Any]) -> str | None:

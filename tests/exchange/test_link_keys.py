@@ -25,9 +25,9 @@ from exchange_helpers import (
 from fault_replicas import wait_for
 from workers import Pool
 
-from diloco_comm import DiLoCo, Link
+from diloco_comm import DiLoCo, Elastic, Link, StorePeers
 from diloco_comm.base.errors import ReplicaMismatch, SyncError
-from diloco_comm.base.service.keys import remove
+from diloco_comm.base.service.keys import Keys, allow, remove
 from diloco_comm.exchange.membership import own_link
 from diloco_comm.ops.wire import WireFormat
 
@@ -195,6 +195,129 @@ def test_a_replica_whose_key_is_not_allowed_is_named(fresh_workers: Fresh, tmp_p
     command = f"`diloco-comm keys allow {folder_of(tmp_path, 0)} NAME.key`"
     assert "the key of replica 2 is not among the allowed keys of replica 0" in text
     assert command in text
+
+
+# ------------------------------------------------------------------------------ bound to a number
+
+
+def bind(root: str | Path, replica: int, other: int, *numbers: int) -> None:
+    """Bind the key of another replica to numbers, in the folder of a replica."""
+    allow(folder_of(root, replica), [folder_of(root, other) / f"r{other}.key"], numbers)
+
+
+def sentence(root: Path, replica: int, key: int, to: str, member: int) -> str:
+    """Return the refusal of ``replica``, up to the remedy."""
+    link = Keys.read(folder_of(root, key) / f"r{key}.key").link
+    return (
+        f"the allowed keys of replica {replica} bind the key r{key}.key ({link}) to {to}, and the "
+        f"owner of that key takes part as replica {member}: "
+    )
+
+
+def _numbered(rank: int, world: int, address: Address, root: str, numbers: list[int]) -> Any:
+    """Take part under a number with the keys of ``rank``; return a sentence, or whether is fine."""
+    everybody = sorted(numbers)
+    options = {"link_keys": folder_of(root, rank), "collectives": "tcp", "suspect_after": 5.0}
+    try:
+        ex = connect_replica(address, numbers[rank], everybody, **options)
+    except SyncError as error:
+        return str(error), error.stage, error.cuts
+    with closing(ex):
+        return gives_reference_bytes(ex, ex.buffers(N, WireFormat("int8")), 0, everybody)
+
+
+def test_bound_keys_take_part_under_their_numbers_alone(
+    fresh_workers: Fresh, tmp_path: Path
+) -> None:
+    make_folders(tmp_path, 2)
+    bind(tmp_path, 0, 1, 1, 3)
+    bind(tmp_path, 1, 0, 0)
+    pool = fresh_workers(2, init_group=False)
+    # The owner of the key r1 is replica 0.
+    swapped = pool.run(_numbered, pool.store, str(tmp_path), [1, 0])
+    assert [(stage, cuts) for _, stage, cuts in swapped] == [
+        ("connect", ((1, 0),)), ("connect", ((0, 1),)),
+    ]  # fmt: skip
+    ((text, *_),) = {(text, text) for text, *_ in swapped}
+    refusals = [
+        sentence(tmp_path, 0, 0, "replica 0", 1), sentence(tmp_path, 1, 1, "replicas 1, 3", 0),
+    ]  # fmt: skip
+    assert any(one in text for one in refusals) and "\n" not in text
+    assert "--replica 0` on the host of" in text or "--replica 1` on the host of" in text
+
+
+@pytest.mark.parametrize("numbers", [[0, 1], [0, 3]], ids=str)
+def test_bound_keys_train_under_their_numbers(
+    fresh_workers: Fresh, tmp_path: Path, numbers: list[int]
+) -> None:
+    make_folders(tmp_path, 2)
+    bind(tmp_path, 0, 1, 1, 3)
+    bind(tmp_path, 1, 0, 0)
+    pool = fresh_workers(2, init_group=False)
+    assert pool.run(_numbered, pool.store, str(tmp_path), numbers) == [True, True]
+
+
+def test_both_sides_hear_why_one_side_refuses(fresh_workers: Fresh, tmp_path: Path) -> None:
+    make_folders(tmp_path, 2)
+    bind(tmp_path, 1, 0, 5)
+    pool = fresh_workers(2, init_group=False)
+    (of_0, stage_0, cuts_0), (of_1, stage_1, cuts_1) = pool.run(
+        _numbered, pool.store, str(tmp_path), [0, 1]
+    )
+    assert of_0 == of_1 and stage_0 == stage_1 == "connect"
+    assert sentence(tmp_path, 1, 0, "replica 5", 0) in of_0
+    assert (cuts_0, cuts_1) == ((), ((1, 0),))
+
+
+def _bound_anew(rank: int, world: int, address: Address, root: str) -> Any:
+    pair, texts = [0, 1], []
+    with member(address, rank, world, root, suspect_after=5.0) as (ex, buffers):
+        assert gives_reference_bytes(ex, buffers, 0, pair)
+        if rank == 0:
+            bind(root, 0, 1, 3)
+        with pytest.raises(SyncError) as caught:
+            ex.change_group(pair, last_rounds={0: 0})
+        if rank == 0:
+            bind(root, 0, 1, 3, 1)
+        ex.change_group(pair, last_rounds={0: 0})
+        fine = gives_reference_bytes(ex, buffers, 1, pair)
+        # The own key: nobody is asked, and the group is as before.
+        if rank == 0:
+            bind(root, 0, 0, 3)
+            with pytest.raises(ValueError) as own:
+                ex.change_group(pair, last_rounds={0: 1})
+            texts.append(str(own.value))
+        fine &= gives_reference_bytes(ex, buffers, 2, pair)
+        return [str(caught.value), *texts], fine
+
+
+def test_a_binding_counts_at_the_next_change_of_the_group(
+    fresh_workers: Fresh, tmp_path: Path
+) -> None:
+    make_folders(tmp_path, 2)
+    pool = fresh_workers(2, init_group=False)
+    ends = pool.run(_bound_anew, pool.store, str(tmp_path))
+    assert [fine for _, fine in ends] == [True, True]
+    assert ends[0][0][0] == ends[1][0][0]
+    assert sentence(tmp_path, 0, 1, "replica 3", 1) in ends[0][0][0]
+    assert sentence(tmp_path, 0, 0, "replica 3", 0) in ends[0][0][1]
+
+
+def test_an_own_key_of_other_numbers_is_refused_at_once(tmp_path: Path) -> None:
+    """Before the store or the registry is dialled: nothing listens there."""
+    make_folders(tmp_path, 1)
+    bind(tmp_path, 0, 0, 2)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    link, place = Link("tcp", keys=folder_of(tmp_path, 0)), "tcp://127.0.0.1:1"
+    alone: list[Any] = ["alone", StorePeers(place, replica=0, of=3), Elastic(place, replica=0)]
+    for peers in alone:
+        with pytest.raises(ValueError) as caught:
+            DiLoCo(model, optimizer, sync_every=2, peers=peers, link=link)
+        assert sentence(tmp_path, 0, 0, "replica 2", 0) in str(caught.value)
+
+
+# ------------------------------------------------------------------------------ removed keys
 
 
 def _removed(rank: int, world: int, address: Address, root: str) -> Any:

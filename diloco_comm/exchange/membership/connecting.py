@@ -113,6 +113,8 @@ def _end_together(
             seconds=time.monotonic() - started,
             missing=outcome["missing"],
             survivors=outcome["survivors"],
+            # This replica alone knows which members the replica does not let in.
+            cuts=own.cuts if isinstance(own, SyncError) else (),
         )
         failure.decision = f"epoch {plan.epoch}"
         raise failure from own
@@ -144,8 +146,13 @@ def _agree_on_outcome(
         if store.check(keys):
             notes = [text.decode() for text in store.multi_get(keys)]
             failures = [text for text in notes if text != _FINE]
-            # A member that only waited to be dialled knows least of the cause.
-            why = min(failures, key=lambda text: "has not dialled" in text, default="")
+            # A member that refuses another member knows the cause. A member that only waited to be
+            # dialled knows least of the cause.
+            why = min(
+                failures,
+                key=lambda text: ("allowed keys" not in text, "has not dialled" in text),
+                default="",
+            )
             return _decide(store, key_of_all, _outcome(plan, members, why, []))
         here.tick()
         if here.total > left:

@@ -91,30 +91,47 @@ class OwnLink:
             self._seat.close()
         self.link.close()
 
-    def refusal_of(self, replica: int, members: Sequence[int], keys: Sequence[str]) -> str:
-        """Return why members are not let in, in a sentence; empty if all are.
+    def check_own_number(self, replica: int) -> None:
+        """Make sure that the own folder does not bind the own key to other numbers.
+
+        Raises:
+            ValueError: If the own folder does.
+        """
+        if self._keys is not None and self._watch is not None:
+            self._watch.look()
+            self._keys.check_own(replica)
+
+    def refusal_of(
+        self, replica: int, members: Sequence[int], keys: Sequence[str]
+    ) -> tuple[str, list[int]]:
+        """Return why members are not let in, in a sentence, and these members; empty if all are.
 
         Args:
             replica: The number of this one.
             keys: The public key of each member.
         """
         if self._keys is None or self._watch is None:
-            return ""
-        # A key that was added a moment ago counts.
+            return "", []
+        # A key that was added a moment ago counts, and so does a binding.
         allowed = {key.hex() for key in self._watch.look()}
-        strange = [
-            member
-            for member, key in zip(members, keys, strict=True)
-            if member != replica and key not in allowed
-        ]
-        if not strange:
-            return ""
-        is_are = "key of {} is" if len(strange) == 1 else "keys of {} are"
-        return (
-            f"the {is_are.format(named(strange))} not among the allowed keys of replica {replica}: "
-            f"copy the public file NAME.key there, and run `diloco-comm keys allow "
-            f"{self._keys.folder} NAME.key`"
-        )
+        others = {m: key for m, key in zip(members, keys, strict=True) if m != replica}
+        strange = [member for member, key in others.items() if key not in allowed]
+        whys = []
+        if strange:
+            is_are = "key of {} is" if len(strange) == 1 else "keys of {} are"
+            whys.append(
+                f"the {is_are.format(named(strange))} not among the allowed keys of replica "
+                f"{replica}: copy the public file NAME.key there, and run `diloco-comm keys allow "
+                f"{self._keys.folder} NAME.key`"
+            )
+        refused = list(strange)
+        for member, key in others.items():
+            if member in strange:
+                continue
+            if why := self._keys.refusal_of(member, bytes.fromhex(key), replica):
+                whys.append(why)
+                refused.append(member)
+        return "; ".join(whys), refused
 
 
 def _warn_if_public(address: str) -> None:
@@ -168,7 +185,8 @@ class Dial:
         peers = [tuple(way[name] for name in names) for way in self.ways]
         cause: Exception | None = None
         keys = [way["link key"] for way in self.ways]
-        why = self.own.refusal_of(self.members[rank], self.members, keys)
+        replica = self.members[rank]
+        why, refused = self.own.refusal_of(replica, self.members, keys)
         if not why:
             try:
                 return self.own.link.groups(self.token, rank, peers, lanes, timeout)
@@ -182,4 +200,5 @@ class Dial:
             f"{name} could not be connected: {why}",
             stage="connect",
             seconds=time.monotonic() - started,
+            cuts=[(replica, member) for member in refused],
         ) from cause

@@ -164,6 +164,8 @@ def _request(options: dict[str, Any], timeout_s: float) -> Request:
     try:
         check_link("tcp", *places)
         keys = link_keys(options["keys"])
+        if keys is not None:
+            keys.check_own(options["replica"])
         store = connected_store(options["store"], timeout_s, keys)
     except ValueError as error:
         misuse(in_options(str(error), _OF_LINKS))

@@ -83,7 +83,7 @@ def _judge_link(pair: dict[str, Any]) -> list[Finding]:
         return []
     remedy = "a firewall between them may end connections that it does not understand"
     if "allowed keys" in why:
-        remedy = "each replica lets in the keys of all others"
+        remedy = "each replica lets in the keys of all others, under their numbers"
     return [Finding("error", f"the link of replicas {_both(pair)} does not connect: {why}", remedy)]
 
 
