@@ -214,6 +214,7 @@ class ElasticGroup:
         ``attempt`` is called again after each failure that concerns the group.
 
         Raises:
+            ReplicaMismatch: If the members do not let in the key of this newcomer.
             SyncError: If this replica was asked to leave first.
         """
         results = self._attempt_until_done(attempt, time.monotonic())
@@ -255,6 +256,9 @@ class ElasticGroup:
                 self._failed(form, error)
                 if not is_about_group(error):
                     raise
+                if form.role == "join" and is_refused(error, self.replica):
+                    # Each further attempt would hold the members up.
+                    raise ReplicaMismatch(str(error), stage=error.stage) from error
                 logger.warning("view %d could not begin: %s", form.view.number, error)
                 continue
             except BaseException:
@@ -495,6 +499,11 @@ def is_about_group(error: SyncError) -> bool:
     """Whether this replica can go on with other members after this error."""
     is_own = isinstance(error, ReplicaMismatch | NonFiniteError) or error.stage == WORKMATE_STAGE
     return not is_own
+
+
+def is_refused(error: SyncError, replica: int) -> bool:
+    """Whether a member does not let in the key of ``replica``, or ``replica`` a member's key."""
+    return error.stage == "connect" and any(replica in pair for pair in error.cuts)
 
 
 def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -96,10 +96,11 @@ def _end_together(
 ) -> None:
     """Come to one outcome with all members; ``own`` is what has failed on this replica."""
     note = "" if own is None else str(own) or type(own).__name__
+    cuts = own.cuts if isinstance(own, SyncError) else ()
     slack = min(max(limit / 4, _SLACK_S[0]), _SLACK_S[1])
     left = limit - min(time.monotonic() - started, limit) + slack
     try:
-        outcome = _agree_on_outcome(store, plan, members, replica, what, note, left)
+        outcome = _agree_on_outcome(store, plan, members, replica, what, note, cuts, left)
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {list(members)} connected to each other: "
@@ -113,8 +114,7 @@ def _end_together(
             seconds=time.monotonic() - started,
             missing=outcome["missing"],
             survivors=outcome["survivors"],
-            # This replica alone knows which members the replica does not let in.
-            cuts=own.cuts if isinstance(own, SyncError) else (),
+            cuts=outcome.get("cuts", ()),
         )
         failure.decision = f"epoch {plan.epoch}"
         raise failure from own
@@ -127,6 +127,7 @@ def _agree_on_outcome(
     replica: int,
     what: str,
     note: str,
+    cuts: Sequence[tuple[int, int]],
     left: float,
 ) -> dict[str, Any]:
     """Wait until all members have said how connecting went, or are given up.
@@ -134,11 +135,15 @@ def _agree_on_outcome(
     Args:
         what: Was connected, GROUPS or STREAMS.
         note: What went wrong on this replica; empty when nothing did.
+        cuts: This replica and each member that this replica does not let in.
         left: Seconds for the others to say how connecting went.
     """
     key_of_all = outcome_key(plan.epoch, what)
     keys = [f"{key_of_all}/{member}" for member in members]
-    store.set(keys[members.index(replica)], note or _FINE)
+    own_key = keys[members.index(replica)]
+    if cuts:
+        store.set(f"{own_key}/cuts", json.dumps(cuts))
+    store.set(own_key, note or _FINE)
     here, pause = OwnTime(), _POLL_S[0]
     while True:
         if store.check([key_of_all]):
@@ -153,7 +158,11 @@ def _agree_on_outcome(
                 key=lambda text: ("allowed keys" not in text, "has not dialled" in text),
                 default="",
             )
-            return _decide(store, key_of_all, _outcome(plan, members, why, []))
+            outcome = _outcome(plan, members, why, [])
+            told = [f"{key}/cuts" for key in keys] if failures else []
+            found = [json.loads(store.get(key)) for key in told if store.check([key])]
+            outcome["cuts"] = [pair for pairs in found for pair in pairs]
+            return _decide(store, key_of_all, outcome)
         here.tick()
         if here.total > left:
             silent = [m for m, key in zip(members, keys, strict=True) if not store.check([key])]
