@@ -23,8 +23,8 @@ class SyncError(RuntimeError):
             replicas whose connection this replica has lost.
         survivors: Members that live and reach each other, the same on all members; empty if no
             member could decide. ``change_group("survivors")`` forms a group of the survivors.
-        cuts: Pairs of replicas that live and cannot reach each other, or of which the first does
-            not let in the key of the second.
+        cuts: Pairs of replicas that live and cannot reach each other. With the stage "connect":
+            the first replica of a pair does not let in the key of the second.
     """
 
     decision = ""  # name of the decision of a meeting that formed no group

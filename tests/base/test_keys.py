@@ -364,7 +364,7 @@ def test_a_binding_is_read_again_with_the_folder(tmp_path: Path) -> None:
     assert f"the allowed keys of replica 7 bind the key tokyo.key ({key.hex()})" in why
     assert "to replicas 1, 2, and the owner of that key takes part as replica 0" in why
     assert f"`diloco-comm keys allow {folder} {paths[0]} --replica 0` on the host of" in why
-    # Of two files with the same key, which `keys allow` does not make, both count.
+    # Two files of one key both count; `keys allow` makes no second file.
     paths[1].write_text(paths[0].read_text().replace("1, 2", "2, 3"))
     assert refused(0, 1, 2, 3) == [0, 1, 3]
     paths[1].unlink()

@@ -26,7 +26,7 @@ def _member(rank: int, world: int, address: tuple[str, int], registry: str, root
     """Train until the newcomer, the last replica, has come twice; replica 1 is in charge of keys.
 
     Returns:
-        Of the newcomer why the newcomer was refused; of all the members at last, and the hash.
+        Why the newcomer was refused (empty on the members), the members at last, and the hash.
     """
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=60))
     newcomer, refusal = world - 1, ""

@@ -90,8 +90,13 @@ class Keys:
                 raise ValueError(f"{path} is no file of keys: {name} is not a key")
         if "public-key" not in found:
             raise ValueError(f"{path} is no file of keys: it holds no public-key")
-        keys = map(found.get, list(_FORMS)[1:])
-        return cls(found["public-key"], *keys, replicas=_bound_replicas(text))
+        return cls(
+            found["public-key"],
+            found.get("secret-key"),
+            found.get("link-key"),
+            found.get("link-secret"),
+            _bound_replicas(text),
+        )
 
     def text_of_link(self, *, is_secret: bool) -> str:
         seed = f'    link-secret = "{self.link_secret}"\n' if is_secret else ""
