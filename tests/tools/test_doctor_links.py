@@ -218,6 +218,19 @@ def test_a_key_that_is_not_let_in_is_named(
     assert "the key of replica 1 is not among the allowed keys of replica 0: copy the" in said
 
 
+@pytest.mark.nightly("5 s; the first tier has a key that is not let in")
+def test_a_key_that_is_bound_to_another_number_is_named(
+    fresh_workers: Fresh, tmp_path: Path, keyed_store: Callable[[int], HostedStore]
+) -> None:
+    keys = make_keys(tmp_path, 2, lambda own, other: own != other)
+    allow(tmp_path / "1", [tmp_path / "0" / "r0.key"], [5])
+    options = [f"--listen 127.0.0.1:0 --lanes 1 {one}" for one in keys]
+    pool = fresh_workers(2, init_group=False)
+    (said,) = sentences(reports(pool, *options, status=1, store=keyed_store(2)))
+    assert "the allowed keys of replica 1 bind the key r0.key (" in said
+    assert "to replica 5, and the owner of that key takes part as replica 0: " in said
+
+
 # ------------------------------------------------------------------------------- ends in time
 
 
