@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 namespace diloco::link {
@@ -49,6 +50,21 @@ void Channel::forget() {
     early_.clear();
 }
 
+bool Channel::has_lost(const std::vector<End>& ends) const {
+    const auto num_lanes_used = static_cast<int>(own_lanes > 0 ? own_lanes : kMostLanes);
+    return std::any_of(ends.begin(), ends.end(), [&](const End& end) {
+        return end.lane < num_lanes_used && since < end.when;
+    });
+}
+
+void Channel::forget_group(int number) {
+    const auto first = early_.lower_bound(uint64_t(number) << 32);
+    const auto last = early_.lower_bound(uint64_t(number + 1) << 32);
+    const auto num_forgotten = std::distance(first, last);
+    early_.erase(first, last);
+    for (auto i = num_forgotten; i > 0; --i) take_eager();
+}
+
 void Channel::put(FrameKind kind, int number, uint32_t tag, uint32_t ticket, uint64_t offset,
                   uint64_t total) {
     Connection* connection = peer.lanes[static_cast<size_t>(number / 2)].chosen.get();
@@ -80,7 +96,7 @@ void Channel::answer_join(int lane) {
 std::string Channel::obstacle(int number) const {
     if (!dead.empty()) return dead;
     if (ended.count(number) > 0) {
-        return "connection closed by peer: " + peer.name + " has closed the group";
+        return closed_by_peer() + " has closed the group";
     }
     return "";
 }
@@ -118,7 +134,7 @@ void Channel::post_send(const MessagePtr& message) {
 void Channel::send_eager(const MessagePtr& message) {
     ++num_eager_;
     Connection* connection = peer.lanes[static_cast<size_t>(message->number / 2)].chosen.get();
-    if (connection == nullptr) return finish(message, "connection closed by peer");
+    if (connection == nullptr) return finish(message, closed_by_peer());
     OutFrame out;
     out.frame.kind = static_cast<uint8_t>(FrameKind::kEager);
     out.frame.number = message->number;
@@ -135,7 +151,7 @@ void Channel::begin(const MessagePtr& send, Grant grant) {
     if (grant.num_bytes != send->num_bytes) return refuse(send, grant.ticket, grant.num_bytes);
     send->ticket = grant.ticket;
     Connection* connection = peer.lanes[static_cast<size_t>(send->number / 2)].chosen.get();
-    if (connection == nullptr) return finish(send, "connection closed by peer");
+    if (connection == nullptr) return finish(send, closed_by_peer());
     connection->bulk.push_back(send);
 }
 
@@ -161,13 +177,13 @@ void Channel::on_credit(const Frame& frame) {
     }
 }
 
-void Channel::offer() {
-    for (const auto& [key, send] : sends_) {
+void Channel::offer(const std::set<const Connection*>& busy) {
+    for (auto it = sends_.begin(); it != sends_.end(); it = sends_.upper_bound(it->first)) {
+        const Message& send = *it->second;
         const Connection* connection =
-            peer.lanes[static_cast<size_t>(send->number / 2)].chosen.get();
-        // The peer does not read, or reads slowly.
-        if (connection == nullptr || !connection->control.empty()) return;
-        put(FrameKind::kOffer, send->number, send->tag, 0, 0, send->num_bytes);
+            peer.lanes[static_cast<size_t>(send.number / 2)].chosen.get();
+        if (busy.count(connection) > 0) continue;
+        put(FrameKind::kOffer, send.number, send.tag, 0, 0, send.num_bytes);
     }
 }
 
@@ -213,9 +229,9 @@ void Channel::grant_next() {
     }
 }
 
-// An early message, or one that found its receive at once: it may make room for another.
+// The fuller the store, the sooner its sender must know of room.
 void Channel::take_eager() {
-    if (++num_taken_ < kMostEarly / 4) return;
+    if (4 * ++num_taken_ < kMostEarly - early_.size()) return;
     put(FrameKind::kCredit, 0, 0, 0, 0, std::exchange(num_taken_, 0));
 }
 

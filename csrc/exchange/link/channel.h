@@ -2,7 +2,8 @@
 //
 // A message above kEagerBytes travels after the receiver's grant, straight into the posted memory.
 // A smaller message travels at once; the receiver keeps at most kMostEarly of them, and the sender
-// counts them by the receiver's credit. Used under the link's mutex.
+// counts them by the receiver's credit. A receive that is cancelled after its grant keeps one of
+// kMostEarly places until its send begins, or until the channel ends. Used under the link's mutex.
 #pragma once
 
 #include <map>
@@ -24,6 +25,13 @@ constexpr size_t kMostEarly = 1024;
 // that claims the nonce with another key is another peer.
 using PeerId = std::pair<Nonce, PublicKey>;
 
+// The end of a connection of a lane. Messages of later channels, and of channels without that lane,
+// have not travelled over the connection.
+struct End {
+    int lane = 0;
+    Clock::time_point when{};
+};
+
 // Another process.
 struct Peer {
     PeerId id{};
@@ -32,9 +40,8 @@ struct Peer {
     std::map<uint64_t, std::shared_ptr<Channel>> channels{};  // by token
     int num_users = 0;                                        // channels with groups of this side
     Clock::time_point idle_since{};
-    // One of several connections has ended in good order: the others may still bring messages.
-    bool is_ending = false;
-    Clock::time_point ending_since{};
+    // Connections that have ended in good order: the others may still bring messages.
+    std::vector<End> ends{};
 };
 
 class Channel : public std::enable_shared_from_this<Channel> {
@@ -46,7 +53,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
     Peer& peer;
     const uint64_t token;
-    const Clock::time_point since;
+    Clock::time_point since;  // this side began to form, or before that: the peer did
     State state = State::kUnknown;
     int own_lanes = 0;          // while this side is forming or open
     int num_open = 0;           // groups of this side
@@ -57,8 +64,12 @@ class Channel : public std::enable_shared_from_this<Channel> {
     std::set<int> closed{};     // numbers of the groups that this side has closed
     std::set<uint64_t> told{};  // ids of the connections on which this side has said it
 
+    // Whether the ends of connections may have taken messages of this channel.
+    bool has_lost(const std::vector<End>& ends) const;
     // Forgets all that the peer has said.
     void forget();
+    // Forgets the early messages of a group of this side that is closed.
+    void forget_group(int number);
 
     // Puts a frame of this channel before the bulk of its lane.
     void put(FrameKind kind, int number, uint32_t tag, uint32_t ticket, uint64_t offset,
@@ -69,11 +80,14 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
     void post_send(const MessagePtr& message);
     void post_recv(const MessagePtr& message);
-    // Says again that a send waits, so that a receive of another size is noticed.
-    void offer();
+    // Says again that sends wait, so that receives of other sizes are noticed.
+    // `busy`: connections whose peer does not read, or reads slowly.
+    void offer(const std::set<const Connection*>& busy);
 
     void on_grant(const Frame& frame);
     void on_eager(const Frame& frame, const uint8_t* bytes);
+    // Counts a small message that has left the store, or that was not stored.
+    void take_eager();
     void on_credit(const Frame& frame);
     void on_offer(const Frame& frame);
     void on_refuse(const Frame& frame);
@@ -102,7 +116,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
     void grant(const MessagePtr& recv);
     void grant_next();
     void send_eager(const MessagePtr& message);
-    void take_eager();
+    // The error of a message whose connection has gone.
+    std::string closed_by_peer() const { return "connection closed by peer: " + peer.name; }
     void refuse(const MessagePtr& message, uint32_t ticket, uint64_t theirs);
     std::string sizes_differ(const Message& message, uint64_t theirs) const;
 

@@ -227,6 +227,8 @@ void Link::enter(Lock& lock, Call& call) {
         if (peer.lanes.size() < num_lanes) peer.lanes.resize(num_lanes);
         ChannelPtr& channel = peer.channels[call.token];
         if (!channel) channel = std::make_shared<Channel>(peer, call.token);
+        // The peer sends no messages before it has heard that this side forms.
+        channel->since = Clock::now();
         channel->state = Channel::State::kForming;
         channel->own_lanes = call.lanes;
         call.channels[i] = channel;

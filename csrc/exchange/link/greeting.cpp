@@ -313,7 +313,7 @@ void Link::settle(Lock& lock, const ConnectionPtr& connection, bool is_own) {
     if (peer.lanes.size() <= index) peer.lanes.resize(index + 1);
     const ConnectionPtr former = is_own ? peer.lanes[index].own : peer.lanes[index].theirs;
     if (former) disconnect(lock, former, "it has connected anew");
-    if (peer.is_ending) lose(lock, peer, "it has connected anew");
+    if (!peer.ends.empty()) lose(lock, peer, "it has connected anew");
     link::Lane& lane = peer.lanes[index];
     (is_own ? lane.own : lane.theirs) = connection;
     if (!is_own) lane.theirs_since = Clock::now();
@@ -472,15 +472,21 @@ void Link::check_life(Lock& lock, const ConnectionPtr& connection, Clock::time_p
 // Offers what waits for a grant, and forgets who and what nobody has asked for.
 void Link::sweep(Lock& lock, Clock::time_point now) {
     for (const auto& [id, peer] : std::map(peers_)) {
+        std::set<const link::Connection*> busy{nullptr};
+        for (const link::Lane& lane : peer->lanes) {
+            if (lane.chosen && !lane.chosen->control.empty()) busy.insert(lane.chosen.get());
+        }
         for (const auto& [token, channel] : std::map(peer->channels)) {
-            if (channel->state == Channel::State::kOpen) channel->offer();
+            if (channel->state == Channel::State::kOpen) channel->offer(busy);
             if (channel->state == Channel::State::kUnknown &&
                 now - channel->since > limits_.grace) {
                 peer->channels.erase(token);
                 ++num_dropped_;
             }
         }
-        if (peer->is_ending && now - peer->ending_since > kEndPatience) lose(lock, *peer, "");
+        if (!peer->ends.empty() && now - peer->ends.front().when > kEndPatience) {
+            lose(lock, *peer, "");
+        }
         flush_peer(lock, *peer);
         const auto waits = [](const auto& entry) { return entry.second->has_unfinished(); };
         if (std::any_of(peer->channels.begin(), peer->channels.end(), waits)) {

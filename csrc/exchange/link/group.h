@@ -22,7 +22,8 @@ class LinkGroup : public c10d::Backend {
 
     const std::string getBackendName() const override { return "link"; }
 
-    // One contiguous tensor on the CPU. A send may overtake another one with a different tag. The
+    // One contiguous tensor on the CPU. A send may overtake another one with a different tag;
+    // messages of one tag that are under way at the same time have one size. The
     // work of a message that is no longer wanted may be dropped: then the message may not travel.
     c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer,
                                         int tag) override;

@@ -134,6 +134,7 @@ void Link::close_group(int number, const std::vector<ChannelPtr>& channels) {
         channel->closed.insert(number);
         end_all(lock, *channel, number, "the group was closed");
         if (is_closing_) continue;
+        channel->forget_group(number);
         channel->put(FrameKind::kEnd, number, 0, 0, 0, 0);
         flush_peer(lock, channel->peer);
         if (--channel->num_open == 0) forget_channel(channel->peer, channel->token);
@@ -435,7 +436,11 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
     }
     if (kind == FrameKind::kData) connection->left = frame.length;
     const ChannelPtr channel = channel_of(*connection->peer, frame);
-    if (!channel || channel->closed.count(frame.number) > 0) {
+    // Credit is for all groups of the channel.
+    const bool is_wanted =
+        channel && (kind == FrameKind::kCredit || channel->closed.count(frame.number) == 0);
+    if (!is_wanted) {
+        if (channel && kind == FrameKind::kEager) channel->take_eager();
         ++num_dropped_;
         return;
     }
@@ -519,10 +524,11 @@ bool Link::is_connected(const Peer& peer) {
                        [](const link::Lane& lane) { return lane.own || lane.theirs; });
 }
 
-// A connection has broken: messages may be lost.
+// Connections have ended, and messages may be lost with them.
 void Link::lose(Lock& lock, Peer& peer, const std::string& text) {
-    peer.is_ending = false;
+    const std::vector<link::End> ends = std::exchange(peer.ends, {});
     for (const auto& [token, channel] : std::map(peer.channels)) {
+        if (!channel->has_lost(ends)) continue;
         switch (channel->state) {
             case Channel::State::kUnknown:
                 peer.channels.erase(token);
@@ -556,9 +562,8 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
         for (ConnectionPtr* place : {&lane.own, &lane.theirs, &lane.chosen}) {
             if (*place == connection) place->reset();
         }
-        if (it.has_carried && text.empty() && is_connected(*it.peer)) {
-            if (!std::exchange(it.peer->is_ending, true)) it.peer->ending_since = Clock::now();
-        } else if (it.has_carried) {
+        if (it.has_carried) it.peer->ends.push_back({it.lane, Clock::now()});
+        if (it.has_carried && (!text.empty() || !is_connected(*it.peer))) {
             lose(lock, *it.peer, text);
         }
     }
