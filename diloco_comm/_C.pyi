@@ -16,7 +16,13 @@ def connect_store(host: str, port: int, timeout_s: float) -> Store: ...
 
 class KeyedStore(Store):
     def __init__(
-        self, host: str, port: int, seed: bytes, allowed: list[bytes], timeout_s: float
+        self,
+        host: str,
+        port: int,
+        seed: bytes,
+        allowed: list[bytes],
+        timeout_s: float,
+        proxy: ProxyParts | None = None,
     ) -> None: ...
     @property
     def host(self) -> str: ...
@@ -174,8 +180,15 @@ class ChunkLoader:
 
 class LinkGroup(Backend): ...
 
+# Scheme, host, port, user and password of a proxy.
+ProxyParts = tuple[str, str, int, str | None, str]
+
+def dial_through(proxy: ProxyParts, host: str, port: int, limit_s: float) -> int: ...
+
 class Link:
-    def __init__(self, listen: str, advertise: str, seed: bytes = b"") -> None: ...
+    def __init__(
+        self, listen: str, advertise: str, seed: bytes = b"", proxy: ProxyParts | None = None
+    ) -> None: ...
     @property
     def address(self) -> str: ...
     @property

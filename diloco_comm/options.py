@@ -7,6 +7,7 @@ string is the short form: ``wire="int4"``. Below, ``HOMES`` names the group of e
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from .base.checks import UNSET, Unset, warn
+from .base.service.addresses import shown_proxy
 from .ops.wire import WireFormat
 
 if TYPE_CHECKING:
@@ -90,6 +92,11 @@ class Link:
         relay: With "tcp", the "host:port" of a relay (`diloco-comm relay`), for a process that
             nobody can dial: two such processes meet there, and the relay copies their bytes. Other
             processes are dialled directly.
+        proxy: With "tcp", "http://host:port" or "socks5://host:port", for a process whose firewall
+            lets connections out through a proxy alone; "user:password@" may stand before the host.
+            Then the proxy makes all connections that this process dials for its link: to other
+            processes, to the relay, and to a store that is given by its address, which needs
+            ``keys``. The proxy looks names of hosts up.
     """
 
     backend: str | None = None
@@ -102,6 +109,8 @@ class Link:
     advertise: str | None = None
     keys: str | Path | None = None
     relay: str | None = None
+    # Its password is for nobody to read.
+    proxy: str | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,7 @@ HOMES = {
     "advertise": ("link", "advertise"),
     "link_keys": ("link", "keys"),
     "relay": ("link", "relay"),
+    "proxy": ("link", "proxy"),
     "on_nonfinite": ("nonfinite", "action"),
     "max_skipped": ("nonfinite", "max_skipped"),
     "on_reset": ("nonfinite", "on_reset"),
@@ -273,7 +283,7 @@ def _line(arguments: Mapping[str, Any]) -> str:
 
 def _text(name: str, value: Any) -> str:
     if isinstance(value, str):
-        return f'"{value}"'
+        return f'"{shown_proxy(value) if name == "proxy" else value}"'
     if isinstance(value, bool | int | float | None) or value is UNSET:
         return repr(value)
     if name in _KINDS and isinstance(value, _KINDS[name]):

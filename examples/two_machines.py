@@ -37,6 +37,7 @@ parser.add_argument("--join", action="store_true")  # the other replica trains a
 parser.add_argument("--listen", metavar="HOST:PORT")  # such as 0.0.0.0:29700
 parser.add_argument("--advertise", metavar="HOST:PORT")  # "": nobody can dial this machine
 parser.add_argument("--relay", metavar="HOST:PORT")  # for two machines that nobody can dial
+parser.add_argument("--proxy", metavar="URL")  # http://host:port or socks5://...; needs --keys
 parser.add_argument("--keys", metavar="FOLDER")  # made by `diloco-comm keys make`
 parser.add_argument("--steps", type=int, default=1500)
 parser.add_argument("--sync-every", type=int, default=25)
@@ -44,7 +45,7 @@ parser.add_argument("--pause", type=float, default=0.05)  # seconds that each st
 options = parser.parse_args()
 
 both, coming_back = [0, 1], "two_machines/coming_back"
-store = connect_store(options.store, keys=options.keys)
+store = connect_store(options.store, keys=options.keys, proxy=options.proxy)
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -70,6 +71,7 @@ diloco = DiLoCo(
         advertise=options.advertise,
         keys=options.keys,
         relay=options.relay,
+        proxy=options.proxy,
     ),
     init="join" if options.join else "broadcast",
 )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .. import _C
+from .service.addresses import Proxy
 from .service.keys import AllowedWatch, LinkKeys
 
 # Seconds in which a name that has no address yet may get one.
@@ -104,23 +105,40 @@ def resolve(
         time.sleep(_ASK_EVERY_S)
 
 
-def dial_store(host: str, port: int, seconds: float, keys: LinkKeys | None = None) -> dist.Store:
+def dial_store(
+    host: str,
+    port: int,
+    seconds: float,
+    keys: LinkKeys | None = None,
+    proxy: Proxy | None = None,
+) -> dist.Store:
     """Connect to a store that another process hosts.
 
     Args:
         seconds: Time to connect, and of the later waits.
         keys: The keys of this process, where the host has keys.
+        proxy: Makes the connection, and looks the host up; only with keys.
 
     Raises:
+        ValueError: If there is a proxy and there are no keys.
         torch.distributed.DistError: If the host has no address, or no store answers in time.
     """
+    if proxy is not None and keys is None:
+        raise ValueError(
+            f"a store without keys cannot be reached through a proxy: give keys= and let the store "
+            f"at {host}:{port} have keys, or give the result of connect_store() without proxy= as "
+            "the store, if this process can dial the store itself"
+        )
     try:
-        resolve(host, port, "the store", seconds=min(seconds, _NAME_S))
+        if proxy is None:
+            resolve(host, port, "the store", seconds=min(seconds, _NAME_S))
+        else:
+            resolve(proxy.host, proxy.port, "the proxy", seconds=min(seconds, _NAME_S))
     except OSError as error:
         raise dist.DistStoreError(str(error)) from None
     if keys is not None:
         allowed = sorted(keys.allowed.present(at_once=True))
-        return _C.KeyedStore(host, port, keys.seed, allowed, seconds)
+        return _C.KeyedStore(host, port, keys.seed, allowed, seconds, proxy)
     # torch tries again until the end, also where a host with keys closes each connection, so that
     # such a host is looked for early. A store that has not started yet gets all the time at once.
     end = time.monotonic() + seconds

@@ -70,7 +70,7 @@ class Exchange(StreamMember):
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
         admission: Is asked before this replica enters an epoch.
-        listen, advertise, relay: With "tcp", see ``diloco_comm.Link``.
+        listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
 
     Attributes:
@@ -109,6 +109,7 @@ class Exchange(StreamMember):
         advertise: str | None = None,
         link_keys: str | Path | None = None,
         relay: str | None = None,
+        proxy: str | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -127,6 +128,7 @@ class Exchange(StreamMember):
             advertise=advertise,
             link_keys=link_keys,
             relay=relay,
+            proxy=proxy,
         )
         current = Epoch(epoch, checked_members(members, replica))
         with batch_threads():

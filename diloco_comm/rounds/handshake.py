@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..base import launch
 from ..base.checks import MOST_INT32, first_of, integer, timeout_seconds, warn
 from ..base.errors import ReplicaMismatch
-from ..base.service.addresses import parse_address
+from ..base.service.addresses import Proxy, parse_address, proxy_of
 from ..base.service.keys import LinkKeys, link_keys
 from ..base.store_host import dial_store
 from ..exchange.exchange import Exchange
@@ -38,6 +38,7 @@ def connect_store(
     *,
     keys: str | Path | None = None,
     timeout: float | timedelta = timedelta(minutes=30),
+    proxy: str | None = None,
 ) -> dist.Store:
     """Connect to the store of ``diloco-comm store``, for a program with data of its own there.
 
@@ -48,33 +49,38 @@ def connect_store(
         keys: As ``Link(keys=)``; needed where the store has keys.
         timeout: Time to wait for the store, and later for keys of the store; in seconds, if a
             number.
+        proxy: As ``Link(proxy=)``; the store must have keys then.
 
     Raises:
         ValueError: If the address is not of the form ``tcp://host:port``, the timeout is not
-            positive and finite, or ``keys`` names no pair of keys.
-        TypeError: If the address is no string.
+            positive and finite, ``keys`` names no pair of keys, or ``proxy`` is no proxy or comes
+            without keys.
+        TypeError: If the address or the proxy is no string.
         RuntimeError: If there is no OpenSSL for the keys.
         torch.distributed.DistError: If no store answers there in time, the host has no address, or
             store and process do not let in each other's keys.
     """
     if not isinstance(address, str):
         raise TypeError(f"address must be 'tcp://host:port', got {address!r}")
-    store = connected_store(address, timeout, link_keys(keys))
+    store = connected_store(address, timeout, link_keys(keys), proxy_of(proxy))
     assert store is not None
     return store
 
 
 def connected_store(
-    store: dist.Store | str | None, timeout: float | timedelta, keys: LinkKeys | None = None
+    store: dist.Store | str | None,
+    timeout: float | timedelta,
+    keys: LinkKeys | None = None,
+    proxy: Proxy | None = None,
 ) -> dist.Store | None:
     """Connect to a store given by address, as ``diloco-comm store`` prints it.
 
     ``timeout`` (seconds, if a number) bounds the connection and the later waits of that store.
-    With ``keys`` the store must have keys, too.
+    With ``keys`` the store must have keys, too. ``proxy`` makes the connection.
 
     Raises:
-        ValueError: If the address is not of the form ``tcp://host:port``, or the timeout is not
-            positive and finite.
+        ValueError: If the address is not of the form ``tcp://host:port``, the timeout is not
+            positive and finite, or there is a proxy without keys.
         TypeError: If it is neither a store nor an address.
         torch.distributed.DistError: If no store answers there in time, or the host has no address.
     """
@@ -87,7 +93,7 @@ def connected_store(
     except ValueError:
         raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}") from None
     seconds = timeout_seconds(timeout)
-    return call_patiently(lambda: dial_store(*place, seconds, keys), f"the store at {store}")
+    return call_patiently(lambda: dial_store(*place, seconds, keys, proxy), f"the store at {store}")
 
 
 def replica_group(

@@ -95,7 +95,7 @@ def check_arguments(
     choice("checks", checks, CHECKS)
     choice("init", init, ("broadcast", "check", "join"))
     choice("offload", offload, (None, "cpu"))
-    of_link = ("listen", "advertise", "link_keys", "relay")
+    of_link = ("listen", "advertise", "link_keys", "relay", "proxy")
     check_link(backend_of(chosen), *(chosen[name] for name in of_link))
     if chosen["membership"] is not None:
         _check_membership(chosen, init)
@@ -156,3 +156,8 @@ def _check_membership(chosen: Mapping[str, Any], init: str) -> None:
         raise ValueError(f"Elastic knows who begins and who joins: leave out init, got {init!r}")
     if chosen["backend"] == "nccl":
         raise ValueError('Elastic exchanges over gloo or tcp: give link="gloo", got "nccl"')
+    if chosen["proxy"] is not None:
+        raise ValueError(
+            "no proxy carries the connections of Elastic to the registry: give peers=StorePeers("
+            "...), or leave out proxy"
+        )

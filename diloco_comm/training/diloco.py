@@ -553,7 +553,7 @@ class DiLoCo:
             repairs = self.exchange.change_group(
                 verdicts.chosen_members(self.exchange, members, self._workers),
                 store=handshake.connected_store(
-                    store, self.exchange.join_timeout, self.exchange.link_keys
+                    store, self.exchange.join_timeout, self.exchange.link_keys, self.exchange.proxy
                 ),
                 last_rounds=partial(self._rounds.last_rounds, self.inner_step, unreported),
                 inner_step=self.inner_step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import ReplicaMismatch
+from ..base.service.addresses import proxy_of
 from ..base.service.keys import link_keys
 from ..exchange.exchange import Exchange
 from ..exchange.membership.member import Admission
@@ -71,7 +72,7 @@ class Place:
         replica, num_replicas, members, name: See ``StorePeers``.
         init: See ``DiLoCo``.
         source_rank: Rank of the replica whose weights all take with ``init="broadcast"``.
-        backend, join_timeout, suspect_after, listen, advertise, link_keys, relay: See
+        backend, join_timeout, suspect_after, listen, advertise, link_keys, relay, proxy: See
             ``Link``.
         admission: See ``Exchange``.
         beside, inner: See ``Agreement``.
@@ -91,6 +92,7 @@ class Place:
     advertise: str | None = None
     link_keys: str | Path | None = None
     relay: str | None = None
+    proxy: str | None = field(default=None, repr=False)
     source_rank: int = 0
     admission: Admission | None = None
     beside: joining.CopyBeside | None = None
@@ -107,11 +109,12 @@ class Place:
         # An elastic group has another place in each view.
         if chosen["membership"] is None:
             keys = link_keys(chosen["link_keys"])
-            store = handshake.connected_store(chosen["store"], timeout_s, keys)
+            proxy = proxy_of(chosen["proxy"])
+            store = handshake.connected_store(chosen["store"], timeout_s, keys, proxy)
             of = chosen["num_replicas"]
             group = handshake.replica_group(chosen["group"], chosen["mesh"], store, of)
         names = ("replica", "num_replicas", "members", "name", "join_timeout")
-        of_link = ("suspect_after", "listen", "advertise", "link_keys", "relay")
+        of_link = ("suspect_after", "listen", "advertise", "link_keys", "relay", "proxy")
         same = {name: chosen[name] for name in (*names, *of_link)}
         return cls(group, store, init=init, backend=backend_of(chosen), **same)
 
@@ -180,6 +183,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         advertise=place.advertise,
         link_keys=place.link_keys,
         relay=place.relay,
+        proxy=place.proxy,
         impl=replica.impl,
         device=plan.device,
         collectives=handshake.collectives_of(place.backend, place.group, plan.device),

@@ -11,6 +11,8 @@ from diloco_comm.base.service.addresses import (
     link_places,
     name_of_place,
     parse_place,
+    proxy_of,
+    shown_proxy,
 )
 
 FORM = '"host:port" with a port from'
@@ -164,3 +166,57 @@ def test_the_own_host_is_asked_only_where_it_counts() -> None:
 
     assert link_places("h:1", None, own_host) == ("h:1", "h:1")
     assert link_places("0.0.0.0:1", "g:1", own_host) == ("0.0.0.0:1", "g:1")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://h:3128", ("http", "h", 3128, None, "")),
+        ("socks5://[::1]:1080/", ("socks5", "::1", 1080, None, "")),
+        ("http://u:p%40s%2Fs%3A@h:1", ("http", "h", 1, "u", "p@s/s:")),
+        ("socks5://u@192.0.2.7:1", ("socks5", "192.0.2.7", 1, "u", "")),
+        ("socks5://a%3Ab:c@h:1", ("socks5", "h", 1, "a:b", "c")),
+    ],
+)
+def test_a_proxy(text: str, expected: tuple[Any, ...]) -> None:
+    found = proxy_of(text)
+    assert found == expected
+    assert (
+        repr(found)
+        == str(found)
+        == f"{text.partition('://')[0]}://" + name_of_place(*expected[1:3])
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("h:3128", "h:3128"),
+        ("https://h:3128", "https://h:3128"),
+        ("http://h", "http://h"),
+        ("http://h:0", "http://h:0"),
+        ("http://u:sesame@h:65536", "http://...@h:65536"),
+        ("http://u:se/sa#me@h:80", "http://...@h:80"),
+        ("http://u:sesame", "http://u:..."),
+        ("u:sesame@h:80", "...@h:80"),
+        ("http://u:ses@me@h:80", "http://...@h:80"),
+        ("http://u:sesame@h:80/path", "http://...@h:..."),
+    ],
+)
+def test_what_is_no_proxy_is_shown_without_the_password(text: str, shown: str) -> None:
+    assert shown_proxy(text) == shown
+    with pytest.raises(ValueError) as caught:
+        check_link("tcp", None, None, proxy=text)
+    assert str(caught.value).endswith(f"stand before the host, got {shown!r}")
+
+
+def test_the_user_of_a_proxy_has_limits() -> None:
+    for text in ("http://u:a%0Ab@h:1", f"socks5://{'u' * 256}:p@h:1"):
+        with pytest.raises(ValueError, match="at most 255 bytes, and no control characters"):
+            proxy_of(text)
+    with pytest.raises(ValueError, match="has a colon"):
+        proxy_of("http://a%3Ab:c@h:1")
+    with pytest.raises(TypeError, match="proxy must be a string, got bytes"):
+        check_link("tcp", None, None, proxy=b"http://u:sesame@h:1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"proxy='http://...@h:1' needs link=Link"):
+        check_link("gloo", None, None, proxy="http://u:sesame@h:1")

@@ -27,6 +27,7 @@ from cli_helpers import (
     check_schema,
     run_cli,
 )
+from proxies import Proxy
 from workers import Pool
 from zygote import Job, Zygote
 
@@ -509,3 +510,20 @@ def test_loss_asks_for_bbr_where_it_is(available: Sequence[str]) -> None:
 
 def test_documented_keys_are_those_of_the_json() -> None:
     check_documented({*SCHEMA, *REPLICA, *PAIR, *RATE, *PAIR["refused"][0]}, "reference/doctor.md")
+
+
+def test_a_replica_behind_a_proxy_dials_through_the_proxy(
+    fresh_workers: Fresh, tmp_path: Path, keyed_store: Callable[[int], HostedStore]
+) -> None:
+    keys = make_keys(tmp_path, 2, lambda own, other: own != other)
+    with Proxy("http", "alice", "sesame") as proxy:
+        options = [
+            f"--listen 127.0.0.1:0 --lanes 1 {keys[0]}",
+            f"--advertise '' --proxy {proxy.url} --lanes 1 {keys[1]}",
+        ]
+        store = keyed_store(2)
+        report = reports(fresh_workers(2, init_group=False), *options, store=store)
+        (pair,) = report["pairs"]
+        assert (pair["way"], pair["dialled_by"], pair["link"]) == ("direct", 1, "")
+        places = {report["replicas"][0]["address"], f"127.0.0.1:{store.port}"}
+        assert set(proxy.asked) == places and "sesame" not in json.dumps(report)

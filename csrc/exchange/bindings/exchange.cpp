@@ -3,7 +3,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "codec/codec.h"
@@ -13,6 +15,7 @@
 #include "exchange/engine/words.h"
 #include "exchange/failure/bounded_store.h"
 #include "exchange/link/group.h"
+#include "exchange/link/proxy.h"
 #include "exchange/link/sockets.h"
 #include "exchange/store/keyed_store.h"
 #include "exchange/store/store_host.h"
@@ -78,8 +81,33 @@ std::shared_ptr<link::Identity> open_identity(const std::string& seed) {
     return link::Identity::open(key_of("a seed", seed));
 }
 
+// Scheme, host, port, user and password.
+using ProxyParts =
+    std::tuple<std::string, std::string, int, std::optional<std::string>, std::string>;
+
+std::optional<link::Proxy> proxy_of(const std::optional<ProxyParts>& parts) {
+    if (!parts) return std::nullopt;
+    const auto& [scheme, host, port, user, password] = *parts;
+    return link::Proxy{scheme == "socks5", host, std::to_string(port), user, password};
+}
+
+// A descriptor that is the caller's.
+int dial_through(const ProxyParts& proxy, const std::string& host, int port, double limit_s) {
+    const auto end = std::chrono::steady_clock::now() + from_seconds(limit_s);
+    link::Dialled dialled;
+    {
+        py::gil_scoped_release no_gil;
+        dialled = link::dial_through(*proxy_of(proxy), host, std::to_string(port), end);
+    }
+    const int fd = dialled.fd ? fcntl(dialled.fd.get(), F_DUPFD_CLOEXEC, 0) : -1;
+    if (fd >= 0) return fd;
+    const std::string why = dialled.fd ? std::strerror(errno) : dialled.trouble;
+    PyErr_SetString(PyExc_ConnectionError, why.c_str());
+    throw py::error_already_set();
+}
+
 std::shared_ptr<Link> open_link(const std::string& listen, const std::string& advertise,
-                                const std::string& seed) {
+                                const std::string& seed, const std::optional<ProxyParts>& proxy) {
     std::optional<link::Seed> own;
     if (!seed.empty()) {
         own = key_of("a seed", seed);
@@ -87,7 +115,7 @@ std::shared_ptr<Link> open_link(const std::string& listen, const std::string& ad
     }
     // The name of a host may be looked up.
     py::gil_scoped_release no_gil;
-    return Link::open(listen, advertise, Link::Limits(), own);
+    return Link::open(listen, advertise, Link::Limits(), own, proxy_of(proxy));
 }
 
 std::set<link::PublicKey> keys_of(const std::vector<py::bytes>& keys) {
@@ -117,11 +145,17 @@ void register_link(py::module_& m) {
         "link_public_key",
         [](const py::bytes& seed) { return bytes_of(open_identity(seed)->public_key()); },
         py::arg("seed"), "The public key of a private one.");
+    m.def("dial_through", &dial_through, py::arg("proxy"), py::arg("host"), py::arg("port"),
+          py::arg("limit_s"),
+          "A connection that a proxy has made, as a descriptor of the caller's; ConnectionError.");
     py::class_<LinkGroup, c10d::Backend, c10::intrusive_ptr<LinkGroup>>(m, "LinkGroup");
     py::class_<Link, std::shared_ptr<Link>>(m, "Link")
         .def(py::init([](const std::string& listen, const std::string& advertise,
-                         const py::bytes& seed) { return open_link(listen, advertise, seed); }),
-             py::arg("listen"), py::arg("advertise"), py::arg("seed") = py::bytes())
+                         const py::bytes& seed, const std::optional<ProxyParts>& proxy) {
+                 return open_link(listen, advertise, seed, proxy);
+             }),
+             py::arg("listen"), py::arg("advertise"), py::arg("seed") = py::bytes(),
+             py::arg("proxy") = std::nullopt)
         .def_property_readonly("address", &Link::address,
                                "Where the others can dial this process; empty: nowhere.")
         .def_property_readonly("nonce", &Link::nonce)
@@ -143,14 +177,15 @@ void register_keyed_store(py::module_& m) {
     using release = py::call_guard<py::gil_scoped_release>;
     py::class_<KeyedStore, c10d::Store, c10::intrusive_ptr<KeyedStore>>(m, "KeyedStore")
         .def(py::init([](const std::string& host, int port, const py::bytes& seed,
-                         const std::vector<py::bytes>& allowed, double timeout_s) {
+                         const std::vector<py::bytes>& allowed, double timeout_s,
+                         const std::optional<ProxyParts>& proxy) {
                  KeyedStore::Place place{host, static_cast<uint16_t>(port), open_identity(seed),
-                                         keys_of(allowed)};
+                                         keys_of(allowed), proxy_of(proxy)};
                  py::gil_scoped_release no_gil;
                  return c10::make_intrusive<KeyedStore>(std::move(place), from_seconds(timeout_s));
              }),
              py::arg("host"), py::arg("port"), py::arg("seed"), py::arg("allowed"),
-             py::arg("timeout_s"))
+             py::arg("timeout_s"), py::arg("proxy") = std::nullopt)
         .def_property_readonly("host", &KeyedStore::host)
         .def_property_readonly("port", &KeyedStore::port);
     py::class_<StoreHost, c10d::Store, c10::intrusive_ptr<StoreHost>>(m, "StoreHost")

@@ -119,6 +119,9 @@ Link::Call Link::begin_call(const std::string& token, int rank,
         throw std::invalid_argument("a link has 1 to " + std::to_string(link::kMostLanes) +
                                     " lanes, got " + std::to_string(lanes));
     }
+    // The proxy looks the names of the others up.
+    const auto of_proxy =
+        proxy_ ? look_up(proxy_->host, proxy_->port, AI_NUMERICSERV) : std::vector<Address>();
     std::string apart;
     for (size_t i = 0; i < size; ++i) {
         const auto& [nonce, address, key, relay] = peers[i];
@@ -131,6 +134,7 @@ Link::Call Link::begin_call(const std::string& token, int rank,
                               key_of(i, i == static_cast<size_t>(rank), key)};
         call.ids.push_back(id);
         call.addresses.push_back(address);
+        call.targets.emplace_back();
         call.found.emplace_back();
         call.are_relayed.push_back(address.empty() && address_.empty() && !relay.empty() &&
                                    !peers[static_cast<size_t>(rank)].relay.empty());
@@ -146,7 +150,9 @@ Link::Call Link::begin_call(const std::string& token, int rank,
             throw std::invalid_argument("the address of rank " + std::to_string(i) +
                                         " must be \"host:port\", got \"" + dialled + "\"");
         }
-        call.found.back() = look_up(place->first, place->second, AI_NUMERICSERV);
+        call.targets.back() = *place;
+        call.found.back() =
+            proxy_ ? of_proxy : look_up(place->first, place->second, AI_NUMERICSERV);
     }
     if (!apart.empty()) {
         throw std::runtime_error("this process (rank " + std::to_string(rank) + ") and " + apart +
@@ -275,6 +281,7 @@ bool Link::connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_a
             it.dial->peer = call.peers[rank];
             it.dial->lane = lane;
             it.dial->addresses = found;
+            it.dial->target = call.targets[rank];
             it.dial->is_relayed = call.are_relayed[rank];
             it.dial->share = std::max<Clock::duration>(
                 (call.deadline - call.begin) / static_cast<int>(found.size()), kShortestShare);
@@ -335,15 +342,18 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
         if (call.addresses[rank].empty() && !call.are_relayed[rank]) {
             return name + " has no address that others can dial, and has not dialled this process";
         }
+        if (call.found[rank].empty() && proxy_ && !call.targets[rank].first.empty()) {
+            return name + " cannot be reached: " + proxy_->unreachable("its host has no address");
+        }
         if (call.found[rank].empty()) return name + " has an address that is not known here";
-        std::string why = "no answer";
+        std::string why = unreachable("no answer");
         if (lane.dial && !lane.dial->trouble.empty()) why = lane.dial->trouble;
         if (lane.dial && lane.dial->connection &&
             lane.dial->connection->state != link::Connection::State::kConnecting) {
             // An attempt that has just begun says less than the one before.
             const auto begin = lane.dial->connection->deadline - lane.dial->share;
             if (lane.dial->trouble.empty() || Clock::now() - begin > kAnswerPatience) {
-                why = "it does not answer, and may be stopped";
+                why = silent(*lane.dial->connection);
             }
         }
         if (call.are_relayed[rank] && link::is_just_closed(why)) {

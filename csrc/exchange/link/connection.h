@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "exchange/link/proxy.h"
 #include "exchange/link/sockets.h"
 #include "exchange/link/tls.h"
 
@@ -165,7 +166,7 @@ struct Moved {
 };
 
 struct Connection {
-    enum class State { kConnecting, kSecuring, kAsking, kAsked, kOpen, kClosed };
+    enum class State { kConnecting, kProxied, kSecuring, kAsking, kAsked, kOpen, kClosed };
 
     static constexpr size_t kStagingBytes = 4096;
 
@@ -176,6 +177,7 @@ struct Connection {
     bool is_ready = false;  // it stands in the list of connections to be served
     std::shared_ptr<Peer> peer{};
     std::shared_ptr<Dial> dial{};
+    std::unique_ptr<ProxyRequest> request{};  // in State::kProxied
     int lane = 0;
     Clock::time_point deadline{};  // of the greeting
     bool has_carried = false;      // frames: with it, messages would be lost

@@ -30,6 +30,8 @@ constexpr milliseconds kAcceptPause{100};
 constexpr milliseconds kLongestPause{500};
 constexpr milliseconds kSweepPeriod{1000};
 constexpr milliseconds kPingPeriod{5000};
+// Many proxies end a connection over which nothing has come for a minute.
+constexpr milliseconds kProxyPeriod{20000};
 constexpr milliseconds kEndPatience{1000};
 // So old a stranger gives way to newer ones, when there are too many.
 constexpr milliseconds kStrangerAge{1000};
@@ -97,8 +99,12 @@ std::string published(const std::string& advertise, const std::string& listening
 }  // namespace
 
 Link::Link(const std::string& listen, const std::string& advertise, Limits limits,
-           const std::optional<link::Seed>& seed)
-    : limits_(limits), pid_(getpid()), nonce_(random_nonce()), nonce_text_(hex_of(nonce_)) {
+           const std::optional<link::Seed>& seed, const std::optional<link::Proxy>& proxy)
+    : limits_(limits),
+      pid_(getpid()),
+      nonce_(random_nonce()),
+      nonce_text_(hex_of(nonce_)),
+      proxy_(proxy) {
     if (seed) identity_ = link::Identity::open(*seed);
     if (!listen.empty()) listener_ = open_listener(listen);
     address_ = published(advertise, listener_ ? name_of_socket(listener_.get()) : "");
@@ -330,12 +336,12 @@ void Link::start(const std::shared_ptr<Dial>& dial) {
     Descriptor fd([&] {
         return socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     });
-    if (!fd) return dial_failed(*dial, std::strerror(errno));
+    if (!fd) return dial_failed(*dial, unreachable(std::strerror(errno)));
     if (::connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
-        return dial_failed(*dial, std::strerror(errno));
+        return dial_failed(*dial, unreachable(std::strerror(errno)));
     }
     dial->connection = add_connection(std::move(fd), State::kConnecting);
-    if (!dial->connection) return dial_failed(*dial, std::strerror(errno));
+    if (!dial->connection) return dial_failed(*dial, unreachable(std::strerror(errno)));
     dial->connection->peer = dial->peer;
     dial->connection->lane = dial->lane;
     dial->connection->dial = dial;
@@ -348,8 +354,55 @@ void Link::finish_connect(Lock& lock, const ConnectionPtr& connection) {
     getsockopt(connection->fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
     if (error != 0) {
         return disconnect(lock, connection,
-                          is_reset(error) ? link::kHasClosed : std::strerror(error));
+                          unreachable(is_reset(error) ? link::kHasClosed : std::strerror(error)));
     }
+    if (!proxy_) return begin_dialled(lock, connection);
+    const auto& [host, port] = connection->dial->target;
+    connection->request = std::make_unique<link::ProxyRequest>(*proxy_, host, port);
+    connection->state = State::kProxied;
+    ask_proxy(lock, connection);
+}
+
+// Asks the proxy for the connection, as far as that goes without waiting.
+void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
+    link::Connection& it = *connection;
+    while (it.request->trouble().empty()) {
+        const std::string due = it.request->take_due();
+        if (!due.empty() && !it.say(due.data(), due.size()).empty()) {
+            it.request->end();
+            continue;
+        }
+        if (it.request->is_granted()) {
+            it.request.reset();
+            return begin_dialled(lock, connection);
+        }
+        if (!it.can_read) return;
+        const iovec part{it.staging.data(), it.staging.size()};
+        const link::Moved moved = it.receive(&part, 1);
+        if (moved.is_blocked) it.can_read = false;
+        it.request->feed(it.staging.data(), moved.num_bytes);
+        if (moved.is_over) it.request->end();
+    }
+    const std::shared_ptr<Dial> dial = it.dial;
+    disconnect(lock, connection, std::string(it.request->trouble()));
+    // A user whose password is wrong again and again may be locked out.
+    if (it.request->is_final()) dial->retry_at = Clock::time_point::max();
+}
+
+// Why a dial has failed before the peer or its relay has said anything.
+std::string Link::unreachable(const std::string& why) const {
+    return proxy_ ? proxy_->unreachable(why) : why;
+}
+
+// Why a dial has come to no end.
+std::string Link::silent(const link::Connection& connection) const {
+    if (connection.state == State::kConnecting) return unreachable("no answer");
+    if (connection.state == State::kProxied) return proxy_->silent();
+    return "it does not answer, and may be stopped";
+}
+
+// A connection to the peer, or to its relay, is there.
+void Link::begin_dialled(Lock& lock, const ConnectionPtr& connection) {
     if (connection->dial->is_relayed) {
         link::RelayRequest request;
         request.wanted = connection->peer->id.first;
@@ -430,9 +483,7 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
     for (const auto& dial : std::vector(dials_)) {
         const ConnectionPtr connection = dial->connection;
         if (connection && connection->deadline <= now) {
-            const bool is_there = connection->state != State::kConnecting;
-            disconnect(lock, connection,
-                       is_there ? "it does not answer, and may be stopped" : "no answer");
+            disconnect(lock, connection, silent(*connection));
         } else if (!connection && dial->retry_at <= now && !is_closing_) {
             start(dial);
         }
@@ -488,6 +539,11 @@ void Link::sweep(Lock& lock, Clock::time_point now) {
             lose(lock, *peer, "");
         }
         flush_peer(lock, *peer);
+        for (const link::Lane& lane : peer->lanes) {
+            for (const ConnectionPtr& one : {lane.own, lane.theirs}) {
+                if (proxy_ && one && now - one->heard_at > kProxyPeriod) ping(one);
+            }
+        }
         const auto waits = [](const auto& entry) { return entry.second->has_unfinished(); };
         if (std::any_of(peer->channels.begin(), peer->channels.end(), waits)) {
             for (const link::Lane& lane : std::vector(peer->lanes)) {

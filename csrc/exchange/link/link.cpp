@@ -42,9 +42,10 @@ std::string closed_by(const Peer& peer, const std::string& text) {
 }  // namespace
 
 std::shared_ptr<Link> Link::open(const std::string& listen, const std::string& advertise,
-                                 Limits limits, const std::optional<link::Seed>& seed) {
+                                 Limits limits, const std::optional<link::Seed>& seed,
+                                 const std::optional<link::Proxy>& proxy) {
     // In a forked child neither the thread nor the state of the mutexes is ours.
-    return std::shared_ptr<Link>(new Link(listen, advertise, limits, seed), [](Link* link) {
+    return std::shared_ptr<Link>(new Link(listen, advertise, limits, seed, proxy), [](Link* link) {
         if (link->is_own_process()) delete link;
     });
 }
@@ -268,6 +269,9 @@ void Link::serve(Lock& lock, const ConnectionPtr& connection) {
             return;
         case State::kConnecting:
             if (connection->can_write || connection->is_hung_up) finish_connect(lock, connection);
+            break;
+        case State::kProxied:
+            ask_proxy(lock, connection);
             break;
         case State::kSecuring:
             secure(lock, connection);

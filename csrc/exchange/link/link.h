@@ -5,7 +5,7 @@
 // group opens connections to newcomers only. Both processes dial where both have an address, and
 // each sends over the connection that it dialled; a process that cannot dial sends over the
 // connection that its peer dialled. Two processes that cannot be dialled each dial a relay, which
-// copies bytes.
+// copies bytes. A process with a proxy dials peers and relays through the proxy.
 //
 // A link with a key speaks TLS only: below the greeting each process proves that it holds an
 // allowed key, and a peer is known by its nonce and its key.
@@ -39,8 +39,9 @@ namespace link {
 struct Dial {
     std::shared_ptr<Peer> peer{};
     int lane = 0;
-    std::vector<Address> addresses{};
-    bool is_relayed = false;  // they are a relay's
+    std::vector<Address> addresses{};  // of the peer, of its relay, or of the proxy
+    bool is_relayed = false;
+    std::pair<std::string, std::string> target{};  // host and port of the peer or its relay
     size_t next = 0;
     Clock::duration share{};  // for one attempt
     Clock::time_point retry_at{};
@@ -92,9 +93,11 @@ class Link : public std::enable_shared_from_this<Link> {
     // `listen`: host:port, with brackets around an IPv6 address; port 0 is any free one; "" does
     // not listen. `advertise`: where the others can dial this process; port 0 is the port that
     // listens; "": they cannot. `seed`: the private key of this process; without it all is plain.
+    // `proxy`: makes all connections that this process dials.
     static std::shared_ptr<Link> open(const std::string& listen, const std::string& advertise,
                                       Limits limits,
-                                      const std::optional<link::Seed>& seed = std::nullopt);
+                                      const std::optional<link::Seed>& seed = std::nullopt,
+                                      const std::optional<link::Proxy>& proxy = std::nullopt);
     static std::shared_ptr<Link> open(const std::string& listen, const std::string& advertise) {
         return open(listen, advertise, Limits());
     }
@@ -158,12 +161,13 @@ class Link : public std::enable_shared_from_this<Link> {
         std::vector<PeerPtr> peers{};     // null for the own rank
         std::vector<ChannelPtr> channels{};
         std::vector<std::string> addresses{};
-        std::vector<std::vector<Address>> found{};
+        std::vector<std::pair<std::string, std::string>> targets{};  // whom this process dials
+        std::vector<std::vector<Address>> found{};                   // there, or the proxy's
         std::vector<bool> are_relayed{};  // no address of this pair can be dialled
     };
 
     Link(const std::string& listen, const std::string& advertise, Limits limits,
-         const std::optional<link::Seed>& seed);
+         const std::optional<link::Seed>& seed, const std::optional<link::Proxy>& proxy);
 
     // link.cpp: the thread, and bytes.
     void loop();
@@ -210,6 +214,10 @@ class Link : public std::enable_shared_from_this<Link> {
     void settle(Lock& lock, const ConnectionPtr& connection, bool is_own);
     void start(const std::shared_ptr<link::Dial>& dial);
     void finish_connect(Lock& lock, const ConnectionPtr& connection);
+    void ask_proxy(Lock& lock, const ConnectionPtr& connection);
+    void begin_dialled(Lock& lock, const ConnectionPtr& connection);
+    std::string unreachable(const std::string& why) const;
+    std::string silent(const link::Connection& connection) const;
     void ask(Lock& lock, const ConnectionPtr& connection);
     void dial_failed(link::Dial& dial, const std::string& trouble);
     void stop_dial(Lock& lock, link::Lane& lane);
@@ -247,6 +255,7 @@ class Link : public std::enable_shared_from_this<Link> {
     std::string nonce_text_;
     std::string address_;
     std::shared_ptr<link::Identity> identity_;  // null: all is plain
+    const std::optional<link::Proxy> proxy_;
     const std::shared_ptr<link::Keyring> allowed_ = std::make_shared<link::Keyring>();
     Descriptor epoll_, wakeup_, listener_;
 

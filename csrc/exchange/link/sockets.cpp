@@ -3,6 +3,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
+#include <poll.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -138,10 +139,13 @@ std::string own_host(const std::string& interface) {
     return "127.0.0.1";
 }
 
+std::string name_of_place(const std::string& host, const std::string& port) {
+    return (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + port;
+}
+
 std::string name_of_address(const Address& address) {
     const auto [host, port] = numbers_of(address);
-    if (port.empty()) return "";
-    return (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + port;
+    return port.empty() ? "" : name_of_place(host, port);
 }
 
 std::string name_of_socket(int fd) { return name_by(getsockname, fd); }
@@ -177,6 +181,40 @@ Descriptor::Descriptor(const std::function<int()>& open)
 void Descriptor::reset() {
     if (fd_ >= 0 && pid_ == getpid()) Table::instance().close(fd_);
     fd_ = -1;
+}
+
+bool is_ready(int fd, short event, std::chrono::steady_clock::time_point end) {
+    pollfd one{fd, event, 0};
+    while (true) {
+        const auto left =
+            std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
+        if (left.count() <= 0) return false;
+        // poll() takes an int; a longer time comes in several parts.
+        const int most = static_cast<int>(std::min<int64_t>(left.count(), 1 << 30));
+        const int num_ready = poll(&one, 1, most);
+        if (num_ready > 0 || (num_ready < 0 && errno != EINTR)) return num_ready > 0;
+    }
+}
+
+Descriptor dial(const Address& address, std::chrono::steady_clock::time_point end,
+                std::string& trouble) {
+    Descriptor fd([&] {
+        return socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    });
+    int error = fd ? 0 : errno;
+    if (fd && connect(fd.get(), address.get(), address.length) != 0) {
+        error = errno;
+        if (error == EINPROGRESS) {
+            error = ETIMEDOUT;
+            socklen_t size = sizeof(error);
+            if (is_ready(fd.get(), POLLOUT, end)) {
+                getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+            }
+        }
+    }
+    if (error == 0) return fd;
+    trouble = std::strerror(error);
+    return {};
 }
 
 }  // namespace diloco

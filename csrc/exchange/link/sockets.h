@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <functional>
 #include <optional>
 #include <string>
@@ -33,6 +34,7 @@ std::vector<Address> own_addresses(const std::string& interface);
 std::string own_host(const std::string& interface);
 
 // "host:port", and "[host]:port" where the host has colons of its own.
+std::string name_of_place(const std::string& host, const std::string& port);
 std::string name_of_address(const Address& address);
 std::string name_of_socket(int fd);
 std::string name_of_peer(int fd);
@@ -75,5 +77,12 @@ class Descriptor {
     int fd_ = -1;
     pid_t pid_ = -1;
 };
+
+// Waits until a descriptor is ready for an event of poll(); false where `end` comes first.
+bool is_ready(int fd, short event, std::chrono::steady_clock::time_point end);
+
+// A non-blocking socket that is connected, until `end`; none and the reason where that fails.
+Descriptor dial(const Address& address, std::chrono::steady_clock::time_point end,
+                std::string& trouble);
 
 }  // namespace diloco

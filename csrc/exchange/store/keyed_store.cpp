@@ -2,12 +2,8 @@
 
 #include <c10/util/Exception.h>
 #include <netdb.h>
-#include <poll.h>
-#include <sys/socket.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <thread>
@@ -37,31 +33,6 @@ constexpr char kNoStore[] = "does not answer as a store with keys does: ";
 // An answer to a wait may come so much later than the wait ends.
 constexpr std::chrono::milliseconds kSlack{10000};
 
-// A socket that is connected, or none and the reason.
-Descriptor dial(const Address& address, Clock::time_point end, std::string& trouble) {
-    Descriptor fd([&] {
-        return socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    });
-    int error = fd ? 0 : errno;
-    if (fd && connect(fd.get(), address.get(), address.length) != 0) {
-        error = errno;
-        if (error == EINPROGRESS) {
-            const auto left =
-                std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()).count();
-            pollfd one{fd.get(), POLLOUT, 0};
-            const int64_t most = std::clamp<int64_t>(left, 0, 1 << 30);
-            error = ETIMEDOUT;
-            socklen_t size = sizeof(error);
-            if (poll(&one, 1, static_cast<int>(most)) > 0) {
-                getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-            }
-        }
-    }
-    if (error == 0) return fd;
-    trouble = std::strerror(error);
-    return {};
-}
-
 }  // namespace
 
 KeyedStore::KeyedStore(Place place, milliseconds timeout)
@@ -71,15 +42,10 @@ KeyedStore::KeyedStore(Place place, milliseconds timeout)
 
 void KeyedStore::connect() {
     const auto end = Clock::now() + std::min<milliseconds>(timeout_, kForever);
-    const std::string port = std::to_string(place_.port);
     std::string trouble = "the host has no address";
     std::optional<Clock::time_point> patience;  // since somebody has accepted a connection
     while (!socket_) {
-        Descriptor fd;
-        for (const Address& address : look_up(place_.host, port, AI_NUMERICSERV)) {
-            fd = dial(address, end, trouble);
-            if (fd) break;
-        }
+        Descriptor fd = dial_host(end, trouble);
         if (fd) {
             if (!patience) patience = std::min<Clock::time_point>(end, Clock::now() + kPatience);
             trouble = greet(std::move(fd), *patience);
@@ -92,6 +58,25 @@ void KeyedStore::connect() {
         }
         std::this_thread::sleep_for(kPause);
     }
+}
+
+// One attempt; returns no descriptor, and the reason, where it has failed.
+Descriptor KeyedStore::dial_host(Clock::time_point end, std::string& trouble) const {
+    const std::string port = std::to_string(place_.port);
+    Descriptor fd;
+    if (place_.proxy) {
+        // A proxy may wait for a host that is not there yet.
+        end = std::min<Clock::time_point>(end, Clock::now() + kPatience);
+        link::Dialled dialled = link::dial_through(*place_.proxy, place_.host, port, end);
+        if (dialled.is_final) give_up("cannot be reached: " + dialled.trouble);
+        trouble = dialled.trouble;
+        return std::move(dialled.fd);
+    }
+    for (const Address& address : look_up(place_.host, port, AI_NUMERICSERV)) {
+        fd = dial(address, end, trouble);
+        if (fd) break;
+    }
+    return fd;
 }
 
 // Returns why the connection is of no use, where another attempt may be.

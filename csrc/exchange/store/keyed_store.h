@@ -8,11 +8,13 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "exchange/link/proxy.h"
 #include "exchange/store/keyed_socket.h"
 
 namespace diloco {
@@ -24,12 +26,13 @@ class KeyedStore : public c10d::Store {
     using c10d::Store::compareSet;
     using c10d::Store::set;
 
-    // Where the host is, and the keys that it may have.
+    // Where the host is, the keys that it may have, and the proxy that leads to the host.
     struct Place {
         std::string host;
         uint16_t port = 0;
         std::shared_ptr<link::Identity> identity{};
         std::set<link::PublicKey> allowed{};
+        std::optional<link::Proxy> proxy{};
     };
 
     // Tries again until `timeout` where nobody listens, and for a while where the host does not
@@ -64,6 +67,7 @@ class KeyedStore : public c10d::Store {
     static constexpr milliseconds kLeast{10000};
 
     void connect();
+    Descriptor dial_host(store::Clock::time_point end, std::string& trouble) const;
     std::string greet(Descriptor fd, store::Clock::time_point end);
     [[noreturn]] void give_up(const std::string& why) const;
     store::Packet ask(store::Request request, std::vector<std::string> parts, int64_t number,

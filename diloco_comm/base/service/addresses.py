@@ -6,11 +6,16 @@ import ipaddress
 import re
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 # "host:port"; a host with colons of its own, as IPv6 has, stands in brackets.
 _PLACE = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:/@\s]+)):([0-9]{1,5})")
 _MOST_PORT = 65535
+# "scheme://[user[:password]@]host:port".
+_PROXY = re.compile(r"(http|socks5)://(?:([^:@/\s]*)(?::([^@/\s]*))?@)?([^@/\s]+?)/?")
+# Bytes of a user and of a password, which SOCKS5 counts in one byte.
+_MOST_CREDENTIAL = 255
 
 
 def parse_address(address: str, scheme: str = "tcp") -> tuple[str, int]:
@@ -91,12 +96,73 @@ def name_of_place(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+class Proxy(NamedTuple):
+    """A proxy, as ``_C`` takes it. Its text has no password."""
+
+    scheme: str
+    host: str
+    port: int
+    user: str | None
+    password: str
+
+    def __repr__(self) -> str:
+        return f"{self.scheme}://{name_of_place(self.host, self.port)}"
+
+
+def proxy_of(text: str | None) -> Proxy | None:
+    """Return the parts of ``http://host:port`` or ``socks5://host:port``; None for None.
+
+    ``user:password@`` may stand before the host; other characters than letters, digits and
+    ``-._~`` are written there as ``%`` and two hexadecimal digits.
+
+    Raises:
+        ValueError: If the text is not of that form; the message has no password.
+        TypeError: If it is no string.
+    """
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise TypeError(f"proxy must be a string, got {type(text).__name__}")
+    found = _PROXY.fullmatch(text)
+    place = None if found is None else _PLACE.fullmatch(found[4])
+    port = 0 if place is None else int(place[3])
+    if found is None or place is None or not 1 <= port <= _MOST_PORT:
+        raise ValueError(
+            'proxy must be "http://host:port" or "socks5://host:port", where "user:password@" may '
+            f"stand before the host, got {shown_proxy(text)!r}"
+        )
+    user = None if found[2] is None else unquote(found[2])
+    password = unquote(found[3] or "")
+    for name, value in (("user", user or ""), ("password", password)):
+        if len(value.encode()) > _MOST_CREDENTIAL or not value.isprintable():
+            raise ValueError(
+                f"the {name} of proxy={shown_proxy(text)!r} must have at most {_MOST_CREDENTIAL} "
+                "bytes, and no control characters"
+            )
+    if user is not None and ":" in user and found[1] == "http":
+        raise ValueError(
+            f"the user of proxy={shown_proxy(text)!r} has a colon, which no user of an HTTP proxy "
+            "can have"
+        )
+    return Proxy(found[1], place[1] or place[2], port, user, password)
+
+
+def shown_proxy(text: str) -> str:
+    """Return a proxy, well written or not, without what may be a password."""
+    scheme, mark, rest = text.rpartition("://")
+    _, at, place = rest.rpartition("@")
+    if not re.fullmatch(r"(\[[^\[\]\s]*\]|[^\[\]:\s]*)(:[0-9]*)?/?", place):
+        place = place.partition(":")[0] + ":..."
+    return f"{scheme.partition(':')[0]}{mark}{'...@' if at else ''}{place}"
+
+
 def check_link(
     backend: str | None,
     listen: str | None,
     advertise: str | None,
     keys: str | Path | None = None,
     relay: str | None = None,
+    proxy: str | None = None,
 ) -> None:
     """Check where a link listens, and where the others find it; see ``diloco_comm.Link``.
 
@@ -104,12 +170,14 @@ def check_link(
         ValueError: If the choices do not go together, or one of them is no place.
         TypeError: If one of them is no string.
     """
-    own = (("listen", listen), ("advertise", advertise), ("keys", keys), ("relay", relay))
-    for name, value in own:
+    proxy_of(proxy)
+    shown = None if proxy is None else shown_proxy(proxy)
+    own = {"listen": listen, "advertise": advertise, "keys": keys, "relay": relay, "proxy": shown}
+    for name, value in own.items():
         if value is not None and backend != "tcp":
             given = "no backend" if backend is None else f"backend={backend!r}"
-            shown = repr(str(value) if isinstance(value, Path) else value)
-            raise ValueError(f'{name}={shown} needs link=Link(backend="tcp"), got {given}')
+            text = repr(str(value) if isinstance(value, Path) else value)
+            raise ValueError(f'{name}={text} needs link=Link(backend="tcp"), got {given}')
     if not isinstance(keys, str | Path | None):
         raise TypeError(f"keys must be a folder or a file NAME.key_secret, got {keys!r}")
     if relay is not None:

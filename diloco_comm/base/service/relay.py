@@ -27,8 +27,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from ... import _C
 from ..background import batch_threads
-from .addresses import name_of_place, parse_place
+from .addresses import Proxy, name_of_place, parse_place
 
 _log = logging.getLogger(__name__)
 
@@ -369,13 +370,16 @@ class RelaySeat:
         relay: host:port.
         nonce: The link's, as hexadecimal digits.
         adopt: Takes the descriptor of a connection; called from threads of the seat.
+        proxy: Makes the connections to the relay.
 
     Raises:
         RuntimeError: If the relay cannot be reached, or another program answers there.
     """
 
-    def __init__(self, relay: str, nonce: str, adopt: Callable[[int], None]) -> None:
-        self.relay = relay
+    def __init__(
+        self, relay: str, nonce: str, adopt: Callable[[int], None], proxy: Proxy | None = None
+    ) -> None:
+        self.relay, self._proxy = relay, proxy
         self._place = parse_place("relay", relay, 1)
         self._nonce = bytes.fromhex(nonce)
         self._adopt = adopt
@@ -386,6 +390,8 @@ class RelaySeat:
             self._connection = self._sit_down()
         except OSError as error:
             advice = "start the relay with `diloco-comm relay`, and open its port"
+            if proxy is not None:
+                advice += ", also at the proxy"
             if isinstance(error, _Closed):
                 advice = "the relay may have too many connections, see its option --connections"
             elif isinstance(error, OtherVersion):
@@ -406,7 +412,7 @@ class RelaySeat:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _dial(self, kind: Kind, number: bytes) -> socket.socket:
-        connection = socket.create_connection(self._place, timeout=_CONNECT_S)
+        connection = connected_socket(self._place, _CONNECT_S, self._proxy)
         _sockets.add(connection)
         try:
             keep_alive(connection)
@@ -471,6 +477,21 @@ class RelaySeat:
                 self._adopt(connection.detach())
         finally:
             self._answers.release()
+
+
+def connected_socket(
+    place: tuple[str, int], timeout: float, proxy: Proxy | None = None
+) -> socket.socket:
+    """Return a connection to a host and port, made by the proxy if there is one.
+
+    Raises:
+        OSError: If there is no connection in time; a ConnectionError says what the proxy answered.
+    """
+    if proxy is None:
+        return socket.create_connection(place, timeout=timeout)
+    connection = socket.socket(fileno=_C.dial_through(proxy, *place, timeout))
+    connection.settimeout(timeout)
+    return connection
 
 
 def _next(connection: socket.socket) -> tuple[int, bytes]:

@@ -21,7 +21,7 @@ from ...base.checks import timeout_seconds
 from ...base.errors import LeftBehind, NonFiniteError, SyncError
 from ...base.memory import memory_order
 from ...base.service import keys
-from ...base.service.addresses import check_link
+from ...base.service.addresses import Proxy, check_link, proxy_of
 from ..buffers import ExchangeBuffers
 from ..round import END, Header, error_from, verdict_of, wait_for_job
 from ..waiting import describe_store
@@ -50,6 +50,7 @@ class Options:
     advertise: str | None
     link_keys: keys.LinkKeys | None
     relay: str | None
+    proxy: Proxy | None
 
     @classmethod
     def checked(
@@ -71,6 +72,7 @@ class Options:
         advertise: str | None,
         link_keys: str | Path | None,
         relay: str | None,
+        proxy: str | None,
     ) -> Options:
         """Check the options; the environment has the values of options that are None.
 
@@ -78,7 +80,7 @@ class Options:
             ValueError, TypeError: If an option is out of range.
         """
         timeout_s = timeout_seconds(timeout)
-        check_link(collectives, listen, advertise, link_keys, relay)
+        check_link(collectives, listen, advertise, link_keys, relay, proxy)
         for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
             if value is not None and value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}")
@@ -104,6 +106,7 @@ class Options:
             advertise=advertise,
             link_keys=keys.link_keys(link_keys),
             relay=relay,
+            proxy=proxy_of(proxy),
         )
         options._check_collectives()
         return options
@@ -117,7 +120,7 @@ class Options:
         """
         if self.collectives != "tcp":
             return None
-        return OwnLink(self.listen, self.advertise, self.link_keys, self.relay)
+        return OwnLink(self.listen, self.advertise, self.link_keys, self.relay, self.proxy)
 
     def _check_collectives(self) -> None:
         if self.collectives not in ("gloo", "tcp", "nccl"):
@@ -212,7 +215,8 @@ class Member:
         self.collectives, self.device = options.collectives, options.device
         self.impl, self.joins = options.impl, options.joins
         self.timeout, self.join_timeout = options.timeout, options.join_timeout
-        self.suspect_after, self.link_keys = options.suspect_after, options.link_keys
+        self.suspect_after = options.suspect_after
+        self.link_keys, self.proxy = options.link_keys, options.proxy
         self.newest_group: tuple[int, tuple[int, ...]] = (0, ())
         self.inner_step = -1
         self.last_error: SyncError | None = None

@@ -14,7 +14,7 @@ from ... import _C
 from ...base import env
 from ...base.checks import warn
 from ...base.errors import SyncError, named
-from ...base.service.addresses import link_places, parse_place
+from ...base.service.addresses import Proxy, link_places, parse_place
 from ...base.service.keys import AllowedWatch, LinkKeys
 from ...base.service.relay import RelaySeat
 
@@ -28,6 +28,7 @@ class OwnLink:
         listen, advertise: See ``diloco_comm.Link``.
         keys: None for plain connections.
         relay: host:port of the relay where this process waits; None without one.
+        proxy: Makes the connections that this process dials; None: this process dials itself.
 
     Attributes:
         public_key: The public key as hexadecimal digits; empty without keys.
@@ -43,22 +44,23 @@ class OwnLink:
         advertise: str | None,
         keys: LinkKeys | None,
         relay: str | None = None,
+        proxy: Proxy | None = None,
     ) -> None:
         places = link_places(listen, advertise, lambda: _C.own_host(env.gloo_interface()), relay)
-        self._keys = keys
+        self._keys, self._proxy = keys, proxy
         self._watch: AllowedWatch | None = None
         if keys is None:
-            self.link = _C.Link(*places)
-            for address in (self.link.address, relay or ""):
-                _warn_if_public(address)
+            self.link = _C.Link(*places, proxy=proxy)
+            _warn_if_public(self.link.address)
+            _warn_if_public(relay or "", looks_up=proxy is None)
         else:
-            self.link = _C.Link(*places, keys.seed)
+            self.link = _C.Link(*places, keys.seed, proxy)
             self._watch = AllowedWatch(keys, self.link, "diloco_comm allowed keys")
         self.public_key = "" if keys is None else self.link.public_key.hex()
         self._seat: RelaySeat | None = None
         if relay is not None:
             try:
-                self._seat = RelaySeat(relay, self.nonce, self.link.adopt)
+                self._seat = RelaySeat(relay, self.nonce, self.link.adopt, proxy)
             except BaseException:
                 self.close()
                 raise
@@ -75,13 +77,17 @@ class OwnLink:
         return self.link.counters()
 
     def ways(self) -> dict[str, str]:
-        """Return what the others need to know to reach this process."""
-        return {
+        """Return what the others need to know to reach this process.
+
+        "proxied" is there if this process cannot try itself whether it reaches the others.
+        """
+        ways = {
             "address": self.address,
             "link": self.nonce,
             "link key": self.public_key,
             "relay": "" if self._seat is None else self._seat.relay,
         }
+        return ways if self._proxy is None else {**ways, "proxied": "yes"}
 
     def close(self) -> None:
         """End all connections; idempotent."""
@@ -134,9 +140,15 @@ class OwnLink:
         return "; ".join(whys), refused
 
 
-def _warn_if_public(address: str) -> None:
-    """Warn once of a link without keys that a stranger may reach, or whose rounds may be read."""
-    if not address or not _is_public(parse_place("address", address)[0]) or address in _told:
+def _warn_if_public(address: str, *, looks_up: bool = True) -> None:
+    """Warn once of a link without keys that a stranger may reach, or whose rounds may be read.
+
+    Args:
+        looks_up: Whether this process may look names up. Else a name counts as public.
+    """
+    if not address or address in _told:
+        return
+    if not _is_public(parse_place("address", address)[0], looks_up):
         return
     _told.add(address)
     warn(
@@ -146,12 +158,13 @@ def _warn_if_public(address: str) -> None:
     )
 
 
-def _is_public(host: str) -> bool:
-    """Whether a host is neither this one nor in a private network; a name is looked up."""
+def _is_public(host: str, looks_up: bool) -> bool:
+    """Whether a host is neither this one nor in a private network."""
+    flags = 0 if looks_up else socket.AI_NUMERICHOST
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None, flags=flags)}
     except OSError:
-        return False
+        return not looks_up
     numbers = [ipaddress.ip_address(str(number).partition("%")[0]) for number in found]
     return any(not (number.is_loopback or number.is_private) for number in numbers)
 

@@ -27,7 +27,7 @@ torchrun --nproc-per-node 2 -m diloco_comm.tools.cli doctor --replicas 2
 diloco-comm doctor --links --store tcp://192.0.2.1:29400 --replica 0 --of 2 --listen 0.0.0.0:29700
 """
 # The options that go with --links alone, and those that do not go with --links.
-_OF_LINKS = ("store", "replica", "of", "listen", "advertise", "keys", "relay", "lanes")
+_OF_LINKS = ("store", "replica", "of", "listen", "advertise", "keys", "relay", "proxy", "lanes")
 _NOT_OF_LINKS = ("self_test", "replicas", "megabytes")
 # More connections than a link of any training has; each needs two threads here.
 _MOST_LANES = 64
@@ -72,6 +72,10 @@ def doctor(
     ] = None,
     relay: Annotated[
         str | None, typer.Option(help="With --links: host:port, as Link(relay=...).")
+    ] = None,
+    proxy: Annotated[
+        str | None,
+        typer.Option(help="With --links: http://host:port or socks5://..., as Link(proxy=...)."),
     ] = None,
     lanes: Annotated[
         int,
@@ -153,20 +157,20 @@ def _links(given: dict[str, str], options: dict[str, Any], timeout_s: float, as_
 
 def _request(options: dict[str, Any], timeout_s: float) -> Request:
     """Check the options of --links, and connect to the store."""
-    from ...base.service.addresses import check_link
+    from ...base.service.addresses import check_link, proxy_of
     from ...base.service.keys import link_keys
     from ...rounds.handshake import connected_store
     from .links import Request
 
     if not 0 <= options["replica"] < options["of"]:
         misuse(f"--replica must be from 0 to {options['of'] - 1}, got {options['replica']}")
-    places = [options[name] for name in ("listen", "advertise", "keys", "relay")]
+    places = [options[name] for name in ("listen", "advertise", "keys", "relay", "proxy")]
     try:
         check_link("tcp", *places)
-        keys = link_keys(options["keys"])
+        keys, proxy = link_keys(options["keys"]), proxy_of(options["proxy"])
         if keys is not None:
             keys.check_own(options["replica"])
-        store = connected_store(options["store"], timeout_s, keys)
+        store = connected_store(options["store"], timeout_s, keys, proxy)
     except ValueError as error:
         misuse(in_options(str(error), _OF_LINKS))
     except KeyboardInterrupt:
@@ -177,7 +181,7 @@ def _request(options: dict[str, Any], timeout_s: float) -> Request:
             f"the store at {options['store']} does not answer (--timeout {timeout_s:g} s): {reason}"
         )
     assert store is not None
-    options = {**options, "keys": keys, "store": store}
+    options = {**options, "keys": keys, "proxy": proxy, "store": store}
     return Request(**options, timeout_s=timeout_s)
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ... import _C
 from ...base import env
 from ...base.errors import SyncError, named
-from ...base.service.addresses import link_places
+from ...base.service.addresses import Proxy, link_places
 from ...base.service.keys import LinkKeys
 from ...exchange.membership.own_link import Dial, OwnLink
 from . import sockets
@@ -54,6 +54,7 @@ class Request:
     advertise: str | None
     keys: LinkKeys | None
     relay: str | None
+    proxy: Proxy | None
     lanes: int
     timeout_s: float
 
@@ -203,7 +204,7 @@ def examine_links(request: Request, say: Callable[[str], None]) -> dict[str, Any
         request.relay,
     )
     nonce = secrets.token_hex(16)
-    door = sockets.Door(places[0], request.relay, nonce)
+    door = sockets.Door(places[0], request.relay, nonce, request.proxy)
     with contextlib.closing(door):
         address = sockets.place_behind(*places, door.port)
         own = {
@@ -333,7 +334,7 @@ class _Pair:
         if dialler == self._request.replica:
             seat = self._meeting.ways[target]["nonce"] if way == "relay" else ""
             try:
-                connection = sockets.dial(place, token, number, seat)
+                connection = sockets.dial(place, token, number, seat, self._request.proxy)
             except OSError as error:
                 why = sockets.reason_of(error)
             self._meeting.post(key, why)
@@ -398,7 +399,7 @@ def _own_link(
         listen = request.listen
         if listen is None and places[0]:
             listen = address
-        own = OwnLink(listen, request.advertise, request.keys, request.relay)
+        own = OwnLink(listen, request.advertise, request.keys, request.relay, request.proxy)
     except (RuntimeError, OSError) as error:
         why = " ".join(str(error).split())
     try:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...base.service.addresses import name_of_place, parse_place
-from ...base.service.relay import Kind, RelaySeat, record
+from ...base.service.addresses import Proxy, name_of_place, parse_place
+from ...base.service.relay import Kind, RelaySeat, connected_socket, record
 
 # A packet that is dropped is sent again after 1 s and after 3 s: two lost ones are no closed port.
 DIAL_S = 5.0
@@ -62,6 +62,7 @@ class Door:
         listen: "host:port", or "" for none.
         relay: host:port of the relay where this process waits, or None.
         nonce: The number of this process at the relay, 16 bytes as hexadecimal digits.
+        proxy: Makes the connections to the relay.
 
     Attributes:
         port: The port that listens; 0 without one.
@@ -72,14 +73,16 @@ class Door:
         RuntimeError: If the relay cannot be reached.
     """
 
-    def __init__(self, listen: str, relay: str | None, nonce: str) -> None:
+    def __init__(
+        self, listen: str, relay: str | None, nonce: str, proxy: Proxy | None = None
+    ) -> None:
         self.tokens: frozenset[bytes] = frozenset()
         self.port = 0
         self._taken: dict[tuple[bytes, int], socket.socket] = {}
         self._changed = threading.Condition()
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
         self._listener: socket.socket | None = None
-        self._seat = RelaySeat(relay, nonce, self._adopt) if relay is not None else None
+        self._seat = RelaySeat(relay, nonce, self._adopt, proxy) if relay is not None else None
         if listen:
             host, port = parse_place("listen", listen)
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -145,18 +148,20 @@ class Door:
             self._strangers.release()
 
 
-def dial(place: str, token: bytes, number: int, seat: str = "") -> socket.socket:
+def dial(
+    place: str, token: bytes, number: int, seat: str = "", proxy: Proxy | None = None
+) -> socket.socket:
     """Connect to the doctor of another replica.
 
     Args:
         place: The host:port of the peer, or of a relay.
         seat: The number of the peer at the relay.
+        proxy: Makes the connection.
 
     Raises:
         OSError: If there is no connection, or another program answers.
     """
-    host, port = parse_place("address", place, 1)
-    connection = socket.create_connection((host, port), timeout=DIAL_S)
+    connection = connected_socket(parse_place("address", place, 1), DIAL_S, proxy)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if seat:

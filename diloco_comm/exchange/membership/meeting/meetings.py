@@ -138,12 +138,17 @@ class Meeting:
             return
         self._accepted = plan
         others = {int(r): i["address"] for r, i in plan["infos"].items() if int(r) != self.replica}
-        # Meanwhile the own hello is not renewed.
-        limit = min(_REACH_S, self.attendance.limits.silence / 4)
-        answers = zip(others, _C.are_reached(list(others.values()), limit), strict=True)
-        # A way that could not be tried is not judged.
-        reached = {replica: answer for replica, answer in answers if answer is not None}
-        self._reached = frozenset(replica for replica, answer in reached.items() if answer)
+        if plan["infos"][str(self.replica)].get("proxied"):
+            # A proxy dials, and the link says what the proxy answers: this process does not judge
+            # the ways now, nor test them in training.
+            reached = {replica: True for replica, address in others.items() if address}
+        else:
+            # Meanwhile the own hello is not renewed.
+            limit = min(_REACH_S, self.attendance.limits.silence / 4)
+            answers = zip(others, _C.are_reached(list(others.values()), limit), strict=True)
+            # A way that could not be tried is not judged.
+            reached = {replica: answer for replica, answer in answers if answer is not None}
+            self._reached = frozenset(replica for replica, answer in reached.items() if answer)
         self.store.set(f"accepted/{plan['id']}/{self.replica}", json.dumps(reached))
 
     def _decide(self, fate: dict[str, Any]) -> None:

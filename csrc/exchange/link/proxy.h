@@ -1,0 +1,85 @@
+// A proxy on the way out of a site, which makes the connections that a process asks for: HTTP
+// CONNECT (RFC 9110, section 9.3.6, and RFC 7617) and SOCKS5 (RFC 1928 and RFC 1929). The names of
+// targets are looked up by the proxy.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <optional>
+#include <string>
+
+#include "exchange/link/sockets.h"
+
+namespace diloco::link {
+
+struct Proxy {
+    bool is_socks = false;
+    std::string host{};
+    std::string port{};
+    std::optional<std::string> user{};
+    std::string password{};
+
+    // For messages, which never have the password.
+    std::string name() const;
+    std::string unreachable(const std::string& why) const;
+    std::string silent() const { return name() + " gives no answer"; }
+};
+
+// The request for one connection to a target. The caller has the connection to the proxy: it sends
+// what is due, and feeds what the proxy has answered. Until the request is granted, nobody but the
+// proxy can speak, because all protocols behind begin with the dialler.
+class ProxyRequest {
+  public:
+    // An answer with more bytes is refused.
+    static constexpr size_t kMostBytes = 4096;
+
+    ProxyRequest(const Proxy& proxy, const std::string& host, const std::string& port);
+
+    // The bytes to be sent now; each call returns other bytes.
+    std::string take_due();
+    void feed(const void* data, size_t num_bytes);
+    // The proxy has closed the connection.
+    void end();
+
+    // From now on the bytes travel to the target and back.
+    bool is_granted() const { return step_ == Step::kGranted; }
+    // Why the request has failed, in one sentence; empty while it has not.
+    const std::string& trouble() const { return trouble_; }
+    // Whether the proxy would answer the same again, whatever becomes of the target.
+    bool is_final() const { return is_final_; }
+
+  private:
+    enum class Step { kHttp, kMethod, kSignIn, kReply, kGranted };
+
+    void read_http();
+    void read_method();
+    void read_sign_in();
+    void read_reply();
+    void ask_http();
+    void ask_socks();
+    void grant(size_t num_bytes);
+    bool take(size_t num_bytes);
+    void fail(const std::string& why, bool is_final);
+    void fail_as_other();
+    void refuse_user();
+
+    const Proxy proxy_;
+    const std::string host_, port_;
+    Step step_;
+    std::string due_{}, input_{};
+    std::string trouble_{};
+    bool is_final_ = false;
+};
+
+// The result of a dial that waits.
+struct Dialled {
+    Descriptor fd{};  // connected, and non-blocking; none where there is trouble
+    std::string trouble{};
+    bool is_final = false;
+};
+
+// Connects to a target through a proxy, until `end`.
+Dialled dial_through(const Proxy& proxy, const std::string& host, const std::string& port,
+                     std::chrono::steady_clock::time_point end);
+
+}  // namespace diloco::link
