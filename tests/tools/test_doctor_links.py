@@ -273,7 +273,7 @@ def test_a_doctor_that_ends_while_it_is_looked_at_is_absent() -> None:
     held.set_timeout(timedelta(seconds=2))
 
     def request(replica: int, store: dist.Store) -> links.Request:
-        return links.Request(store, replica, 2, None, None, None, None, 1, 0.5)
+        return links.Request(store, replica, 2, None, None, None, None, None, 1, 0.5)
 
     with ExitStack() as other:
         own = {"nonce": "1", "of": 2}
@@ -526,4 +526,5 @@ def test_a_replica_behind_a_proxy_dials_through_the_proxy(
         (pair,) = report["pairs"]
         assert (pair["way"], pair["dialled_by"], pair["link"]) == ("direct", 1, "")
         places = {report["replicas"][0]["address"], f"127.0.0.1:{store.port}"}
-        assert set(proxy.asked) == places and "sesame" not in json.dumps(report)
+        # The link at the end has a port of its own.
+        assert places < set(proxy.asked) and "sesame" not in json.dumps(report)

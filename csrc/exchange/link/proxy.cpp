@@ -93,6 +93,8 @@ std::string Proxy::unreachable(const std::string& why) const {
     return name() + " cannot be reached: " + why;
 }
 
+std::string Proxy::silent() const { return name() + " gives no answer"; }
+
 ProxyRequest::ProxyRequest(const Proxy& proxy, const std::string& host, const std::string& port)
     : proxy_(proxy), host_(host), port_(port), step_(proxy.is_socks ? Step::kMethod : Step::kHttp) {
     // The target may come from another process, and must not add lines to the request.

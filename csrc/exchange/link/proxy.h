@@ -22,7 +22,7 @@ struct Proxy {
     // For messages, which never have the password.
     std::string name() const;
     std::string unreachable(const std::string& why) const;
-    std::string silent() const { return name() + " gives no answer"; }
+    std::string silent() const;
 };
 
 // The request for one connection to a target. The caller has the connection to the proxy: it sends
