@@ -1,4 +1,4 @@
-"""What a link must not lose: messages beside a broken connection, credit, and the news of sizes.
+"""A link loses no message beside a broken connection, and returns credit and news of sizes.
 
 The links of one process meet in groups of a token. A forwarder between the links cuts one of their
 connections.
