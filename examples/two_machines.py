@@ -103,6 +103,8 @@ while diloco.inner_step < options.steps:
     except SyncError as error:
         print(f"replica {options.replica}: {error}", flush=True)
         change_group("survivors")
+        optimizer.zero_grad()
+        continue  # no exchange has made the replicas equal here
     optimizer.zero_grad()
     if len(diloco.members) == 1 and store.check([coming_back]):
         store.delete_key(coming_back)

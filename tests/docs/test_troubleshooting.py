@@ -50,7 +50,7 @@ def sentences() -> str:
 
 
 def test_the_pages_quote_sentences() -> None:
-    assert len(PAGES) == 3 and len(QUOTED) > 50 and len(QUOTED) == len(set(QUOTED))
+    assert len(PAGES) == 4 and len(QUOTED) > 50 and len(QUOTED) == len(set(QUOTED))
 
 
 @pytest.mark.parametrize("quoted", QUOTED)

@@ -174,6 +174,16 @@ def test_early_messages_take_no_credit_of_others_for_good(pair: Links) -> None:
     assert all(work.wait(LIMIT) for work in [*received, *others, *early])
 
 
+@pytest.mark.parametrize("num_taken", [1, 255])
+def test_a_store_that_fills_up_gives_credit_for_what_was_taken(pair: Links, num_taken: int) -> None:
+    meeting = pair.meet("taken", 1)
+    sender, receiver = meeting.of(0)[0], meeting.of(1)[0]
+    assert all(arrives(sender, receiver, (0, 1), 2) for _ in range(num_taken))
+    early = [sender.send([filled(SMALL)], 1, 1) for _ in range(MOST_EARLY - num_taken)]
+    assert arrives(sender, receiver, (0, 1), 3)
+    assert all(work.wait(LIMIT) for work in early)
+
+
 def test_a_closed_group_gives_its_credit_back(pair: Links) -> None:
     meeting = pair.meet("closed", 1)
     early = [meeting.of(0)[0].send([filled(SMALL)], 1, 1) for _ in range(MOST_EARLY)]

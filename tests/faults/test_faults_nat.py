@@ -148,7 +148,7 @@ def check(site: Site, ends: list[Any], members: tuple[int, ...]) -> None:
     flows = site.flows()
     assert sum(map(len, flows)) > 50_000
     # The newcomer has copied the outer parameters.
-    words = [b"the-run", b"replica", b"sync_every", b'": "', ends[NEWCOMER][2][64:80]]
+    words = [b"the-run", b"replica", b"sync_every", b'"address": "', ends[NEWCOMER][2][64:80]]
     seen = {word for word in words if any(word in flow for flow in flows)}
     assert seen == (set(words) if site.keys is None else set()), seen
 

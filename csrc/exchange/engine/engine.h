@@ -159,7 +159,7 @@ class Engine {
     void fail_epoch(const Job& job, Failure& failure, const Loss& loss);
     void blame(Failure& failure, const std::string& where, const Loss& loss);
     void blame_alone(Failure& failure, const std::string& where, const Loss& loss,
-                     const Ways::Results& results);
+                     Ways::Results results);
     void refuse_if_dead() const;
     bool wait_until_idle(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds patience);
     void require_idle(std::unique_lock<std::mutex>& lock);

@@ -14,6 +14,8 @@ using std::chrono::milliseconds;
 
 // How often the watcher looks at the store. Jobs shorter than this are not watched.
 constexpr milliseconds kWatchPeriod{250};
+// A process that was killed no longer listens so much later.
+constexpr milliseconds kEndOfProcess{100};
 
 double in_seconds(milliseconds time) { return std::chrono::duration<double>(time).count(); }
 
@@ -298,7 +300,7 @@ void Engine::blame(Failure& failure, const std::string& where, const Loss& loss)
 
 // Without the store no member counts as missing: it may be alive and unable to report.
 void Engine::blame_alone(Failure& failure, const std::string& where, const Loss& loss,
-                         const Ways::Results& results) {
+                         Ways::Results results) {
     if (failure.kind == "PeerLeft") {
         failure.missing = failure.replicas;
         std::vector<Departure> left;
@@ -308,13 +310,18 @@ void Engine::blame_alone(Failure& failure, const std::string& where, const Loss&
         failure.message = where + ": " + departures_of(left);
         return;
     }
+    const auto has = [](const std::vector<int64_t>& replicas, int64_t replica) {
+        return std::find(replicas.begin(), replicas.end(), replica) != replicas.end();
+    };
+    if (has(results.reached, loss.replica)) {
+        // The kernel closes the sockets of a dead process one after the other: this one may have
+        // lost its connections, and still listen.
+        std::this_thread::sleep_for(kEndOfProcess);
+        results = ways_->try_all();
+    }
     failure.missing = results.refused;
-    const auto& unreached = results.unreached;
-    const bool is_lost =
-        std::find(unreached.begin(), unreached.end(), loss.replica) != unreached.end();
-    const bool is_listed = std::find(failure.missing.begin(), failure.missing.end(),
-                                     loss.replica) != failure.missing.end();
-    if (is_lost && !is_listed) failure.missing.push_back(loss.replica);
+    const bool is_lost = has(results.unreached, loss.replica);
+    if (is_lost && !has(failure.missing, loss.replica)) failure.missing.push_back(loss.replica);
     std::sort(failure.missing.begin(), failure.missing.end());
     const std::string cause = failure.message.empty() ? "" : " (" + failure.message + ")";
     failure.message = where + cause + ": ";

@@ -43,11 +43,8 @@ std::string too_many(const char* what) {
 
 void Channel::forget() {
     joined.clear();
-    ended.clear();
     told.clear();
     num_lanes = 0;
-    grants_.clear();
-    early_.clear();
 }
 
 bool Channel::has_lost(const std::vector<End>& ends) const {
@@ -229,9 +226,14 @@ void Channel::grant_next() {
     }
 }
 
-// The fuller the store, the sooner its sender must know of room.
 void Channel::take_eager() {
-    if (4 * ++num_taken_ < kMostEarly - early_.size()) return;
+    ++num_taken_;
+    give_credit();
+}
+
+// The fuller the store, the sooner its sender must know of room.
+void Channel::give_credit() {
+    if (num_taken_ == 0 || 4 * num_taken_ < kMostEarly - early_.size()) return;
     put(FrameKind::kCredit, 0, 0, 0, 0, std::exchange(num_taken_, 0));
 }
 
@@ -240,7 +242,7 @@ void Channel::on_eager(const Frame& frame, const uint8_t* bytes) {
     if (it == recvs_.end()) {
         if (early_.size() >= kMostEarly) throw ProtocolError(too_many("messages"));
         early_.emplace(key_of(frame), std::vector<uint8_t>(bytes, bytes + frame.length));
-        return;
+        return give_credit();
     }
     const MessagePtr recv = it->second;
     if (recv->num_bytes != frame.length) {

@@ -66,7 +66,9 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
     // Whether the ends of connections may have taken messages of this channel.
     bool has_lost(const std::vector<End>& ends) const;
-    // Forgets all that the peer has said.
+    // Whether the peer has its groups already, and sends or receives in them.
+    bool has_messages() const { return !early_.empty() || !grants_.empty(); }
+    // Forgets that the peer has joined: both say so again.
     void forget();
     // Forgets the early messages of a group of this side that is closed.
     void forget_group(int number);
@@ -116,6 +118,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
     void grant(const MessagePtr& recv);
     void grant_next();
     void send_eager(const MessagePtr& message);
+    void give_credit();
     // The error of a message whose connection has gone.
     std::string closed_by_peer() const { return "connection closed by peer: " + peer.name; }
     void refuse(const MessagePtr& message, uint32_t ticket, uint64_t theirs);

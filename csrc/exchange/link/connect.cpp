@@ -22,6 +22,7 @@ constexpr milliseconds kAnswerPatience{1000};
 constexpr milliseconds kShortestShare{200};
 constexpr milliseconds kCheckPeriod{100};
 constexpr milliseconds kAskPeriod{250};
+constexpr milliseconds kLookUpPeriod{1000};
 constexpr milliseconds kShortestPatience{1000};
 
 uint64_t hash_of(const std::string& token) {
@@ -80,6 +81,7 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
             if (now >= next_check) {
                 lock.unlock();
                 check();
+                look_up_missing(call);
                 lock.lock();
                 next_check = now + kCheckPeriod;
                 continue;
@@ -151,8 +153,7 @@ Link::Call Link::begin_call(const std::string& token, int rank,
                                         " must be \"host:port\", got \"" + dialled + "\"");
         }
         call.targets.back() = *place;
-        call.found.back() =
-            proxy_ ? of_proxy : look_up(place->first, place->second, AI_NUMERICSERV);
+        call.found.back() = proxy_ ? of_proxy : addresses_of(*place);
     }
     if (!apart.empty()) {
         throw std::runtime_error("this process (rank " + std::to_string(rank) + ") and " + apart +
@@ -170,6 +171,24 @@ Link::Call Link::begin_call(const std::string& token, int rank,
         call.peers.back()->name = "rank " + std::to_string(i) + at;
     }
     return call;
+}
+
+std::vector<Address> Link::addresses_of(const std::pair<std::string, std::string>& target) const {
+    // A proxy looks the names of the others up.
+    const auto& [host, port] = target;
+    return proxy_ ? look_up(proxy_->host, proxy_->port, AI_NUMERICSERV)
+                  : look_up(host, port, AI_NUMERICSERV);
+}
+
+// A host that has just started may have no address under its name yet.
+void Link::look_up_missing(Call& call) const {
+    const auto now = Clock::now();
+    if (now < call.next_look_up) return;
+    for (size_t i = 0; i < call.found.size(); ++i) {
+        if (!call.found[i].empty() || call.targets[i].first.empty()) continue;
+        call.found[i] = addresses_of(call.targets[i]);
+    }
+    call.next_look_up = Clock::now() + kLookUpPeriod;
 }
 
 // The key of a rank; zeros where the link has no keys.
@@ -250,6 +269,7 @@ bool Link::are_connected(Lock& lock, Call& call, bool is_asking) {
         }
         flush_peer(lock, *call.peers[rank]);
         const Channel& channel = *call.channels[rank];
+        if (!channel.dead.empty()) throw std::runtime_error(channel.dead);
         if (!channel.ended.empty()) throw std::runtime_error(missing(call));
         if (channel.num_lanes != 0 && channel.num_lanes != static_cast<uint64_t>(call.lanes)) {
             throw std::runtime_error("this process has " + std::to_string(call.lanes) +

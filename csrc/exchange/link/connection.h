@@ -185,6 +185,7 @@ struct Connection {
     // peer, or of bulk that the kernel took; and whether a ping has left since.
     Clock::time_point heard_at{};
     bool is_pinged = false;
+    Clock::time_point pinged_at{};
     bool is_cut = false;    // a writer has failed; the link's thread closes the connection
     std::string trouble{};  // why; empty: the peer has closed
 

@@ -374,7 +374,10 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
         }
         if (it.request->is_granted()) {
             it.request.reset();
-            return begin_dialled(lock, connection);
+            begin_dialled(lock, connection);
+            // No event may follow for what has come already.
+            if (it.state == State::kAsking) greet(lock, connection);
+            return;
         }
         if (!it.can_read) return;
         const iovec part{it.staging.data(), it.staging.size()};
@@ -499,6 +502,7 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
 
 void Link::ping(const ConnectionPtr& connection) {
     if (std::exchange(connection->is_pinged, true)) return;
+    connection->pinged_at = Clock::now();
     connection->put(link::FrameKind::kPing);
     mark_ready(connection);
 }
@@ -507,7 +511,10 @@ void Link::ping(const ConnectionPtr& connection) {
 // while its program computes.
 void Link::check_life(Lock& lock, const ConnectionPtr& connection, Clock::time_point now) {
     const auto silence = now - connection->heard_at;
-    if (silence > limits_.silence && connection->is_pinged) {
+    // After a long time without messages the peer has as long to answer as in the midst of them.
+    const bool is_due =
+        connection->is_pinged && now - connection->pinged_at > limits_.silence - kPingPeriod;
+    if (silence > limits_.silence && is_due) {
         // The peer looks after the connection that it sends over: it may have chosen another one.
         const auto lane = static_cast<size_t>(connection->lane);
         if (connection->peer->lanes[lane].chosen != connection) connection->has_carried = false;

@@ -538,6 +538,8 @@ void Link::lose(Lock& lock, Peer& peer, const std::string& text) {
                 peer.channels.erase(token);
                 break;
             case Channel::State::kForming:
+                // connect() fails, and tells the peer.
+                if (channel->has_messages()) channel->dead = closed_by(peer, text);
                 channel->forget();
                 break;
             case Channel::State::kOpen:

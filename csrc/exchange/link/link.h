@@ -156,7 +156,7 @@ class Link : public std::enable_shared_from_this<Link> {
     struct Call {
         uint64_t token = 0;
         int lanes = 0;
-        Clock::time_point begin{}, deadline{};
+        Clock::time_point begin{}, deadline{}, next_look_up{};
         std::vector<link::PeerId> ids{};  // by rank
         std::vector<PeerPtr> peers{};     // null for the own rank
         std::vector<ChannelPtr> channels{};
@@ -239,6 +239,8 @@ class Link : public std::enable_shared_from_this<Link> {
     // connect.cpp
     Call begin_call(const std::string& token, int rank, const std::vector<link::Place>& peers,
                     int lanes, std::chrono::milliseconds limit);
+    std::vector<Address> addresses_of(const std::pair<std::string, std::string>& target) const;
+    void look_up_missing(Call& call) const;
     link::PublicKey key_of(size_t rank, bool is_own, const std::string& text) const;
     void end_other_keys(Lock& lock, const Call& call);
     void enter(Lock& lock, Call& call);

@@ -469,7 +469,8 @@ class LinkKeys:
                 f"the allowed keys of replica {replica} bind the key {path.name} ({key.hex()}) to "
                 f"{to}, and the owner of that key takes part as replica {member}: start that "
                 f"process under a number of its key, or run `diloco-comm keys allow {self.folder} "
-                f"{path} --replica {member}` on the host of replica {replica}"
+                f"{path} --replica {member}` on the host of replica {replica}, with one --replica "
+                "for each number of that key"
             )
         return ""
 
@@ -655,6 +656,10 @@ def _curve_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
 
 
 def _load(path: Path) -> Keys:
+    if path.name == f"{SERVER}{PUBLIC}" and not path.is_file():
+        raise ValueError(
+            f"there is no key {path}: copy {path.name} from the server's folder of keys"
+        )
     if not path.is_file():
         raise ValueError(f"there is no key {path}: `diloco-comm keys make` makes one")
     try:
