@@ -255,10 +255,13 @@ def test_a_host_that_closes_at_first_is_tried_again(
 
 def test_a_host_heeds_no_signal_and_keeps_no_port(keys: list[LinkKeys]) -> None:
     hosted = open_store("127.0.0.1", 0, keys[0])
-    masks = {}
-    for task in Path("/proc/self/task").iterdir():
-        lines = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
-        masks[lines["Name"].strip()] = int(lines["SigBlk"], 16)
+    masks: dict[str, int] = {}
+    deadline = time.monotonic() + 30
+    # The thread gives itself its name.
+    while "diloco-host" not in masks and time.monotonic() < deadline:
+        for task in Path("/proc/self/task").iterdir():
+            lines = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+            masks[lines["Name"].strip()] = int(lines["SigBlk"], 16)
     # SIGHUP, SIGINT and SIGTERM, which would have the thread wait in accept().
     assert all(masks["diloco-host"] >> (number - 1) & 1 for number in (1, 2, 15))
     hosted.store.close()  # type: ignore[attr-defined]

@@ -125,10 +125,14 @@ class Meeting:
         """
         name = f"{self._session}/{key}/{replica}"
         while not self._store.check([name]):
-            if unless and self._store.check([f"{self._session}/{unless}/{replica}"]):
+            has_told = unless and self._store.check([f"{self._session}/{unless}/{replica}"])
+            is_gone = not has_told and not self._is_alive(replica)
+            # What this doctor waits for may have come meanwhile, before the other word or the end.
+            if (has_told or is_gone) and self._store.check([name]):
+                break
+            if has_told:
                 raise ConnectionError(f"the doctor of replica {replica} gave up")
-            # The last word of a doctor may come while its record is looked at.
-            if not self._is_alive(replica) and not self._store.check([name]):
+            if is_gone:
                 raise Ended(f"the doctor of replica {replica} has ended before all was measured")
             time.sleep(_POLL_S)
         return json.loads(self._store.get(name))
