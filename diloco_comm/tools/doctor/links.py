@@ -127,7 +127,7 @@ class Meeting:
         while not self._store.check([name]):
             has_told = unless and self._store.check([f"{self._session}/{unless}/{replica}"])
             is_gone = not has_told and not self._is_alive(replica)
-            # What this doctor waits for may have come meanwhile, before the other word or the end.
+            # The awaited word may have come meanwhile, before the other word or the end.
             if (has_told or is_gone) and self._store.check([name]):
                 break
             if has_told:
