@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -38,13 +38,6 @@ def keys(tmp_path: Path) -> list[LinkKeys]:
     """The keys of three processes that let each other in; the first process hosts."""
     make_folders(tmp_path, 3)
     return [LinkKeys.read(folder_of(tmp_path, number)) for number in range(3)]
-
-
-@pytest.fixture
-def hosted(keys: list[LinkKeys]) -> Iterator[HostedStore]:
-    found = open_store("127.0.0.1", 0, keys[0])
-    yield found
-    found.store.close()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=["client", "host", "plain"])

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -160,13 +160,6 @@ def test_a_training_through_a_proxy_survives_a_death(fresh_workers: Fresh, tmp_p
 def keys(tmp_path: Path) -> list[LinkKeys]:
     make_folders(tmp_path, 2)
     return [LinkKeys.read(folder_of(tmp_path, number)) for number in range(2)]
-
-
-@pytest.fixture
-def hosted(keys: list[LinkKeys]) -> Iterator[HostedStore]:
-    found = open_store("127.0.0.1", 0, keys[0])
-    yield found
-    found.store.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -159,18 +159,22 @@ def test_those_without_an_address_meet_at_the_relay(fresh_workers: Fresh) -> Non
     assert report["findings"] == []
 
 
-def test_a_wrong_port_and_no_relay_are_named(fresh_workers: Fresh) -> None:
-    # A port that is taken, so that no other program listens there.
+@pytest.fixture
+def closed() -> Iterator[int]:
+    """A port that is taken, so that no program can listen there."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
-        closed = holder.getsockname()[1]
-        report = reports(
-            fresh_workers(3, init_group=False),
-            '--advertise "" --lanes 1',
-            f"--listen 127.0.0.1:{workers.free_port()} --advertise 127.0.0.1:{closed} --lanes 1",
-            '--advertise "" --lanes 1',
-            status=1,
-        )
+        yield holder.getsockname()[1]
+
+
+def test_a_wrong_port_and_no_relay_are_named(fresh_workers: Fresh, closed: int) -> None:
+    report = reports(
+        fresh_workers(3, init_group=False),
+        '--advertise "" --lanes 1',
+        f"--listen 127.0.0.1:{workers.free_port()} --advertise 127.0.0.1:{closed} --lanes 1",
+        '--advertise "" --lanes 1',
+        status=1,
+    )
     start = "replica 1 cannot be dialled from replica {} at 127.0.0.1:{} (connection refused)"
     remedy = f"open TCP port {closed} of replica 1, or give both relay= and no address"
     assert sentences(report) == [
@@ -182,15 +186,12 @@ def test_a_wrong_port_and_no_relay_are_named(fresh_workers: Fresh) -> None:
     ]
 
 
-def test_who_can_dial_one_way_only_is_warned(fresh_workers: Fresh) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        closed = holder.getsockname()[1]
-        report = reports(
-            fresh_workers(2, init_group=False),
-            "--listen 127.0.0.1:0 --lanes 1",
-            f"--listen 127.0.0.1:{workers.free_port()} --advertise 127.0.0.1:{closed} --lanes 1",
-        )
+def test_who_can_dial_one_way_only_is_warned(fresh_workers: Fresh, closed: int) -> None:
+    report = reports(
+        fresh_workers(2, init_group=False),
+        "--listen 127.0.0.1:0 --lanes 1",
+        f"--listen 127.0.0.1:{workers.free_port()} --advertise 127.0.0.1:{closed} --lanes 1",
+    )
     (pair,) = report["pairs"]
     assert (pair["way"], pair["dialled_by"], pair["link"]) == ("direct", 1, "")
     assert sentences(report) == [

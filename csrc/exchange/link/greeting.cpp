@@ -388,7 +388,7 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
     }
     const std::shared_ptr<Dial> dial = it.dial;
     disconnect(lock, connection, std::string(it.request->trouble()));
-    // A user whose password is wrong again and again may be locked out.
+    // This dial would get the same answer again.
     if (it.request->is_final()) dial->retry_at = Clock::time_point::max();
 }
 
