@@ -57,14 +57,14 @@ test: setup emulated
 test-all: setup cuda-tests
 	$(PYTEST) $(TESTS)
 
-# Branch coverage of both tiers, by every process of the tests, and the tests that run each line. The
-# union of several runs is in build/coverage; a process that a test kills does not count.
+# Branch coverage of both tiers, by every process of the tests; a process that a test kills does not
+# count. The data are in build/coverage.
 coverage: setup cuda-tests
 	rm -rf build/coverage && mkdir -p build/coverage/first build/coverage/nightly
 	status=0; for tier in first nightly; do \
 		test $$tier = first && marks="not nightly" || marks=nightly; \
 		$(BIN)/coverage run --data-file=build/coverage/$$tier/data -m $(notdir $(PYTEST)) \
-			-m "$$marks" -o junit_family=xunit1 --junitxml=build/coverage/$$tier.xml $(ARGS) || status=$$?; \
+			-m "$$marks" $(ARGS) || status=$$?; \
 		$(BIN)/coverage combine -q --keep --data-file=build/coverage/$$tier/data build/coverage/$$tier; \
 		mv build/coverage/$$tier/data build/coverage/$$tier.sqlite; \
 	done; \

@@ -17,7 +17,6 @@ import devices
 import programs
 import pytest
 import torch
-from coverage_context import count_for
 from workers import Crew, Pool
 from zygote import Zygote, look_up_names_in_files_only
 
@@ -81,7 +80,6 @@ def needs_trainers(file: Path) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     programs.Popen.is_forking = item.get_closest_marker("fresh_interpreter") is None
-    count_for(item.nodeid)
 
 
 def pytest_collection_finish() -> None:

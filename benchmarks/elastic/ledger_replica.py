@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import nn
 
-from diloco_comm import SGD, DiLoCo, SyncMetrics
+from diloco_comm import SGD, DiLoCo, Link, SyncMetrics
 from diloco_comm.elastic.happenings import Happening, ViewChanged
 from diloco_comm.elastic.options import Elastic
 from diloco_comm.tools.demo.chaos.crew import Place
@@ -33,6 +33,8 @@ class SoakSettings:
         num_elements: Of the rest of the model.
         step_s: Seconds that an inner step takes at least.
         link: "gloo" or "tcp".
+        meeting: Address of the store at which all views meet, and of a relay; with them no replica
+            can be dialled, and the link is "tcp".
     """
 
     num_slots: int = 1024
@@ -41,7 +43,8 @@ class SoakSettings:
     step_s: float = 0.05
     suspect_after_s: float = 5.0
     quorum_wait_s: float = 120.0
-    link: str = "gloo"
+    link: str = "tcp"
+    meeting: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,18 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
             costs = happening.seconds, happening.copied_bytes
             pipe.send(Entered(time.monotonic(), *who, *costs))
 
+    link: str | Link = settings.link
+    store, round_log_bytes = None, None
+    if settings.meeting is not None:
+        store, relay = settings.meeting
+        link, round_log_bytes = Link("tcp", relay=relay), 0
     diloco = DiLoCo(
         model,
         optimizer,
         sync_every=settings.sync_every,
         wire="fp32",
         outer=SGD(lr=1.0),
-        link=settings.link,
+        link=link,
         peers=Elastic(
             place.registry,
             run=RUN,
@@ -112,6 +120,8 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
             suspect_after=settings.suspect_after_s,
             quorum_wait=settings.quorum_wait_s,
             on_event=tell,
+            store=store,
+            round_log_bytes=round_log_bytes,
         ),
     )
     count = 0

@@ -2,7 +2,7 @@
 
     make soak-elastic                                # 15 minutes
     python -m benchmarks.elastic.soak --seconds 180 --seed 7
-    python -m benchmarks.elastic.soak --moments 200 --replicas 4 --link tcp
+    python -m benchmarks.elastic.soak --moments 200 --replicas 4 --link relay
 
 Six replicas train. Every 20 seconds something happens, drawn from a seed: a replica is killed,
 stopped for a while, leaves or joins, or the registry is killed and comes back with its journal. The
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from benchmarks.elastic.ledger_replica import LEAVE, RUN, Applied, SoakSettings,
 from benchmarks.elastic.soak_report import print_results, results_of
 from benchmarks.support import common
 from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
+from diloco_comm.tools.common.workers import free_port
 from diloco_comm.tools.demo.chaos.crew import Crew, Replica
 from diloco_comm.tools.demo.chaos.messages import DONE, KILLED, LEFT, LEFT_BEHIND, Ended, Entered
 
@@ -346,11 +349,16 @@ def run(
     folder: Path,
     *,
     num_moments: int = 0,
-    link: str = "gloo",
+    link: str = "tcp",
 ) -> Soak:
     """Run a soak; what hangs is one of its failures."""
     settings = SoakSettings(link=link)
-    with Crew(train, settings, folder, [train.__module__, *WITH_OPTIMIZER]) as crew:
+    with ExitStack() as processes:
+        if link == "relay":
+            meeting = processes.enter_context(_store_and_relay())
+            settings = SoakSettings(link="tcp", meeting=meeting)
+        preload = [train.__module__, *WITH_OPTIMIZER]
+        crew = processes.enter_context(Crew(train, settings, folder, preload))
         soak = Soak(crew, settings, num_replicas, every_s, seed)
         try:
             if num_moments:
@@ -362,6 +370,22 @@ def run(
     return soak
 
 
+@contextmanager
+def _store_and_relay() -> Iterator[tuple[str, str]]:
+    """Host a store and a relay; give their addresses."""
+    port, relay_port = free_port(), free_port()
+    words = ["store", "--host", "127.0.0.1", "--port", str(port), "--relay-port", str(relay_port)]
+    command = [sys.executable, "-m", "diloco_comm", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            if not server.stdout.readline():
+                raise RuntimeError("the store has not begun")
+            yield f"tcp://127.0.0.1:{port}", f"127.0.0.1:{relay_port}"
+        finally:
+            server.kill()
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -369,7 +393,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--replicas", type=int, default=6, help="at most at a time")
     add("--every", type=float, default=20.0, help="seconds between two events")
     add("--moments", type=int, default=0, help="disturbed joins, in place of --seconds of events")
-    add("--link", choices=("gloo", "tcp"), default="gloo", help="what the rounds go over")
+    add(
+        "--link",
+        choices=("tcp", "gloo", "relay"),
+        default="tcp",
+        help="what the rounds go over; relay: tcp between replicas that nobody can dial",
+    )
     add("--seed", type=int, default=0, help="of the events")
     common.add_output(parser, default=common.RESULTS / "elastic" / "soak.json")
     return parser

@@ -83,6 +83,7 @@ def main() -> int:
     add("-r", "--repeats", type=int, default=4, help="rounds in a sample")
     add("--wire", default="fp32,int8", help="comma list of wire formats")
     add("--lanes", type=int, default=1, help="lanes of both")
+    add("--link", default="loopback", help="what the link is, for the report")
     add("--noise", action="store_true", help="gloo in the place of the link")
     common.add_output(parser)
     args = parser.parse_args()
@@ -90,7 +91,7 @@ def main() -> int:
         common.relaunch(args.nprocs, preload=())
         return 0
     rank, world = common.init_workers()
-    report = common.Report("link_against_gloo", quiet=rank != 0, workers=world, link="loopback")
+    report = common.Report("link_against_gloo", quiet=rank != 0, workers=world, link=args.link)
     kinds = ("gloo", "gloo" if args.noise else "tcp")
     exchanges = [
         Exchange.from_group(None, lanes=args.lanes, timeout=120.0, collectives=kind)
@@ -99,6 +100,7 @@ def main() -> int:
     report.print("#")
     report.print(
         f"#{'wire':>9} {'bytes':>11} {'gloo':>9} {kinds[1]:>9} {'rate':>7} {'CPU':>7}  (ms)"
+        f" {'Mbit/s':>9}"
     )
     results = {}
     for wire in args.wire.split(","):
@@ -107,6 +109,7 @@ def main() -> int:
             results[f"{wire} {num_bytes}"] = found
             ms = " ".join(f"{1e3 * found[name]['median']:9.2f}" for name in ("gloo", "tcp"))
             ratios = f"{found['rate_against_gloo']:7.3f} {found['processor_against_gloo']:7.3f}"
+            ratios += f"        {8e3 * found['tcp_gb_per_s']:8.1f}"
             report.print(f" {wire:>9} {num_bytes:>11} {ms} {ratios}")
     for exchange in exchanges:
         exchange.close()

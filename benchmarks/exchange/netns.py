@@ -79,14 +79,17 @@ class Network(Namespaces):
     def run(self, command: list[str], **options: Any) -> None:
         """Run one process of `command` in each namespace, as `common.run_workers`.
 
-        The command is told what the link is (``--link``) and how many bytes empty the shapers'
-        buckets (``--drain``), without which a short transfer would go faster than the link.
+        The command is told what the link is (``--link``) and, where the link has shapers, how many
+        bytes empty their buckets (``--drain``), without which a short transfer would go faster than
+        the link.
         """
         env = {"MASTER_ADDR": address(0), "MASTER_PORT": "29500"}
         # Addresses here have no names, and c10d warns about each.
         env |= {"GLOO_SOCKET_IFNAME": INTERFACE, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         prefixes = [["ip", "netns", "exec", name] for name in self.names]
-        command = [*command, "--link", self.description, "--drain", str(2 * self.burst_bytes)]
+        command = [*command, "--link", self.description]
+        if self.burst_bytes:
+            command += ["--drain", str(2 * self.burst_bytes)]
         run_workers(command, self.world, prefixes=prefixes, env=env, **options)
 
 

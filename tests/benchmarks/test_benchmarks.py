@@ -117,6 +117,27 @@ def test_namespaces_carry_the_exchange_and_are_removed(run: Run) -> None:
     assert [row[2] for row in table(lines)] == ["fp32", "int8"]
 
 
+@pytest.mark.nightly("30 s of two benchmarks in namespaces")
+@pytest.mark.fresh_interpreter
+def test_long_links_take_their_time_and_slow_ones_fail_no_round(run: Run) -> None:
+    from benchmarks.exchange import long_network
+
+    if reason := long_network.missing():
+        pytest.skip(reason)
+    link = ["--rate", "20mbit", "--round-trip", "40", "--loss", "0.01"]
+    options = ["-b", "1M", "-n", "1", "-r", "1", "--wire", "fp32"]
+    lines, document = run("exchange.long_network", *link, "--", *options)
+    assert any("20 Mbit/s each way, round trip 40 ms, loss 1 %" in line for line in lines)
+    # 1 MiB takes 419 ms at this rate.
+    assert document["results"]["fp32 1048576"]["tcp"]["p10"] > 0.4
+    slow = ["--rate", "2mbit", "--round-trip", "40", "--queue", "2"]
+    rounds = ["--seconds", "4", "-b", "1M", "--suspect-after", "2"]
+    benchmark = ["--benchmark", "exchange.steady_rounds", "--", *rounds]
+    _, document = run("exchange.long_network", *slow, *benchmark)
+    # A round takes twice as long as the silence after which a replica counts as dead.
+    assert document["results"]["errors"] == [] and document["results"]["longest_s"] > 4.0
+
+
 def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from async_helpers import Flat, attach
-from coverage_context import count_for, current_test
 
 from diloco_comm import SGD, Link
 from diloco_comm.asynchronous.model.rules import Immediate
@@ -145,9 +144,7 @@ class Child:
     def __init__(self, role: str | Callable[[argparse.Namespace], None], **options: Any) -> None:
         ours, theirs = _forks.Pipe(duplex=False)
         arguments = argparse.Namespace(**{**DEFAULTS, **options})
-        self._process = _forks.Process(
-            target=_child_main, args=(role, arguments, theirs, current_test())
-        )
+        self._process = _forks.Process(target=_child_main, args=(role, arguments, theirs))
         self._process.start()
         theirs.close()
         self.stdout = os.fdopen(os.dup(ours.fileno()))
@@ -173,9 +170,7 @@ def _child_main(
     role: str | Callable[[argparse.Namespace], None],
     options: argparse.Namespace,
     out: Connection,
-    test: str,
 ) -> None:
-    count_for(test)
     sys.stdout = os.fdopen(os.dup(out.fileno()), "w", buffering=1)
     out.close()
     os.environ.update(options.environ)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coverage_context import count_for, current_test
 
 from diloco_comm.elastic.registry import Registry, RegistryUnavailable, connect
 from diloco_comm.elastic.registry.server import RegistryServer
@@ -44,13 +43,6 @@ def store_main(out: Connection, address: str, options: dict[str, Any]) -> None:
     host_store("127.0.0.1", 0, lambda address: out.send(address.replace("tcp", "store")))
 
 
-def _host_main(
-    test: str, main: Callable[[Connection, str, dict[str, Any]], None], *arguments: Any
-) -> None:
-    count_for(test)
-    main(*arguments)
-
-
 class Host:
     """A process that hosts a registry at an address.
 
@@ -72,8 +64,7 @@ class Host:
     def start(self) -> None:
         ours, theirs = _forks.Pipe(duplex=False)
         self._process = _forks.Process(
-            target=_host_main,
-            args=(current_test(), self._main, theirs, self.address, self._options),
+            target=self._main, args=(theirs, self.address, self._options)
         )
         self._process.start()
         theirs.close()

@@ -30,8 +30,6 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, ClassVar
 
-from coverage_context import count_for, current_test
-
 # What an interpreter or its libraries read while they are loaded. A program with another value than
 # the zygote's is executed. OMP_NUM_THREADS is set in the fork.
 _READ_AT_LOAD = (
@@ -129,7 +127,6 @@ def begin(program: Program, fds: Sequence[int], line: Line, path: list[str]) -> 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(program.folder)
     _set_environment(program.environment)
-    count_for(current_test())
     _open_streams(program.is_unbuffered)
     _draw_seeds()
     sys.path[:] = [*program.path, *path]

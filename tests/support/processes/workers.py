@@ -25,7 +25,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from coverage_context import count_for, current_test
 from zygote import Zygote
 
 GROUP_TIMEOUT = timedelta(seconds=60)
@@ -72,7 +71,6 @@ def worker_main(connection: Connection, log: str) -> None:
 
 def _run_job(world: _World, job: dict[str, Any]) -> bytes:
     sys.path[:] = job["sys_path"]
-    count_for(job["test"])
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         if job["init_group"]:
@@ -89,8 +87,16 @@ def _run_job(world: _World, job: dict[str, Any]) -> bytes:
             reply = pickle.dumps(("error", WorkerError(f"{type(error).__name__}: {error}"), text))
         return reply
     finally:
-        count_for("")
+        _save_coverage()
         gc.collect()
+
+
+def _save_coverage() -> None:
+    """Write what `make coverage` has counted here, because a worker ends by a signal."""
+    coverage = sys.modules.get("coverage")
+    counted = coverage and coverage.Coverage.current()
+    if counted:
+        counted.save()
 
 
 class _World:
@@ -231,7 +237,7 @@ class Pool:
         for rank in range(self.world) if ranks is None else ranks:
             job = {
                 "sys_path": sys.path,
-                "test": current_test(),
+                "test": os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0],
                 "rank": rank,
                 "world": self.world,
                 "generation": self.crew.generation,

@@ -6,9 +6,9 @@
     python tests/support/quality/mutants.py draw                # anew, after the sources changed
 
 The mistakes stand in `mutants.json`. Each is written into a copy of the sources, so that the
-processes that tests fork have it too. The tests that run the changed line come first, the quick
-ones before the others; `make coverage` records which tests these are. A mutant that none of them
-notices meets all tests. A run that was stopped goes on with the next mutant.
+processes that tests fork have it too. The tests of the room with the changed line come first. A
+mutant that none of them notices meets all tests. A run that was stopped goes on with the next
+mutant.
 """
 
 from __future__ import annotations
@@ -29,22 +29,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coverage import CoverageData
-from junit_results import OPTIONS, Result, results
-from mutations import Mutant, draw, span
+from junit_results import OPTIONS, results
+from mutations import Mutant, draw
 
 ROOT = Path(__file__).resolve().parents[3]
 LIST = Path(__file__).with_name("mutants.json")
 BUILD = ROOT / "build/mutants"
-COVERAGE = ROOT / "build/coverage"
 ROOMS = ("diloco_comm/rounds", "diloco_comm/exchange", "diloco_comm/elastic/core")
-# No coverage of C++ is recorded; the tests of the operators compare its results with the reference.
-TESTS_OF_CPP = ["tests/ops"]
 PROCESSES = "3"
-# Tests are sorted by the first of these seconds that they stay below, then by file: fixtures of a
-# file are set up once for all of its quick tests.
-STEPS_S = (0.1, 1.0, 10.0, float("inf"))
-LIMIT_S = 3 * 3600.0
+# A run of tests that takes longer hangs.
+LIMIT_S = 3600.0
 NO_TESTS = 5  # pytest's exit code
 # In the place of the test that failed.
 HANG, COLLECTION = "no end of the tests", "no start of the tests"
@@ -64,6 +58,11 @@ def mutant_of(entry: dict[str, Any]) -> Mutant:
 def all_mutants() -> list[Mutant]:
     listed = read_list()
     return [mutant_of(entry) for entry in listed["python"] + listed["cpp"]]
+
+
+def room_of_tests(file: str) -> str:
+    """Return the folder of tests of a file; the operators' tests compare all C++ of the codec."""
+    return f"tests/{Path(file).parts[1]}" if file.endswith(".py") else "tests/ops"
 
 
 def draw_list(seed: int) -> None:
@@ -119,50 +118,6 @@ def build_extension(tree: Path) -> None:
         )
 
 
-# -------------------------------------------------------------------------------- which tests first
-
-
-class Choice:
-    """Which tests run a line, and how long each takes; both as `make coverage` has seen them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.data = CoverageData(str(folder / "all.sqlite"))
-        self.data.read()
-        self.known: dict[str, Result] = {}
-        for file in sorted(folder.glob("*.xml")):
-            self.known |= results(file)
-
-    def tests(self, mutant: Mutant, number: int, text: str) -> list[str]:
-        """Return the tests to run first, or folders of them if no test is known."""
-        if not mutant.file.endswith(".py"):
-            names = [test for test in self.known if test.startswith(tuple(TESTS_OF_CPP))]
-            return sorted(names, key=self._order) or TESTS_OF_CPP
-        lines = self._tests_by_line(mutant.file)
-        # Coverage may know only the first line of a statement on several lines.
-        first, _ = span(text, mutant.function)
-        for line in range(number, first, -1):
-            if line in lines:
-                return sorted(lines[line], key=self._order) or self._of_room(mutant.file)
-        return self._of_room(mutant.file)
-
-    def _tests_by_line(self, file: str) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
-        for measured in self.data.measured_files():
-            if measured.endswith(f"/{file}"):
-                for line, tests in self.data.contexts_by_lineno(measured).items():
-                    found.setdefault(line, []).extend(filter(None, tests))
-        return found
-
-    @staticmethod
-    def _of_room(file: str) -> list[str]:
-        return [f"tests/{Path(file).parts[1]}"]
-
-    def _order(self, test: str) -> tuple[Any, ...]:
-        seconds = self.known[test].seconds if test in self.known else 1.0
-        step = next(step for step in STEPS_S if seconds < step)
-        return step, test.partition("::")[0], seconds, test
-
-
 # -------------------------------------------------------------------------------------- one mutant
 
 
@@ -174,7 +129,7 @@ class Trial:
         outcome: "killed", "survived", or "not built" for C++ that does not compile.
         killed_by: The test that failed with the mutant and passed without.
         tier: Tier of that test: "first" or "nightly".
-        stage: "chosen" for the tests that run the line, "all" after them.
+        stage: "room" for the tests of the changed line's room, "all" after them.
         unsteady: Tests that failed without the mutant, too, and do not count.
     """
 
@@ -185,17 +140,16 @@ class Trial:
     tier: str = ""
     stage: str = ""
     seconds: float = 0.0
-    num_chosen: int = 0
     unsteady: list[str] = field(default_factory=list)
 
 
 class Trials:
     """Run tests in the copy of the sources."""
 
-    def __init__(self, tree: Path, choice: Choice, tier: str, has_all: bool) -> None:
-        self.tree, self.choice = tree, choice
+    def __init__(self, tree: Path, tier: str, has_all: bool) -> None:
+        self.tree = tree
         self.marks = ["not nightly"] if tier == "first" else ["not nightly", "nightly"]
-        self.stages = ("chosen", "all") if has_all else ("chosen",)
+        self.stages = ("room", "all") if has_all else ("room",)
         # Tests that fail in the copy without a mutant.
         self.unsteady: list[str] = []
 
@@ -207,7 +161,7 @@ class Trials:
         trial = Trial(number, line_number)
         begin = time.monotonic()
         try:
-            self._search(trial, path, text, changed, self.choice.tests(mutant, line_number, text))
+            self._search(trial, path, text, changed, room_of_tests(mutant.file))
         except subprocess.CalledProcessError:
             trial.outcome = "not built"
         finally:
@@ -215,15 +169,16 @@ class Trials:
         trial.seconds = round(time.monotonic() - begin, 1)
         return trial
 
-    def _search(self, trial: Trial, path: Path, text: str, changed: str, names: list[str]) -> None:
-        trial.num_chosen = len(names)
+    def _search(self, trial: Trial, path: Path, text: str, changed: str, room: str) -> None:
         for mark in self.marks:
             for stage in self.stages:
-                tests = names if stage == "chosen" else ["tests"]
+                tests = room if stage == "room" else "tests"
                 self._become(path, changed)
-                while failed := self._failure(tests, mark, is_parallel=stage == "all"):
+                while failed := self._failure(tests, mark):
                     self._become(path, text)
-                    if failed == HANG or not self._failure(_again(failed, tests), mark):
+                    if failed == HANG or not self._failure(
+                        tests if failed == COLLECTION else failed, mark
+                    ):
                         trial.outcome, trial.killed_by, trial.stage = "killed", failed, stage
                         trial.tier = "first" if mark == "not nightly" else "nightly"
                         return
@@ -238,18 +193,14 @@ class Trials:
         if path.suffix != ".py":
             build_extension(self.tree)
 
-    def _failure(self, names: list[str], mark: str, *, is_parallel: bool = False) -> str:
+    def _failure(self, tests: str, mark: str) -> str:
         """Return the first test that fails, or "" if all pass."""
-        (BUILD / "tests.txt").write_text("\n".join(names))
         report = BUILD / "results.xml"
         report.unlink(missing_ok=True)
-        command = [sys.executable, str(Path(__file__).with_name("chosen_tests.py"))]
-        command += [str(BUILD / "tests.txt"), "-x", "-q", "-p", "no:cacheprovider", "-m", mark]
+        command = [sys.executable, "-m", "pytest", tests, "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["-m", mark, "-n", PROCESSES, "--dist", "loadfile", "--no-loadscope-reorder"]
         command += [*OPTIONS, str(report)]
         command += [word for test in self.unsteady for word in ("--deselect", test)]
-        if is_parallel:
-            command = [sys.executable, "-m", "pytest", *command[3:]]
-            command += ["-n", PROCESSES, "--dist", "loadfile", "--no-loadscope-reorder"]
         try:
             code = self._run(command)
         except subprocess.TimeoutExpired:
@@ -278,11 +229,6 @@ class Trials:
                 process.wait()
 
 
-def _again(failed: str, tests: list[str]) -> list[str]:
-    """Return what to run without the mutant: the test that failed, or all that were not read."""
-    return tests if failed == COLLECTION else [failed]
-
-
 # ----------------------------------------------------------------------------------------- results
 
 
@@ -292,7 +238,7 @@ def run(tier: str, only: Sequence[int], has_all: bool) -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     tree = BUILD / "tree"
     copy_sources(tree)
-    trials = Trials(tree, Choice(COVERAGE), tier, has_all)
+    trials = Trials(tree, tier, has_all)
     file = results_of(tier)
     done = {trial.number for trial in read_results(file)}
     for number, mutant in enumerate(all_mutants()):
@@ -335,7 +281,7 @@ def row(trial: Trial, mutant: Mutant) -> str:
     return (
         f"{trial.number:2} {trial.outcome:9} {trial.tier:8} {trial.seconds:7.1f} s  "
         f"{mutant.kind}: {change} in {mutant.file}:{trial.line_number} "
-        f"({trial.num_chosen} tests chosen; {trial.stage or 'none'}: {trial.killed_by or 'none'})"
+        f"({trial.stage or 'none'}: {trial.killed_by or 'none'})"
     )
 
 
@@ -346,7 +292,7 @@ def main() -> None:
     running.add_argument("--tier", choices=("first", "nightly"), default="first")
     running.add_argument("--only", type=int, nargs="*", default=(), help="numbers of mutants")
     running.add_argument(
-        "--chosen-only", action="store_true", help="no other tests for what survives these"
+        "--room-only", action="store_true", help="only the tests of the changed line's room"
     )
     showing = commands.add_parser("table", help="print the results so far")
     showing.add_argument("--tier", choices=("first", "nightly"), default="first")
@@ -355,7 +301,7 @@ def main() -> None:
     commands.add_parser("show", help="print the mutants")
     options = parser.parse_args()
     if options.command == "run":
-        run(options.tier, options.only, not options.chosen_only)
+        run(options.tier, options.only, not options.room_only)
     elif options.command == "table":
         print(table(read_results(results_of(options.tier))))
     elif options.command == "draw":

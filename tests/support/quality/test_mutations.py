@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from coverage import CoverageData
 from junit_results import Result, results
-from mutants import Choice
-from mutations import KINDS, Mutant, candidates, draw
+from mutants import room_of_tests
+from mutations import KINDS, candidates, draw
 
 SOURCE = '''
 """A module with 1 number that is no code."""
@@ -110,29 +109,20 @@ def test_a_seed_draws_each_kind_once_and_none_that_is_skipped(tmp_path: Path) ->
     assert drawn[0] not in draw(tmp_path, ("room",), 0, [drawn[0]])
 
 
-def test_the_quick_tests_of_a_line_come_first(tmp_path: Path) -> None:
-    folder = tmp_path / "coverage"
-    folder.mkdir()
-    data = CoverageData(str(folder / "all.sqlite"))
-    for test, lines in (("t/a.py::slow", [24]), ("t/b.py::quick", [22, 24]), ("", [24])):
-        data.set_context(test)
-        data.add_lines({str(tmp_path / FILE): lines})
-    data.write()
+def test_the_tests_of_the_changed_room_come_first() -> None:
+    assert room_of_tests("diloco_comm/elastic/core/step.py") == "tests/elastic"
+    assert room_of_tests("csrc/wire/codes.h") == "tests/ops"
+
+
+def test_a_report_has_the_outcome_of_each_test(tmp_path: Path) -> None:
     cases = (
-        '<testcase file="t/a.py" name="slow" time="20"/>',
         '<testcase file="t/b.py" name="quick" time="0.5"/>',
         '<testcase file="t/b.py" name="bad" time="1"><failure/></testcase>',
         '<testcase file="t/b.py" name="no" time="0"><skipped/></testcase>',
     )
-    (folder / "first.xml").write_text(f"<testsuite>{''.join(cases)}</testsuite>")
-    assert results(folder / "first.xml")["t/b.py::bad"] == Result("failed", 1.0)
-    assert results(folder / "first.xml")["t/b.py::no"] == Result("skipped", 0.0)
-    sources(tmp_path)
-    choice = Choice(folder)
-    by_line = {m.in_text(SOURCE)[1]: m for m in candidates(tmp_path, FILE)}
-    assert choice.tests(by_line[24], 24, SOURCE) == ["t/b.py::quick", "t/a.py::slow"]
-    assert choice.tests(by_line[22], 22, SOURCE) == ["t/b.py::quick"]
-    # No test runs a line of this function.
-    assert choice.tests(by_line[14], 14, SOURCE) == ["tests/room"]
-    cpp = Mutant("constant", "csrc/wire/codes.h", "", "x", 0, "x", "y")
-    assert choice.tests(cpp, 1, "x") == ["tests/ops"]
+    (tmp_path / "first.xml").write_text(f"<testsuite>{''.join(cases)}</testsuite>")
+    assert results(tmp_path / "first.xml") == {
+        "t/b.py::quick": Result("passed", 0.5),
+        "t/b.py::bad": Result("failed", 1.0),
+        "t/b.py::no": Result("skipped", 0.0),
+    }

@@ -1,4 +1,4 @@
-"""Coverage counts what workers and forked programs run, for the test that started them."""
+"""Coverage counts what workers and forked programs run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from zygote import Job, Zygote
 
 zygote = Zygote()
 crew = Crew(zygote)
-os.environ["PYTEST_CURRENT_TEST"] = "tests/test_one.py::test_a[x (y)] (call)"
 crew.pool(1, init_group=False).run(counted.in_worker)
-os.environ["PYTEST_CURRENT_TEST"] = "tests/test_one.py::test_b (setup)"
 program = "import sys; sys.path.insert(0, sys.argv[1]); import counted; counted.in_program()"
 job = Job(zygote, program, os.path.dirname(counted.__file__))
 print(*job.finish())
@@ -39,7 +37,7 @@ crew.close()
 
 
 @pytest.mark.nightly("15 s; `make coverage` alone uses it")
-def test_lines_of_workers_and_programs_are_counted_for_their_test(tmp_path: Path) -> None:
+def test_lines_of_workers_and_programs_are_counted(tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text(COUNTED)
     (tmp_path / "script.py").write_text(SCRIPT)
     options = ["--rcfile", str(ROOT / "pyproject.toml"), "--data-file", "data", "--source", "."]
@@ -50,12 +48,9 @@ def test_lines_of_workers_and_programs_are_counted_for_their_test(tmp_path: Path
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=110
     )
     assert (ended.returncode, ended.stdout) == (0, "0 run\n\n"), ended.stderr
-    tests: dict[int, set[str]] = {}
+    lines: set[int] = set()
     for file in tmp_path.glob("data.*"):
         data = CoverageData(str(file))
         data.read()
-        found = data.contexts_by_lineno(str((tmp_path / "counted.py").resolve()))
-        for line, contexts in found.items():
-            tests.setdefault(line, set()).update(contexts)
-    assert tests[3] == {"tests/test_one.py::test_a[x (y)]"}
-    assert tests[7] == {"tests/test_one.py::test_b"}
+        lines.update(data.lines(str((tmp_path / "counted.py").resolve())) or ())
+    assert {3, 7} <= lines
