@@ -375,7 +375,7 @@ def _store_and_relay() -> Iterator[tuple[str, str]]:
     """Host a store and a relay; give their addresses."""
     port, relay_port = free_port(), free_port()
     words = ["store", "--host", "127.0.0.1", "--port", str(port), "--relay-port", str(relay_port)]
-    command = [sys.executable, "-m", "diloco_comm", *words]
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:

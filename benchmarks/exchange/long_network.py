@@ -1,11 +1,11 @@
-"""Measure over links with a rate, a delay and a loss, in network namespaces, without netem.
+"""Measure over a link with a rate, a delay and a loss, between network namespaces, without netem.
 
     sudo python -m benchmarks.exchange.long_network --rate 100mbit --round-trip 80 -- -b 32M -n 3
 
-Each namespace has a TUN device. One process reads the packets of all devices, and hands each packet
-on when the link would have delivered that packet: the sender's line and the receiver's line take
-the packet one after the other at the rate of the link, and the way between the lines takes half of
-the round trip. Beyond 200 Mbit/s that process is the limit.
+Two ranks have a namespace each, with a TUN device. One process reads the packets of both devices,
+and hands each packet on when the link would have delivered that packet: after the packets before
+it, at the rate of the link, and after half of the round trip. Beyond 200 Mbit/s that process is the
+limit.
 """
 
 from __future__ import annotations
@@ -16,38 +16,48 @@ import os
 import random
 import select
 import signal
-import socket
 import struct
 import sys
 import time
+import traceback
 from collections import deque
+from dataclasses import dataclass, field
 
 from benchmarks.exchange.netns import INTERFACE, Network, parse_rate
 from benchmarks.support.common import benchmark_command, stoppable
 from benchmarks.support.namespaces import address, call, missing_tools
+from diloco_comm.tools.common.workers import die_with_launcher
 
 _MTU = 1500
 # From linux/if_tun.h.
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-# The version in the first byte of a packet, and the place of the last byte of its target.
-_IPV4, _DESTINATION = 4, 19
+# The version in the first byte of a packet.
+_IPV4 = 4
+
+
+@dataclass
+class Way:
+    """The way of packets from one device to the other."""
+
+    target: int
+    is_free_at: float = 0.0
+    under_way: deque[tuple[float, bytes]] = field(default_factory=deque)
 
 
 class LongNetwork(Network):
-    """`world` namespaces whose packets take time, and may be lost; a context manager.
+    """Two namespaces whose packets take time, and may be lost; a context manager.
 
     Args:
-        world: Number of ranks.
-        mbits: Rate of each rank's line in Mbit/s (1e6 bits), each way.
-        round_trip_ms: Milliseconds from one rank to another and back, beside the time in queues.
-        loss: Share of the packets that the way between two lines loses, in [0, 1).
-        queue_s: Seconds that a packet may wait for its line; one that would wait longer is lost.
+        mbits: Rate in Mbit/s (1e6 bits), each way.
+        round_trip_ms: Milliseconds from one rank to the other and back, beside the queues.
+        loss: Share of the packets that the link loses, in [0, 1).
+        queue_s: Seconds that a packet may wait for the packets before it; one that would wait
+            longer is lost.
         congestion: Congestion control of the namespaces, or "" for the machine's.
     """
 
     def __init__(
         self,
-        world: int,
         mbits: float,
         *,
         round_trip_ms: float = 0.0,
@@ -55,7 +65,7 @@ class LongNetwork(Network):
         queue_s: float = 0.2,
         congestion: str = "",
     ) -> None:
-        super().__init__(world, mbits)
+        super().__init__(2, mbits)
         self.rate = mbits * 1e6 / 8
         self.round_trip_ms, self.loss, self.queue_s = round_trip_ms, loss, queue_s
         self.congestion = congestion
@@ -75,8 +85,8 @@ class LongNetwork(Network):
         devices = []
         for rank, name in enumerate(self.names):
             call("ip", "netns", "add", name)
-            device, made = _tun(f"{INTERFACE}{rank}")
-            devices.append(device)
+            made = f"{INTERFACE}{os.getpid()}{rank}"
+            devices.append(_tun(made))
             call("ip", "link", "set", made, "netns", name)
             call("ip", "-n", name, "link", "set", made, "name", INTERFACE, "mtu", str(_MTU))
             call("ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", INTERFACE)
@@ -87,12 +97,14 @@ class LongNetwork(Network):
                 call("ip", "netns", "exec", name, "sh", "-c", f"echo {self.congestion} >{file}")
         self._carrier = os.fork()
         if self._carrier == 0:
+            die_with_launcher()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             try:
-                self._carry(devices)
-            finally:
-                os._exit(1)
+                self._carry(*devices)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
         for device in devices:
             os.close(device)
 
@@ -103,46 +115,42 @@ class LongNetwork(Network):
             self._carrier = 0
         super().close()
 
-    def _carry(self, devices: list[int]) -> None:
+    def _carry(self, first: int, second: int) -> None:
         """Hand packets on for ever."""
-        ways: dict[int, deque[tuple[float, bytes]]] = {device: deque() for device in devices}
-        sends = dict.fromkeys(devices, 0.0)  # when the line of a device is free
-        takes = dict.fromkeys(devices, 0.0)
-        by_address = {
-            socket.inet_aton(address(rank))[3]: device for rank, device in enumerate(devices)
-        }
+        ways = {first: Way(second), second: Way(first)}
         draw = random.Random(0).random
         events = select.epoll()
-        for device in devices:
+        for device in ways:
             events.register(device, select.EPOLLIN)
         while True:
-            now = time.monotonic()
-            first = min((way[0][0] for way in ways.values() if way), default=now + 1.0)
-            for device, _ in events.poll(max(0.0, first - now)):
+            due = [way.under_way[0][0] for way in ways.values() if way.under_way]
+            wait_s = min(due, default=float("inf")) - time.monotonic()
+            for device, _ in events.poll(max(0.0, min(wait_s, 1.0))):
+                way, now = ways[device], time.monotonic()
                 for packet in _packets(device):
-                    now = time.monotonic()
-                    target = by_address.get(packet[_DESTINATION])
-                    start = max(now, sends[device])
-                    if packet[0] >> 4 != _IPV4 or target is None or start - now > self.queue_s:
+                    begin = max(now, way.is_free_at)
+                    if packet[0] >> 4 != _IPV4 or begin - now > self.queue_s:
                         continue
-                    sends[device] = start + len(packet) / self.rate
-                    arrival = sends[device] + self.round_trip_ms / 2e3
-                    start = max(arrival, takes[target])
-                    if draw() < self.loss or start - arrival > self.queue_s:
-                        continue
-                    takes[target] = start + len(packet) / self.rate
-                    ways[target].append((takes[target], packet))
+                    way.is_free_at = begin + len(packet) / self.rate
+                    if draw() >= self.loss:
+                        arrival = way.is_free_at + self.round_trip_ms / 2e3
+                        way.under_way.append((arrival, packet))
             now = time.monotonic()
-            for device, way in ways.items():
-                while way and way[0][0] <= now:
-                    _put(device, way.popleft()[1])
+            for way in ways.values():
+                while way.under_way and way.under_way[0][0] <= now:
+                    _put(way.target, way.under_way.popleft()[1])
 
 
-def _tun(name: str) -> tuple[int, str]:
+def _tun(name: str) -> int:
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    request = struct.pack("16sH14x", name.encode(), _IFF_TUN | _IFF_NO_PI)
-    made = fcntl.ioctl(device, _TUNSETIFF, request)
-    return device, made[:16].rstrip(b"\0").decode()
+    try:
+        fcntl.ioctl(
+            device, _TUNSETIFF, struct.pack("16sH14x", name.encode(), _IFF_TUN | _IFF_NO_PI)
+        )
+    except OSError:
+        os.close(device)
+        raise
+    return device
 
 
 def _packets(device: int) -> list[bytes]:
@@ -167,21 +175,22 @@ def missing() -> str:
     if reason := missing_tools("ip"):
         return reason
     try:
-        os.close(_tun(f"{INTERFACE}x")[0])
-    except OSError as error:
-        return f"this kernel or container allows no TUN device: {error}"
-    return ""
+        # Containers may allow namespaces without TUN devices, or neither.
+        with LongNetwork(1.0):
+            return ""
+    except (OSError, RuntimeError) as error:
+        return f"this kernel or container does not allow TUN devices in namespaces: {error}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--world", type=int, default=2, help="ranks, one namespace each")
-    add("--rate", type=parse_rate, default="100mbit", help="of each rank's line, each way")
+    add("--rate", type=parse_rate, default="100mbit", help="each way")
     add("--round-trip", type=float, default=80.0, metavar="MS", help="from rank to rank and back")
     add("--loss", type=float, default=0.0, metavar="SHARE", help="of the packets, such as .01")
     add("--queue", type=float, default=0.2, metavar="S", help="longest wait of a packet")
     add("--congestion", default="", metavar="NAME", help="bbr, cubic, ...; default: the machine's")
+    add("--timeout", type=float, default=600.0, metavar="S", help="for the benchmark")
     add("--benchmark", default="exchange.link_against_gloo", metavar="ROOM.NAME")
     add("arguments", nargs="*", help="arguments of the benchmark, after --")
     args = parser.parse_args()
@@ -191,7 +200,6 @@ def main() -> int:
         print(f"# skipped: {reason}")
         return 0
     network = LongNetwork(
-        args.world,
         args.rate,
         round_trip_ms=args.round_trip,
         loss=args.loss,
@@ -199,7 +207,7 @@ def main() -> int:
         congestion=args.congestion,
     )
     with stoppable(), network:
-        network.run(benchmark_command(args.benchmark, *args.arguments))
+        network.run(benchmark_command(args.benchmark, *args.arguments), timeout_s=args.timeout)
     return 0
 
 

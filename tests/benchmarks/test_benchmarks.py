@@ -130,12 +130,46 @@ def test_long_links_take_their_time_and_slow_ones_fail_no_round(run: Run) -> Non
     assert any("20 Mbit/s each way, round trip 40 ms, loss 1 %" in line for line in lines)
     # 1 MiB takes 419 ms at this rate.
     assert document["results"]["fp32 1048576"]["tcp"]["p10"] > 0.4
+    with long_network.LongNetwork(20.0, round_trip_ms=40.0, loss=0.2) as network:
+        inside = [["ip", "netns", "exec", name, sys.executable, "-c"] for name in network.names]
+        echo = subprocess.Popen([*inside[0], ECHO], stdout=subprocess.PIPE, text=True)
+        with echo:
+            assert echo.stdout is not None and echo.stdout.readline() == "ready\n"
+            done = subprocess.run([*inside[1], ASK], capture_output=True, text=True, timeout=30)
+            echo.kill()
+    first_ms, num_answers = map(float, done.stdout.split())
+    # About 128 of the 200 datagrams come back.
+    assert first_ms >= 40.0 and 90 < num_answers < 165
     slow = ["--rate", "2mbit", "--round-trip", "40", "--queue", "2"]
     rounds = ["--seconds", "4", "-b", "1M", "--suspect-after", "2"]
     benchmark = ["--benchmark", "exchange.steady_rounds", "--", *rounds]
     _, document = run("exchange.long_network", *slow, *benchmark)
     # A round takes twice as long as the silence after which a replica counts as dead.
     assert document["results"]["errors"] == [] and document["results"]["longest_s"] > 4.0
+
+
+ECHO = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+    one.bind(("192.0.2.1", 5000))
+    print("ready", flush=True)
+    while True:
+        one.sendto(*one.recvfrom(100))
+"""
+ASK = """
+import socket, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+    one.settimeout(2.0)
+    begin, times = time.monotonic(), []
+    for _ in range(200):
+        one.sendto(bytes(50), ("192.0.2.1", 5000))
+    try:
+        while True:
+            one.recv(100)
+            times.append(time.monotonic() - begin)
+    except TimeoutError:
+        print(1e3 * times[0], len(times))
+"""
 
 
 def namespaces() -> str:

@@ -22,7 +22,7 @@ from diloco_comm.tools.demo.chaos.messages import DONE, Entered
 @pytest.mark.timeout(300)
 def test_the_invariants_hold_for_some_seconds(tmp_path: Path) -> None:
     # The seed draws a death, an outage of the registry, a newcomer and one that leaves.
-    soak = run(seconds=8.0, num_replicas=4, every_s=2.0, seed=SEED, folder=tmp_path)
+    soak = run(seconds=8.0, num_replicas=4, every_s=2.0, seed=SEED, folder=tmp_path, link="gloo")
     assert violations(soak) == []
     results = results_of(soak)
     assert {"kill", "registry"} <= results["events"].keys()
@@ -36,8 +36,9 @@ SEED = 31
 @pytest.mark.nightly("30 s of processes; the moments are drawn from a seed by the script")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_disturbed_joins_hold_the_invariants(tmp_path: Path) -> None:
-    soak = run(0.0, 4, 0.0, seed=0, folder=tmp_path, num_moments=2, link="tcp")
+@pytest.mark.parametrize("link", ["tcp", "relay"])
+def test_disturbed_joins_hold_the_invariants(tmp_path: Path, link: str) -> None:
+    soak = run(0.0, 4, 0.0, seed=0, folder=tmp_path, num_moments=2, link=link)
     assert violations(soak) == []
     assert sum(results_of(soak)["events"].values()) == 2
 

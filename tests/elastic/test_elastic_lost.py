@@ -158,7 +158,9 @@ def test_all_replicas_die_and_the_group_goes_on_from_the_newest_checkpoint(
     # Without a checkpoint nobody goes on.
     waited = pool.run(come_again, *arguments, [], timeout=60)
     sentence = "until a replica brings a checkpoint of inner step 0 or later"
-    assert [text for text in waited if sentence not in text] == []
+    assert [text for text in waited[:2] if sentence not in text] == []
+    # Replica 2 was never in a view, and may be the last that still waits.
+    assert sentence in waited[2] or "until one of replicas [0, 1] starts again" in waited[2]
     # Replica 0 has an older one, replica 2 has none and was never there.
     ends = pool.run(come_again, *arguments, [0, 1], timeout=60)
     assert {(step, outer, members) for _, step, outer, members in ends} == {

@@ -323,6 +323,31 @@ def test_a_password_is_told_to_nobody(
         assert PASSWORD not in text and quoted not in text and "sesame" not in text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_password_is_tried_once(kind: str) -> None:
+    """A user is not locked out because each lane to each peer dials."""
+    with Proxy(kind, "alice", PASSWORD) as proxy:
+        url = proxy.url.replace("alice", "bob", 1)
+        with closing(OwnLink(None, "", None, None, proxy_of(url))) as own:
+            others = [(f"{rank:032x}", f"{NAME}:{29700 + rank}") for rank in (1, 2, 3)]
+            with pytest.raises(RuntimeError, match="does not accept this user and password"):
+                own.link.groups("token", 0, [(own.nonce, ""), *others], 4, 1.5)
+        assert proxy.num_refused == 1
+
+
+def test_a_target_that_the_proxy_forbids_does_not_end_the_dials_to_others() -> None:
+    forbidden, (port,) = f"{NAME}:29700", free_ports(1)
+    with Proxy("http", hosts=HOSTS, forbids=[forbidden]) as proxy:
+        with closing(OwnLink(None, "", None, None, proxy_of(proxy.url))) as own:
+            others = [("1" * 32, forbidden), ("2" * 32, f"{NAME}:{port}")]
+            with pytest.raises(RuntimeError) as caught:
+                own.link.groups("token", 0, [(own.nonce, ""), *others], 1, 1.5)
+        assert proxy.asked.count(forbidden) == 1 and proxy.asked.count(others[1][1]) > 1
+    text = str(caught.value)
+    assert f"rank 1 at {forbidden} cannot be reached: the proxy at {proxy.place} refused: " in text
+    assert "HTTP/1.1 502 Bad Gateway" in text
+
+
 def test_elastic_replicas_have_no_proxy() -> None:
     with pytest.raises(ValueError, match="no proxy carries the connections of Elastic"):
         attach(

@@ -67,6 +67,7 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
     const std::lock_guard<std::mutex> once(call_mutex_);
     Call call = begin_call(token, rank, peers, lanes, limit);
     Lock lock(mutex_);
+    is_let_in_ = false;
     enter(lock, call);
     try {
         auto next_check = call.begin + kCheckPeriod;
@@ -367,6 +368,7 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
         }
         if (call.found[rank].empty()) return name + " has an address that is not known here";
         std::string why = unreachable("no answer");
+        if (proxy_ && lane.dial && !lane.dial->connection) why = proxy_->silent();
         if (lane.dial && !lane.dial->trouble.empty()) why = lane.dial->trouble;
         if (lane.dial && lane.dial->connection &&
             lane.dial->connection->state != link::Connection::State::kConnecting) {

@@ -33,9 +33,11 @@ Moved moved_by(const TlsSession& session, TlsSession::Outcome outcome, size_t nu
         case TlsSession::Outcome::kFailed: {
             moved.is_over = true;
             moved.trouble = session.trouble();
-            // The sentence about a closed connection says the rest.
-            if (moved.trouble == kPeerHasClosed) moved.trouble.clear();
-            if (moved.trouble == kPeerHasVanished) moved.trouble = "it has not said goodbye";
+            // The sentence about a closed connection says the rest. A process that is killed says
+            // no goodbye, whether its connections end by a reset or not.
+            if (moved.trouble == kPeerHasClosed || moved.trouble == kPeerHasVanished) {
+                moved.trouble.clear();
+            }
             break;
         }
     }

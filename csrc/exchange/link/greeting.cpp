@@ -373,6 +373,7 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
             continue;
         }
         if (it.request->is_granted()) {
+            is_let_in_ = true;
             it.request.reset();
             begin_dialled(lock, connection);
             // No event may follow for what has come already.
@@ -387,9 +388,30 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
         if (moved.is_over) it.request->end();
     }
     const std::shared_ptr<Dial> dial = it.dial;
-    disconnect(lock, connection, std::string(it.request->trouble()));
+    const std::string trouble = it.request->trouble();
+    disconnect(lock, connection, trouble);
     // This dial would get the same answer again.
     if (it.request->is_final()) dial->retry_at = Clock::time_point::max();
+    if (!it.request->is_about_user()) return;
+    for (const auto& other : dials_) {
+        other->trouble = trouble;
+        other->retry_at = Clock::time_point::max();
+    }
+}
+
+// Whether one more dial may begin. One dial of a call asks the proxy first, and the others wait for
+// a moment: a wrong password that all of them try at once can lock its user out.
+bool Link::may_dial(Clock::time_point now) const {
+    constexpr milliseconds kFirstTurn{2000};
+    if (!proxy_ || is_let_in_) return true;
+    bool is_asking = false;
+    for (const auto& dial : dials_) {
+        if (!dial->connection) continue;
+        is_asking = true;
+        const auto begin = dial->connection->deadline - dial->share;
+        if (now - begin > kFirstTurn) return true;
+    }
+    return !is_asking;
 }
 
 // Why a dial has failed before the peer or its relay has said anything.
@@ -487,7 +509,7 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
         const ConnectionPtr connection = dial->connection;
         if (connection && connection->deadline <= now) {
             disconnect(lock, connection, silent(*connection));
-        } else if (!connection && dial->retry_at <= now && !is_closing_) {
+        } else if (!connection && dial->retry_at <= now && !is_closing_ && may_dial(now)) {
             start(dial);
         }
     }

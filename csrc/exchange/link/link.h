@@ -215,6 +215,7 @@ class Link : public std::enable_shared_from_this<Link> {
     void start(const std::shared_ptr<link::Dial>& dial);
     void finish_connect(Lock& lock, const ConnectionPtr& connection);
     void ask_proxy(Lock& lock, const ConnectionPtr& connection);
+    bool may_dial(Clock::time_point now) const;
     void begin_dialled(Lock& lock, const ConnectionPtr& connection);
     std::string unreachable(const std::string& why) const;
     std::string silent(const link::Connection& connection) const;
@@ -280,6 +281,7 @@ class Link : public std::enable_shared_from_this<Link> {
     std::string last_refusal_;  // why a connection that came was refused
     Clock::time_point refused_at_{};
     std::vector<std::shared_ptr<link::Dial>> dials_;
+    bool is_let_in_ = false;  // by the proxy, in this call
     std::deque<uint64_t> closed_tokens_;
     Clock::time_point accept_at_{};  // no descriptor was left: accept again then
     bool is_accepting_ = true;

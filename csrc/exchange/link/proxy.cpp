@@ -291,15 +291,19 @@ void ProxyRequest::refuse_user() {
     fail(proxy_.name() +
              (proxy_.user ? " does not accept this user and password" : " asks for a password"),
          true);
+    is_about_user_ = true;
 }
 
 Dialled dial_through(const Proxy& proxy, const std::string& host, const std::string& port,
                      std::chrono::steady_clock::time_point end) {
     Dialled result;
     result.trouble = "its host has no address";
-    for (const Address& address : look_up(proxy.host, proxy.port, AI_NUMERICSERV)) {
-        result.fd = dial(address, end, result.trouble);
-        if (result.fd) break;
+    const auto addresses = look_up(proxy.host, proxy.port, AI_NUMERICSERV);
+    for (size_t i = 0; i < addresses.size() && !result.fd; ++i) {
+        // An address that is silent leaves the others their share of the time.
+        const auto now = std::chrono::steady_clock::now();
+        const auto share = (end - now) / static_cast<int64_t>(addresses.size() - i);
+        result.fd = dial(addresses[i], now + share, result.trouble);
     }
     if (!result.fd) {
         result.trouble = proxy.unreachable(result.trouble);

@@ -47,6 +47,8 @@ class ProxyRequest {
     const std::string& trouble() const { return trouble_; }
     // Whether the proxy would answer the same again, whatever becomes of the target.
     bool is_final() const { return is_final_; }
+    // Whether the proxy has refused the user or the password, and so every request.
+    bool is_about_user() const { return is_about_user_; }
 
   private:
     enum class Step { kHttp, kMethod, kSignIn, kReply, kGranted };
@@ -69,6 +71,7 @@ class ProxyRequest {
     std::string due_{}, input_{};
     std::string trouble_{};
     bool is_final_ = false;
+    bool is_about_user_ = false;
 };
 
 // The result of a dial that waits.

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from urllib.parse import quote
 
@@ -21,6 +21,7 @@ class Proxy:
         kind: "http" or "socks5".
         user, password: That the proxy asks for; None: it lets everybody in.
         hosts: Addresses of hosts that the proxy alone knows, by name or number.
+        forbids: Targets that the proxy does not allow, as host:port.
         answer: Bytes that the proxy sends in place of its first answer; then it closes.
         stalls: The proxy takes connections, and never answers.
 
@@ -28,6 +29,7 @@ class Proxy:
         place: host:port.
         url: As ``Link(proxy=)``.
         asked: The targets that clients have asked for, as host:port.
+        num_refused: How often a user or password was wrong.
     """
 
     def __init__(
@@ -37,13 +39,15 @@ class Proxy:
         password: str = "",
         *,
         hosts: Mapping[str, str] | None = None,
+        forbids: Collection[str] = (),
         answer: bytes | None = None,
         stalls: bool = False,
     ) -> None:
         self.kind, self._user, self._password = kind, user, password
-        self._hosts, self._answer, self._stalls = hosts or {}, answer, stalls
+        self._hosts, self._forbids = hosts or {}, forbids
+        self._answer, self._stalls = answer, stalls
         self.asked: list[str] = []
-        self.num_passed = 0
+        self.num_passed = self.num_refused = 0
         self._open: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.place = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -100,7 +104,11 @@ class Proxy:
                 text = (
                     b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 5\r\n\r\nsorry"
                 )
+                self.num_refused += 1
                 return client.sendall(text)
+        if target in self._forbids:
+            self.asked.append(target)
+            return client.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
         host, _, port = target.rpartition(":")
         server = self._reach(host.strip("[]"), int(port))
         if server is None:
@@ -121,6 +129,7 @@ class Proxy:
             assert _read(client, 1) == b"\1"
             words = [_read(client, _read(client, 1)[0]).decode() for _ in range(2)]
             if words != [self._user, self._password]:
+                self.num_refused += 1
                 return client.sendall(b"\1\1")
             client.sendall(b"\1\0")
         assert _read(client, 3) == b"\5\1\0"
