@@ -144,6 +144,30 @@ def test_a_port_and_an_address_that_are_given(fresh_workers: Fresh) -> None:
         assert found == [(True, f"127.0.0.1:{port}", True), (True, f"localhost:{port}", True)]
 
 
+def _version_six(rank: int, world: int, address: Address, ports: list[int]) -> Any:
+    everybody, port = list(range(world)), ports[rank]
+    places = [
+        {"listen": f"[::1]:{port}"},
+        {"listen": f"[::]:{port}", "advertise": f"[::1]:{port}"},
+        {"advertise": ""} if rank else {"listen": f"[::1]:{port}"},
+    ]
+    found = []
+    for number, place in enumerate(places):
+        with member(address, rank, everybody, name=f"{number}", **place) as (ex, buffers):
+            found.append((gives_reference_bytes(ex, buffers, 0, everybody), ex.address))
+    return found
+
+
+def test_replicas_that_have_addresses_of_version_6_alone(fresh_workers: Fresh) -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    ports = free_ports(2)
+    pool = fresh_workers(2, init_group=False)
+    first, second = pool.run(_version_six, pool.store, ports)
+    assert first == 3 * [(True, f"[::1]:{ports[0]}")]
+    assert second == [*2 * [(True, f"[::1]:{ports[1]}")], (True, "")]
+
+
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
