@@ -1,5 +1,6 @@
 // Any bytes for a link, and frames that are almost right. None of these inputs may crash the link,
-// hold the link up, write where no receive is posted, or leave wrong bytes in a receive.
+// hold the link up, write where no receive is posted, or leave wrong bytes in a receive. Any
+// answers of a proxy end in one sentence or in a granted request.
 //
 // Clang's libFuzzer calls LLVMFuzzerTestOneInput; without it main() reads the inputs from a folder.
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "exchange/link/proxy.h"
 #include "link_world.h"
 
 using namespace diloco_test;
@@ -173,11 +175,31 @@ class World {
     Members members_;
 };
 
+// What a proxy answers, in pieces.
+void answer(Input& input) {
+    const uint8_t kind = input.byte();
+    diloco::link::Proxy proxy{(kind & 1) != 0, "proxy", "3128"};
+    if ((kind & 2) != 0) proxy.user = "alice";
+    diloco::link::ProxyRequest request(proxy, "host", "29700");
+    while (!input.is_over() && !request.is_granted() && request.trouble().empty()) {
+        request.take_due();
+        const Bytes piece = input.rest(1 + input.byte() % 64);
+        request.feed(piece.data(), piece.size());
+    }
+    if (request.is_granted()) return;
+    request.end();
+    const std::string& trouble = request.trouble();
+    EXPECT(!trouble.empty() && trouble.size() < 400);
+    EXPECT(std::all_of(trouble.begin(), trouble.end(), [](char c) { return c >= ' ' && c < 127; }));
+}
+
 void take(const uint8_t* data, size_t size) {
     static World world;
     static int count = 0;
     Input input(data, size);
-    if (input.byte() % 8 == 0) {
+    const uint8_t first = input.byte();
+    if (first == 255) return answer(input);
+    if (first % 8 == 0) {
         const Stranger stranger(world.link()->address());
         const Bytes bytes = input.rest(size);
         stranger.write(bytes.data(), bytes.size());
