@@ -76,7 +76,10 @@ def _member(rank: int, world: int, registry: str, root: str, shared: str | None)
         is_keyed = _speaks_tls(str(place.hostname), int(place.port or 0), 5.0)
         if rank == world - 1:
             diloco.leave()
-        train(diloco, model, optimizer, rank, 24)
+        # A registry may hear of that some rounds later.
+        while diloco.members == first and not diloco.is_done:
+            train(diloco, model, optimizer, rank, diloco.inner_step + 1)
+        train(diloco, model, optimizer, rank, diloco.inner_step + 12)
         return first, is_keyed, diloco.members, diloco.outer_hash()
 
 
