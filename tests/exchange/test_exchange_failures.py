@@ -147,7 +147,9 @@ def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh, collectives: s
         assert results[rank].missing == (1,), str(results[rank])
         # From this replica, or from the report of the other one.
         assert "replica 1: timed out): replica 1 did not report within" in str(results[rank])
-        assert collectives == "tcp" or "gloo" in results[rank].raw
+    # A report of another replica has no error of gloo with it.
+    raw = [results[rank].raw or "" for rank in (0, 2)]
+    assert collectives == "tcp" or any("gloo" in one for one in raw)
     # The survivor that gives up first tells the other one, which then need not wait to its end.
     assert max(results[rank].seconds for rank in (0, 2)) >= HANG_TIMEOUT
 
