@@ -175,7 +175,7 @@ class World {
     Members members_;
 };
 
-// What a proxy answers, in pieces.
+// Any answers of a proxy, in pieces.
 void answer(Input& input) {
     const uint8_t kind = input.byte();
     diloco::link::Proxy proxy{(kind & 1) != 0, "proxy", "3128"};
