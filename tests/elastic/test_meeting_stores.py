@@ -96,11 +96,12 @@ def test_views_meet_at_stores_with_keys(
     assert all(is_keyed for _, is_keyed, *_ in ends)
     assert [members for _, _, members, _ in ends[:2]] == [(0, 1)] * 2
     assert ends[0][3] == ends[1][3]
-    # The members tell their settings while they live, and the last view is not deleted.
+    # The members tell their settings while they live. The last view is not deleted, and the view
+    # before it not at once.
     names = hosted.store.list_keys()
     assert not any("settings" in name for name in names)
     views = {name.split("/")[1] for name in names}
-    assert len(views) == (1 if is_shared else 0), views
+    assert len(views) in ((1, 2) if is_shared else (0,)), views
 
 
 # ------------------------------------------------------------------- a store that members share
