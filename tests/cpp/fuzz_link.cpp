@@ -186,7 +186,7 @@ void answer(Input& input) {
         const Bytes piece = input.rest(1 + input.byte() % 64);
         request.feed(piece.data(), piece.size());
     }
-    if (request.is_granted()) return;
+    if (request.is_granted() && request.trouble().empty()) return;
     request.end();
     const std::string& trouble = request.trouble();
     EXPECT(!trouble.empty() && trouble.size() < 400);

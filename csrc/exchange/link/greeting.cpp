@@ -392,7 +392,11 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
     disconnect(lock, connection, trouble);
     // This dial would get the same answer again.
     if (it.request->is_final()) dial->retry_at = Clock::time_point::max();
-    if (!it.request->is_about_user()) return;
+    if (!it.request->is_about_user()) {
+        // The next dials must not wait behind this one, which may fail again and again.
+        is_let_in_ = true;
+        return;
+    }
     for (const auto& other : dials_) {
         other->trouble = trouble;
         other->retry_at = Clock::time_point::max();
