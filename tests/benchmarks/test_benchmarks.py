@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -117,19 +118,29 @@ def test_namespaces_carry_the_exchange_and_are_removed(run: Run) -> None:
     assert [row[2] for row in table(lines)] == ["fp32", "int8"]
 
 
-@pytest.mark.nightly("30 s of two benchmarks in namespaces")
-@pytest.mark.fresh_interpreter
-def test_long_links_take_their_time_and_slow_ones_fail_no_round(run: Run) -> None:
+@pytest.fixture
+def long_network() -> ModuleType:
     from benchmarks.exchange import long_network
 
     if reason := long_network.missing():
         pytest.skip(reason)
+    return long_network
+
+
+@pytest.mark.nightly("10 s of a benchmark in namespaces")
+@pytest.mark.fresh_interpreter
+@pytest.mark.usefixtures("long_network")
+def test_an_exchange_over_a_long_link_takes_its_time(run: Run) -> None:
     link = ["--rate", "20mbit", "--round-trip", "40", "--loss", "0.01"]
     options = ["-b", "1M", "-n", "1", "-r", "1", "--wire", "fp32"]
     lines, document = run("exchange.long_network", *link, "--", *options)
     assert any("20 Mbit/s each way, round trip 40 ms, loss 1 %" in line for line in lines)
     # 1 MiB takes 419 ms at this rate.
     assert document["results"]["fp32 1048576"]["tcp"]["p10"] > 0.4
+
+
+@pytest.mark.nightly("4 s of namespaces; benchmarks alone use them")
+def test_a_long_link_delays_and_loses_packets(long_network: ModuleType) -> None:
     with long_network.LongNetwork(20.0, round_trip_ms=40.0, loss=0.2) as network:
         inside = [["ip", "netns", "exec", name, sys.executable, "-c"] for name in network.names]
         echo = subprocess.Popen([*inside[0], ECHO], stdout=subprocess.PIPE, text=True)
@@ -140,6 +151,12 @@ def test_long_links_take_their_time_and_slow_ones_fail_no_round(run: Run) -> Non
     first_ms, num_answers = map(float, done.stdout.split())
     # About 128 of the 200 datagrams come back.
     assert first_ms >= 40.0 and 90 < num_answers < 165
+
+
+@pytest.mark.nightly("20 s of a benchmark in namespaces")
+@pytest.mark.fresh_interpreter
+@pytest.mark.usefixtures("long_network")
+def test_a_slow_link_fails_no_round(run: Run) -> None:
     slow = ["--rate", "2mbit", "--round-trip", "40", "--queue", "2"]
     rounds = ["--seconds", "4", "-b", "1M", "--suspect-after", "2"]
     benchmark = ["--benchmark", "exchange.steady_rounds", "--", *rounds]

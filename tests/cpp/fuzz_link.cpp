@@ -180,6 +180,7 @@ void answer(Input& input) {
     const uint8_t kind = input.byte();
     diloco::link::Proxy proxy{(kind & 1) != 0, "proxy", "3128"};
     if ((kind & 2) != 0) proxy.user = "alice";
+    if ((kind & 4) != 0) proxy.password = "secret";
     diloco::link::ProxyRequest request(proxy, "host", "29700");
     while (!input.is_over() && !request.is_granted() && request.trouble().empty()) {
         request.take_due();

@@ -348,6 +348,17 @@ def test_a_target_that_the_proxy_forbids_does_not_end_the_dials_to_others() -> N
     assert "HTTP/1.1 502 Bad Gateway" in text
 
 
+def test_dials_that_fail_hold_no_other_dial_back() -> None:
+    """The targets are not there, and the proxy says so again and again."""
+    ports = free_ports(3)
+    with Proxy("http", hosts=HOSTS) as proxy:
+        with closing(OwnLink(None, "", None, None, proxy_of(proxy.url))) as own:
+            others = [(f"{rank:032x}", f"{NAME}:{port}") for rank, port in enumerate(ports, 1)]
+            with pytest.raises(RuntimeError):
+                own.link.groups("token", 0, [(own.nonce, ""), *others], 4, 1.0)
+        assert set(proxy.asked) == {place for _, place in others}
+
+
 def test_elastic_replicas_have_no_proxy() -> None:
     with pytest.raises(ValueError, match="no proxy carries the connections of Elastic"):
         attach(

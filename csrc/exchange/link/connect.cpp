@@ -67,7 +67,7 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
     const std::lock_guard<std::mutex> once(call_mutex_);
     Call call = begin_call(token, rank, peers, lanes, limit);
     Lock lock(mutex_);
-    is_let_in_ = false;
+    has_proxy_answered_ = false;
     enter(lock, call);
     try {
         auto next_check = call.begin + kCheckPeriod;
@@ -373,8 +373,7 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
         if (lane.dial && lane.dial->connection &&
             lane.dial->connection->state != link::Connection::State::kConnecting) {
             // An attempt that has just begun says less than the one before.
-            const auto begin = lane.dial->connection->deadline - lane.dial->share;
-            if (lane.dial->trouble.empty() || Clock::now() - begin > kAnswerPatience) {
+            if (lane.dial->trouble.empty() || Clock::now() - lane.dial->begin() > kAnswerPatience) {
                 why = silent(*lane.dial->connection);
             }
         }

@@ -373,7 +373,7 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
             continue;
         }
         if (it.request->is_granted()) {
-            is_let_in_ = true;
+            has_proxy_answered_ = true;
             it.request.reset();
             begin_dialled(lock, connection);
             // No event may follow for what has come already.
@@ -392,28 +392,24 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
     disconnect(lock, connection, trouble);
     // This dial would get the same answer again.
     if (it.request->is_final()) dial->retry_at = Clock::time_point::max();
-    if (!it.request->is_about_user()) {
-        // The next dials must not wait behind this one, which may fail again and again.
-        is_let_in_ = true;
-        return;
-    }
+    has_proxy_answered_ = true;
+    if (!it.request->is_about_user()) return;
     for (const auto& other : dials_) {
         other->trouble = trouble;
         other->retry_at = Clock::time_point::max();
     }
 }
 
-// Whether one more dial may begin. One dial of a call asks the proxy first, and the others wait for
-// a moment: a wrong password that all of them try at once can lock its user out.
+// Whether one more dial may begin. One dial of a call asks the proxy first, and the other dials
+// wait for its answer, for a moment: a wrong password that all of them try can lock its user out.
 bool Link::may_dial(Clock::time_point now) const {
     constexpr milliseconds kFirstTurn{2000};
-    if (!proxy_ || is_let_in_) return true;
+    if (!proxy_ || has_proxy_answered_) return true;
     bool is_asking = false;
     for (const auto& dial : dials_) {
         if (!dial->connection) continue;
         is_asking = true;
-        const auto begin = dial->connection->deadline - dial->share;
-        if (now - begin > kFirstTurn) return true;
+        if (now - dial->begin() > kFirstTurn) return true;
     }
     return !is_asking;
 }

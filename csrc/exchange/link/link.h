@@ -48,6 +48,9 @@ struct Dial {
     std::chrono::milliseconds pause{100};
     ConnectionPtr connection{};
     std::string trouble{};  // of the last attempt
+
+    // When the attempt under way began.
+    Clock::time_point begin() const { return connection->deadline - share; }
 };
 
 // The public keys that may connect. Threads share it.
@@ -281,7 +284,7 @@ class Link : public std::enable_shared_from_this<Link> {
     std::string last_refusal_;  // why a connection that came was refused
     Clock::time_point refused_at_{};
     std::vector<std::shared_ptr<link::Dial>> dials_;
-    bool is_let_in_ = false;  // by the proxy, in this call
+    bool has_proxy_answered_ = false;  // in this call
     std::deque<uint64_t> closed_tokens_;
     Clock::time_point accept_at_{};  // no descriptor was left: accept again then
     bool is_accepting_ = true;
