@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import struct
 import threading
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from urllib.parse import quote
@@ -22,6 +23,7 @@ class Proxy:
         user, password: That the proxy asks for; None: it lets everybody in.
         hosts: Addresses of hosts that the proxy alone knows, by name or number.
         forbids: Targets that the proxy does not allow, as host:port.
+        delay_s: Seconds before the proxy dials a target.
         answer: Bytes that the proxy sends in place of its first answer; then it closes.
         stalls: The proxy takes connections, and never answers.
 
@@ -40,11 +42,12 @@ class Proxy:
         *,
         hosts: Mapping[str, str] | None = None,
         forbids: Collection[str] = (),
+        delay_s: float = 0.0,
         answer: bytes | None = None,
         stalls: bool = False,
     ) -> None:
         self.kind, self._user, self._password = kind, user, password
-        self._hosts, self._forbids = hosts or {}, forbids
+        self._hosts, self._forbids, self._delay_s = hosts or {}, forbids, delay_s
         self._answer, self._stalls = answer, stalls
         self.asked: list[str] = []
         self.num_passed = self.num_refused = 0
@@ -147,6 +150,7 @@ class Proxy:
 
     def _reach(self, host: str, port: int) -> socket.socket | None:
         self.asked.append(f"{host}:{port}")
+        time.sleep(self._delay_s)
         try:
             return socket.create_connection((self._hosts.get(host, host), port), _PATIENCE_S)
         except OSError:
