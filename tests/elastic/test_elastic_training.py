@@ -59,7 +59,7 @@ def test_one_joins_and_one_dies(
     fresh_workers: Callable[..., Pool], registry: Host, name: str
 ) -> None:
     fault = Fault(1, 20, "kill", "vote", num_peers=1, num_members=4)
-    run = Run(3, 240, joins={3: 12}, faults=(fault,), options=POLICIES[name])
+    run = Run(3, 240, joins={3: 12}, faults=(fault,), options=POLICIES[name], pace_until=3)
     ends = run_all(fresh_workers, registry, run, 4, {1})
     assert ends[0].members == (0, 2, 3)
     last = ends[0].views[-1]
@@ -245,7 +245,7 @@ def test_a_replica_of_two_workers_dies_and_another_joins(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
     faults = (Fault(1, 20, "kill", "vote", num_members=3),)
-    run = Run(2, 240, joins={2: 8}, faults=faults, num_workers=2)
+    run = Run(2, 240, joins={2: 8}, faults=faults, num_workers=2, pace_until=2)
     ends = run_all(fresh_workers, registry, run, 6, {2, 3})
     assert ends[0].members == ends[4].members == (0, 2)
 
@@ -272,7 +272,8 @@ def test_a_replica_of_two_workers_is_lost_and_regained(
 ) -> None:
     """All workers of a replica die by SIGKILL; a new one comes when the other trains alone."""
     faults = (Fault(1, 20, "kill", "vote"),)
-    run = Run(2, 200, joins={2: 40}, faults=faults, num_workers=2, is_sharded=is_sharded)
+    workers: dict[str, Any] = {"num_workers": 2, "is_sharded": is_sharded}
+    run = Run(2, 200, joins={2: 40}, faults=faults, pace_until=2, **workers)
     ends = run_all(fresh_workers, registry, run, 6, {2, 3})
     assert ends[0].members == ends[4].members == (0, 2)
     assert [view.members for view in ends[0].views] == [(0, 1), (0,), (0, 2)]
@@ -313,7 +314,7 @@ def test_the_registry_is_away_for_a_while(
 ) -> None:
     """Training goes on; who comes meanwhile waits."""
     pool = fresh_workers(3, init_group=False)
-    run = Run(2, 1200, joins={2: 40})
+    run = Run(2, 1200, joins={2: 40}, pace_until=2)
     pool.submit(live, pool.store, registry.address, run)
     signs = connect(pool.store)
     signs.wait(["start 2"])

@@ -50,7 +50,7 @@ def test_one_joins_and_one_dies(
 ) -> None:
     fault = Fault(1, 20, "kill", "vote", num_peers=1, num_members=4)
     options = {"wire": wire, "block_size": None, "chunk_bytes": 64, **WIRES[wire]}
-    run = Run(3, 240, joins={3: 12}, faults=(fault,), options=options)
+    run = Run(3, 240, joins={3: 12}, faults=(fault,), options=options, pace_until=3)
     pool = fresh_workers(4, init_group=False)
     ends = pool.run(live, pool.store, registry.address, run, timeout=60, expect_exit={1})
     check_one_line(ends)
