@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from diloco_comm.tools.bench import exchange as bench_exchange
 from diloco_comm.tools.bench import methods
 from diloco_comm.tools.bench import outer_step as bench_outer_step
 from diloco_comm.tools.bench import tune as bench_tune
-from diloco_comm.tools.common import reports, workers
+from diloco_comm.tools.common import reports
+from diloco_comm.tools.common import workers as local_workers
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -75,6 +77,17 @@ def run_rank(
 # -------------------------------------------------------------------------------------- exchange
 
 
+def made_over(rank: int, world: int, collectives: str) -> str:
+    settings = bench_exchange.Settings(collectives=collectives)
+    with closing(bench_exchange.make_exchange(settings)) as exchange:
+        return exchange.collectives
+
+
+@pytest.mark.parametrize("collectives", ["gloo", "tcp"])
+def test_what_an_exchange_goes_over(workers: Callable[[int], Pool], collectives: str) -> None:
+    assert workers(2).run(made_over, collectives) == [collectives] * 2
+
+
 def check_document(path: Path, output: str, what: str) -> dict[str, Any]:
     document = json.loads(path.read_text())
     assert document.keys() >= TOP
@@ -100,12 +113,13 @@ def test_exchange(world: int, launcher: str, ranks: Callable[[int], Pool], tmp_p
     words = ["exchange", "-b", "64K", "-e", "128K", "-n", "2", "-w", "1", "-c", "1"]
     wires = ["int8", "int4", "int2r", "sub8", "topk64"]
     words += ["--wire", ",".join(wires), "--json", str(path), "--min-gb-per-s", "1e-9"]
-    results = pool.run(run_rank, workers.free_port(), words, launcher)
+    words += ["--link", "tcp"] if world == 2 else []
+    results = pool.run(run_rank, local_workers.free_port(), words, launcher)
     assert [status for status, _ in results] == [None] * world
     output = results[0][1]
     assert all(not text for _, text in results[1:])
     document = check_document(path, output, "exchange")
-    assert document["workers"] == world
+    assert (document["workers"], document["over"]) == (world, "tcp" if world == 2 else "gloo")
     rows = document["results"]
     assert [(row["size"], row["wire"]) for row in rows] == [
         (size, wire) for size in (65536, 131072) for wire in ("fp32", *wires)
@@ -153,6 +167,12 @@ MISUSES = [
     (["exchange", "-g", "2", "--emulate-link", "fast"], "--emulate-link must be GBPS"),
     (["exchange", "-g", "2", "--backend", "mpi"], "--backend must be one of gloo"),
     (["exchange", "-g", "2", "-f", "1"], "--stepfactor must be at least 2"),
+    (["exchange", "-g", "2", "--link", "udp"], "--link must be gloo or tcp, got 'udp'"),
+    (["tune", "-g", "2", "--link", "nccl"], "--link must be gloo or tcp, got 'nccl'"),
+    (
+        ["exchange", "-g", "2", "--link", "tcp", "--backend", "diloco"],
+        "--link tcp needs --backend gloo, got --backend diloco",
+    ),
     (["ops", "--size", "1"], "--size must be at least 65536"),
     (["ops", "--impl", "avx9"], "avx9"),
     (["outer-step", "-g", "2", "--policy", "fast"], "--policy must be one of blocking"),
@@ -215,7 +235,7 @@ def test_examples_of_the_help_run(
         output = ended.out + capfd.readouterr().out
     else:
         assert re.fullmatch(r"torchrun --nproc-per-node 2 -m diloco_comm\.tools\.cli", launcher)
-        (status, output), _ = ranks(2).run(run_rank, workers.free_port(), words, "torchrun")
+        (status, output), _ = ranks(2).run(run_rank, local_workers.free_port(), words, "torchrun")
         assert not status
     assert output.startswith(f"# {command}: diloco_comm")
     assert any(not row.startswith("#") for row in output.splitlines())
@@ -256,8 +276,8 @@ def test_outer_step(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     pool, path = ranks(2), tmp_path / "outer.json"
     words = ["outer-step", "--params", "1e4", "--layers", "4", "--step-time", "0.001", "-n", "2"]
     words += ["--sync-every", "4", "--fragments", "2", "--policy", "streaming"]
-    words += ["--json", str(path)]
-    (_, output), _ = pool.run(run_rank, workers.free_port(), words, "torchrun")
+    words += ["--link", "tcp", "--json", str(path)]
+    (_, output), _ = pool.run(run_rank, local_workers.free_port(), words, "torchrun")
     result = check_document(path, output, "outer-step")["results"]
     inner = {"median", "p10", "p90", "samples"}
     assert result.keys() == keys_documented("outer-step") - inner
@@ -277,8 +297,8 @@ def test_tune_writes_a_config_that_diloco_reads(
 ) -> None:
     pool, path, config = ranks(2), tmp_path / "tune.json", tmp_path / "config.json"
     words = ["tune", "-b", "256K", "-n", "3", "--lanes", "1,2", "--emulate-link", "0.2,5"]
-    words += ["-o", str(config), "--json", str(path)]
-    (_, output), _ = pool.run(run_rank, workers.free_port(), words, "torchrun")
+    words += ["--link", "tcp", "-o", str(config), "--json", str(path)]
+    (_, output), _ = pool.run(run_rank, local_workers.free_port(), words, "torchrun")
     document = check_document(path, output, "tune")
     chosen = document["config"]
     assert json.loads(config.read_text()) == {**chosen, "block_size": 256}

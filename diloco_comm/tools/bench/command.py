@@ -31,6 +31,9 @@ BlockSize = Annotated[int, typer.Option("--block-size", help="Elements that shar
 Lanes = Annotated[int, typer.Option("--lanes", help="Connections to each peer.")]
 Chunk = Annotated[str, typer.Option("--chunk", help="Bytes of a chunk; default: by size.")]
 Impl = Annotated[str, typer.Option("--impl", help="Force an implementation of the operators.")]
+Collectives = Annotated[
+    str, typer.Option("--link", help="gloo, or tcp: all messages of the library over one port.")
+]
 Link = Annotated[
     str, typer.Option("--emulate-link", metavar="GBPS[,RTT_MS]", help="Throttle in the engine.")
 ]
@@ -83,6 +86,7 @@ def exchange(
     chunk: Chunk = "",
     impl: Impl = "",
     backend: Annotated[str, typer.Option(help="gloo, nccl or diloco.")] = "gloo",
+    link: Collectives = "gloo",
     emulate_link: Link = "",
     min_gb_per_s: Annotated[
         float | None, typer.Option(help="Status 1 unless each wire's best busbw has these GB/s.")
@@ -118,12 +122,13 @@ def exchange(
         chunk_bytes=parse_size(chunk) if chunk else None,
         impl=impl,
         backend=backend,
+        collectives=_collectives(link, backend),
         link=bench.parse_link(emulate_link),
     )
     if not _in_group(nprocs, backend):
         return
     chosen = bench.make_methods(settings)
-    report = _report("exchange", wire=_described(wire, block_size), settings=settings)
+    report = _report("exchange", wire=_described(wire, block_size), over=link, settings=settings)
     if min_gbps is not None:
         _complain(report, "--min-gbps is deprecated: its name is --min-gb-per-s, as its unit")
         min_gb_per_s = min_gbps
@@ -201,6 +206,7 @@ def outer_step(
     chunk: Chunk = "",
     rounds: Annotated[int, typer.Option("-n", "--rounds", help="Rounds measured.")] = 7,
     nprocs: Processes = 0,
+    link: Collectives = "gloo",
     emulate_link: Link = "",
     json_path: Json = None,
 ) -> None:
@@ -226,12 +232,13 @@ def outer_step(
         lanes=lanes,
         chunk_bytes=parse_size(chunk) if chunk else None,
         rounds=rounds,
+        collectives=_collectives(link),
         link=bench_exchange.parse_link(emulate_link),
     )
     if not _in_group(nprocs, "gloo", ranks.WITH_OPTIMIZER):
         return
     how = f"{policy}, {sync_every} inner steps of {step_time:g} s (sleeps) a round"
-    report = _report("outer-step", policy=how, wire=wire, settings=settings)
+    report = _report("outer-step", policy=how, wire=wire, over=link, settings=settings)
     result = bench.measure(settings)
     bench.print_table(report, result)
     is_saved = _save(report, json_path, result)
@@ -256,6 +263,7 @@ def tune(
     lanes: Annotated[str, typer.Option(help="Numbers of lanes to try.")] = "1,2,4",
     iters: Annotated[int, typer.Option("-n", "--iters", help="Samples of the finalists.")] = 9,
     nprocs: Processes = 0,
+    link: Collectives = "gloo",
     emulate_link: Link = "",
     json_path: Json = None,
 ) -> None:
@@ -279,6 +287,7 @@ def tune(
         block_size=block_size,
         budget_s=budget,
         iters=iters,
+        collectives=_collectives(link),
         link=bench_exchange.parse_link(emulate_link),
     )
     if not out.parent.is_dir():
@@ -287,7 +296,8 @@ def tune(
         reports.check_output(option, path)
     if not _in_group(nprocs, "gloo"):
         return
-    report = _report("tune", wire=_described(wire, block_size), size=size, settings=settings)
+    wires = _described(wire, block_size)
+    report = _report("tune", wire=wires, over=link, size=size, settings=settings)
     found = bench.run(report, settings)
     chosen = found["config"]
     config = {
@@ -321,6 +331,14 @@ def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
     # NCCL is not tested in forked ranks, so its ranks are fresh processes.
     workers.run_workers(words, nprocs, preload=None if backend == "nccl" else preload)
     return False
+
+
+def _collectives(link: str, backend: str = "gloo") -> str:
+    if link not in ("gloo", "tcp"):
+        raise ValueError(f"--link must be gloo or tcp, got {link!r}")
+    if link == "tcp" and backend != "gloo":
+        raise ValueError(f"--link tcp needs --backend gloo, got --backend {backend}")
+    return link
 
 
 def _registered(backend: str) -> str:

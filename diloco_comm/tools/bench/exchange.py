@@ -51,6 +51,7 @@ class Settings:
     chunk_bytes: int | None = None
     impl: str = ""
     backend: str = "gloo"
+    collectives: str = "gloo"
     link: tuple[float, float] | None = None
     count_bytes: bool = False
     drain_bytes: int = 0
@@ -120,14 +121,16 @@ def describe_link(link: tuple[float, float] | None) -> str:
 
 def make_exchange(settings: Settings) -> Exchange:
     """Make an exchange of all ranks; a collective call."""
-    on_device = {"device": "cuda", "collectives": "nccl"} if settings.device == "cuda" else {}
+    place = {"collectives": settings.collectives}
+    if settings.device == "cuda":
+        place = {"device": "cuda", "collectives": "nccl"}
     exchange = Exchange.from_group(
         None,
         lanes=settings.lanes,
         chunk_bytes=settings.chunk_bytes,
         impl=settings.impl,
         timeout=120.0,
-        **on_device,
+        **place,
     )
     if settings.link is not None:
         exchange.emulate_link(*settings.link)

@@ -49,6 +49,7 @@ class Settings:
     lanes: int = 1
     chunk_bytes: int | None = None
     rounds: int = 7
+    collectives: str = "gloo"
     link: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +113,12 @@ def measure(settings: Settings) -> dict[str, Any]:
         overlap=settings.overlap(),
         outer=outer,
         wire=Wire(wire, error_feedback=wire.is_sparse),
-        link=Link(lanes=settings.lanes, chunk_bytes=settings.chunk_bytes, timeout=600),
+        link=Link(
+            settings.collectives,
+            lanes=settings.lanes,
+            chunk_bytes=settings.chunk_bytes,
+            timeout=600,
+        ),
         attach=False,
     ) as diloco:
         if settings.link is not None:

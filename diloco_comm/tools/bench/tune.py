@@ -62,6 +62,7 @@ class Settings:
     block_size: int = 256
     budget_s: float | None = None
     iters: int = 9
+    collectives: str = "gloo"
     link: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -172,7 +173,11 @@ class _Bench:
     def _method(self, candidate: Candidate) -> methods.DilocoAllReduce:
         exchange = self.exchanges.get(candidate.lanes)
         if exchange is None:
-            shared = bench_exchange.Settings(lanes=candidate.lanes, link=self.settings.link)
+            shared = bench_exchange.Settings(
+                lanes=candidate.lanes,
+                collectives=self.settings.collectives,
+                link=self.settings.link,
+            )
             exchange = bench_exchange.make_exchange(shared)
             self.exchanges[candidate.lanes] = exchange
         exchange.chunk_bytes = candidate.chunk_bytes

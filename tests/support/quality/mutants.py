@@ -126,10 +126,10 @@ class Trial:
 
     Attributes:
         outcome: "killed", "survived", or "not built" for C++ that does not compile.
-        killed_by: The test that failed with the mutant and passed without.
+        killed_by: The test that failed twice with the mutant and passed without.
         tier: Tier of that test: "first" or "nightly".
         stage: "room" for the tests of the changed line's room, "all" after them.
-        unsteady: Tests that failed without the mutant, too, and do not count.
+        unsteady: Tests that passed once with the mutant or failed without; these do not count.
     """
 
     number: int
@@ -174,10 +174,11 @@ class Trials:
                 tests = room if stage == "room" else "tests"
                 self._become(path, changed)
                 while failed := self._failure(tests, mark):
+                    alone = tests if failed == COLLECTION else failed
+                    # A test may fail because the machine is busy.
+                    fails_again = failed == HANG or self._failure(alone, mark)
                     self._become(path, text)
-                    if failed == HANG or not self._failure(
-                        tests if failed == COLLECTION else failed, mark
-                    ):
+                    if fails_again and (failed == HANG or not self._failure(alone, mark)):
                         trial.outcome, trial.killed_by, trial.stage = "killed", failed, stage
                         trial.tier = "first" if mark == "not nightly" else "nightly"
                         return
