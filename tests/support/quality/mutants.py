@@ -145,10 +145,11 @@ class Trial:
 class Trials:
     """Run tests in the copy of the sources."""
 
-    def __init__(self, tree: Path, tier: str, has_all: bool) -> None:
+    def __init__(self, tree: Path, tier: str, room: str | None) -> None:
         self.tree = tree
         self.marks = ["not nightly"] if tier == "first" else ["not nightly", "nightly"]
-        self.stages = ("room", "all") if has_all else ("room",)
+        self.stages = ("room", "all") if room is None else ("room",)
+        self.room = room
         # Tests that fail in the copy without a mutant.
         self.unsteady: list[str] = []
 
@@ -160,7 +161,7 @@ class Trials:
         trial = Trial(number, line_number)
         begin = time.monotonic()
         try:
-            self._search(trial, path, text, changed, room_of_tests(mutant.file))
+            self._search(trial, path, text, changed, self.room or room_of_tests(mutant.file))
         except subprocess.CalledProcessError:
             trial.outcome = "not built"
         finally:
@@ -232,17 +233,24 @@ class Trials:
 # ----------------------------------------------------------------------------------------- results
 
 
-def run(tier: str, only: Sequence[int], has_all: bool) -> None:
+def run(tier: str, only: Sequence[int], room: str | None) -> None:
+    """Let tests meet the mutants that have no result, and the survivors among ``only``.
+
+    Args:
+        only: Numbers of mutants; empty for all.
+        room: Folder of the only tests, "" for that of the changed line; None for all tests.
+    """
     for mutant in all_mutants():
         mutant.in_text((ROOT / mutant.file).read_text())  # raises for a list that is out of date
     BUILD.mkdir(parents=True, exist_ok=True)
     tree = BUILD / "tree"
     copy_sources(tree)
-    trials = Trials(tree, tier, has_all)
+    trials = Trials(tree, tier, room)
     file = results_of(tier)
-    done = {trial.number for trial in read_results(file)}
+    outcomes = {trial.number: trial.outcome for trial in read_results(file)}
     for number, mutant in enumerate(all_mutants()):
-        if number in done or (only and number not in only):
+        is_due = outcomes.get(number) in (None, "survived") if only else number not in outcomes
+        if not is_due or (only and number not in only):
             continue
         trial = trials.meet(number, mutant)
         with file.open("a") as stream:
@@ -259,7 +267,8 @@ def results_of(tier: str) -> Path:
 
 def read_results(file: Path) -> list[Trial]:
     lines = file.read_text().splitlines() if file.exists() else []
-    return [Trial(**json.loads(line)) for line in lines]
+    trials = [Trial(**json.loads(line)) for line in lines]
+    return list({trial.number: trial for trial in trials}.values())  # the last of each number
 
 
 def table(trials: Sequence[Trial]) -> str:
@@ -292,7 +301,11 @@ def main() -> None:
     running.add_argument("--tier", choices=("first", "nightly"), default="first")
     running.add_argument("--only", type=int, nargs="*", default=(), help="numbers of mutants")
     running.add_argument(
-        "--room-only", action="store_true", help="only the tests of the changed line's room"
+        "--room",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="meet only the tests of the changed line's room, or of a folder such as tests/gpu",
     )
     showing = commands.add_parser("table", help="print the results so far")
     showing.add_argument("--tier", choices=("first", "nightly"), default="first")
@@ -301,7 +314,7 @@ def main() -> None:
     commands.add_parser("show", help="print the mutants")
     options = parser.parse_args()
     if options.command == "run":
-        run(options.tier, options.only, not options.room_only)
+        run(options.tier, options.only, options.room)
     elif options.command == "table":
         print(table(read_results(results_of(options.tier))))
     elif options.command == "draw":
