@@ -24,14 +24,23 @@ def results(path: Path) -> dict[str, Result]:
     if not path.exists():
         return found
     for case in ElementTree.parse(path).iter("testcase"):
-        file = case.get("file")
-        # A file that cannot be imported has no name of a test.
-        test = f"{file}::{case.get('name')}" if file else str(case.get("name"))
+        test = _node_id(case)
         outcome = _outcome({child.tag for child in case})
         if test in found and found[test].outcome == "failed":
             outcome = "failed"  # a test and its teardown are two entries
         found[test] = Result(outcome, float(case.get("time", 0)))
     return found
+
+
+def _node_id(case: ElementTree.Element) -> str:
+    name, file = str(case.get("name")), case.get("file")
+    if not file:
+        return name  # of a file that cannot be imported
+    # The file of a method is that of the method's own class, which another class may inherit.
+    module, _, last = case.get("classname", "").rpartition(".")
+    if last[:1].isupper():
+        return f"{module.replace('.', '/')}.py::{last}::{name}"
+    return f"{file}::{name}"
 
 
 def _outcome(tags: set[str]) -> str:

@@ -116,13 +116,15 @@ def test_the_tests_of_the_changed_room_come_first() -> None:
 
 def test_a_report_has_the_outcome_of_each_test(tmp_path: Path) -> None:
     cases = (
-        '<testcase file="t/b.py" name="quick" time="0.5"/>',
+        '<testcase classname="t.b" file="t/b.py" name="quick" time="0.5"/>',
+        '<testcase classname="t.b.Of" file="lib/c.py" name="method" time="2"/>',
         '<testcase file="t/b.py" name="bad" time="1"><failure/></testcase>',
         '<testcase file="t/b.py" name="no" time="0"><skipped/></testcase>',
     )
     (tmp_path / "first.xml").write_text(f"<testsuite>{''.join(cases)}</testsuite>")
     assert results(tmp_path / "first.xml") == {
         "t/b.py::quick": Result("passed", 0.5),
+        "t/b.py::Of::method": Result("passed", 2.0),
         "t/b.py::bad": Result("failed", 1.0),
         "t/b.py::no": Result("skipped", 0.0),
     }
