@@ -39,7 +39,10 @@ from diloco_comm.elastic.core.events import (
     Swapped,
 )
 from diloco_comm.elastic.views import (
+    MAX_RECORD_BYTES,
     NO_VIEW,
+    View,
+    encoded_bytes,
     finished,
     opened,
     to_bytes,
@@ -91,6 +94,25 @@ def test_a_newcomer_is_let_in_at_a_boundary() -> None:
     assert after.ids == (0, 1, 2) and after.joined == (2,)
     other = Process(start(Settings("run"), member(2)), to_bytes(after))
     assert other.poll() == [Form(after, "join")]
+
+
+def test_so_many_join_that_the_registry_holds_this_record_and_the_next() -> None:
+    process = Process(training(0, view(0)))
+    # Lengths as in a run: a nonce has 32 digits.
+    names = [member(id, nonce=f"{id:032x}") for id in range(1, 200)]
+    newcomers = [beat(name.id, READY, member=name) for name in names]
+    assert Pend() in process.poll(*newcomers)
+    process.tell(Boundary(4))
+    after = proposal(process.poll(*newcomers))
+    assert after.joined == tuple(range(1, len(after.members)))
+
+    def following(those: View) -> View:
+        return replace(those, number=9, base=those.number, base_members=those.keys)
+
+    assert encoded_bytes(following(after)) <= MAX_RECORD_BYTES
+    some_more = names[len(after.joined) :][:5]
+    larger = replace(after, members=(*after.members, *some_more))
+    assert encoded_bytes(following(larger)) > MAX_RECORD_BYTES
 
 
 def test_a_newcomer_that_cannot_reach_a_member_stops_nobody() -> None:
