@@ -137,6 +137,20 @@ def test_what_could_not_be_reached_is_tried_again_after_a_while() -> None:
     assert process.state.unreachable == ()
 
 
+def test_a_beat_has_room_for_the_replicas_that_a_newcomer_cannot_reach() -> None:
+    process = Process(start(Settings("run", suspect_after=SUSPECT_AFTER), member(0)))
+    missing = tuple(range(1, 60))
+    others = tuple(member(id, nonce=f"{id:032x}") for id in missing)
+    after = replace(attempt(0), members=(member(0), *others), base_members=(), joined=(0,))
+    process.record = to_bytes(after)
+    process.poll()
+    process.tell(Failed(5, missing=missing))
+    assert len(process.state.unreachable) == len(missing)
+    told = beat_of(process.state, 1)
+    assert Beat.from_bytes(told.to_bytes()) == told
+    assert set(told.unreachable) < set(process.state.unreachable) and len(told.unreachable) >= 20
+
+
 def test_a_newcomer_waits_while_the_process_before_it_lives() -> None:
     one = view(0, 1)
     process = Process(training(0, one))
