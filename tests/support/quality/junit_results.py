@@ -36,7 +36,7 @@ def _node_id(case: ElementTree.Element) -> str:
     name, file = str(case.get("name")), case.get("file")
     if not file:
         return name  # of a file that cannot be imported
-    # The file of a method is that of the method's own class, which another class may inherit.
+    # A class may inherit the method from another file.
     module, _, last = case.get("classname", "").rpartition(".")
     if last[:1].isupper():
         return f"{module.replace('.', '/')}.py::{last}::{name}"

@@ -238,7 +238,7 @@ def run(tier: str, only: Sequence[int], room: str | None) -> None:
 
     Args:
         only: Numbers of mutants; empty for all.
-        room: Folder of the only tests, "" for that of the changed line; None for all tests.
+        room: Folder of the only tests, "" for the room of the changed line; None for all tests.
     """
     for mutant in all_mutants():
         mutant.in_text((ROOT / mutant.file).read_text())  # raises for a list that is out of date
