@@ -110,7 +110,7 @@ def test_so_many_join_that_the_registry_holds_this_record_and_the_next() -> None
         return replace(those, number=9, base=those.number, base_members=those.keys)
 
     assert encoded_bytes(following(after)) <= MAX_RECORD_BYTES
-    some_more = names[len(after.joined) :][:5]
+    some_more = names[len(after.joined) :][:3]
     larger = replace(after, members=(*after.members, *some_more))
     assert encoded_bytes(following(larger)) > MAX_RECORD_BYTES
 
@@ -137,16 +137,20 @@ def test_what_could_not_be_reached_is_tried_again_after_a_while() -> None:
     assert process.state.unreachable == ()
 
 
-def test_a_beat_has_room_for_the_replicas_that_a_newcomer_cannot_reach() -> None:
-    process = Process(start(Settings("run", suspect_after=SUSPECT_AFTER), member(0)))
+def test_a_newcomer_names_as_many_replicas_out_of_reach_as_a_beat_holds() -> None:
+    # Lengths as in a run.
+    place = "tcp://[2001:db8:1234:5678:9abc:def0:1234:5678]:65535"
+    own = replace(member(0, nonce=f"{0:032x}", settings=f"{0:032x}"), address=place)
+    process = Process(start(Settings("run", suspect_after=SUSPECT_AFTER), own))
     missing = tuple(range(1, 60))
     others = tuple(member(id, nonce=f"{id:032x}") for id in missing)
-    after = replace(attempt(0), members=(member(0), *others), base_members=(), joined=(0,))
+    after = replace(attempt(0), members=(own, *others), base_members=(), joined=(0,))
     process.record = to_bytes(after)
     process.poll()
     process.tell(Failed(5, missing=missing))
     assert len(process.state.unreachable) == len(missing)
-    told = beat_of(process.state, 1)
+    positions = tuple(range(1_000_000, 1_000_032))
+    told = replace(beat_of(process.state, 1, 0, positions), serves=f"{place} {'k' * 40}")
     assert Beat.from_bytes(told.to_bytes()) == told
     assert set(told.unreachable) < set(process.state.unreachable) and len(told.unreachable) >= 20
 

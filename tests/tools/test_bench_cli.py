@@ -8,7 +8,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from diloco_comm.tools.bench import exchange as bench_exchange
 from diloco_comm.tools.bench import methods
 from diloco_comm.tools.bench import outer_step as bench_outer_step
 from diloco_comm.tools.bench import tune as bench_tune
-from diloco_comm.tools.common import reports
-from diloco_comm.tools.common import workers as local_workers
+from diloco_comm.tools.common import reports, workers
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -77,17 +75,6 @@ def run_rank(
 # -------------------------------------------------------------------------------------- exchange
 
 
-def made_over(rank: int, world: int, collectives: str) -> str:
-    settings = bench_exchange.Settings(collectives=collectives)
-    with closing(bench_exchange.make_exchange(settings)) as exchange:
-        return exchange.collectives
-
-
-@pytest.mark.parametrize("collectives", ["gloo", "tcp"])
-def test_what_an_exchange_goes_over(workers: Callable[[int], Pool], collectives: str) -> None:
-    assert workers(2).run(made_over, collectives) == [collectives] * 2
-
-
 def check_document(path: Path, output: str, what: str) -> dict[str, Any]:
     document = json.loads(path.read_text())
     assert document.keys() >= TOP
@@ -114,7 +101,7 @@ def test_exchange(world: int, launcher: str, ranks: Callable[[int], Pool], tmp_p
     wires = ["int8", "int4", "int2r", "sub8", "topk64"]
     words += ["--wire", ",".join(wires), "--json", str(path), "--min-gb-per-s", "1e-9"]
     words += ["--link", "tcp"] if world == 2 else []
-    results = pool.run(run_rank, local_workers.free_port(), words, launcher)
+    results = pool.run(run_rank, workers.free_port(), words, launcher)
     assert [status for status, _ in results] == [None] * world
     output = results[0][1]
     assert all(not text for _, text in results[1:])
@@ -235,7 +222,7 @@ def test_examples_of_the_help_run(
         output = ended.out + capfd.readouterr().out
     else:
         assert re.fullmatch(r"torchrun --nproc-per-node 2 -m diloco_comm\.tools\.cli", launcher)
-        (status, output), _ = ranks(2).run(run_rank, local_workers.free_port(), words, "torchrun")
+        (status, output), _ = ranks(2).run(run_rank, workers.free_port(), words, "torchrun")
         assert not status
     assert output.startswith(f"# {command}: diloco_comm")
     assert any(not row.startswith("#") for row in output.splitlines())
@@ -277,8 +264,9 @@ def test_outer_step(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     words = ["outer-step", "--params", "1e4", "--layers", "4", "--step-time", "0.001", "-n", "2"]
     words += ["--sync-every", "4", "--fragments", "2", "--policy", "streaming"]
     words += ["--link", "tcp", "--json", str(path)]
-    (_, output), _ = pool.run(run_rank, local_workers.free_port(), words, "torchrun")
+    (_, output), _ = pool.run(run_rank, workers.free_port(), words, "torchrun")
     result = check_document(path, output, "outer-step")["results"]
+    assert result["over"] == "tcp"
     inner = {"median", "p10", "p90", "samples"}
     assert result.keys() == keys_documented("outer-step") - inner
     assert result["params"] == 10_000 and result["bytes"] == 40_000
@@ -292,14 +280,17 @@ def test_outer_step(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ tune
 
 
+@pytest.mark.parametrize("link", ["gloo", "tcp"])
 def test_tune_writes_a_config_that_diloco_reads(
-    ranks: Callable[[int], Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    link: str, ranks: Callable[[int], Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, path, config = ranks(2), tmp_path / "tune.json", tmp_path / "config.json"
     words = ["tune", "-b", "256K", "-n", "3", "--lanes", "1,2", "--emulate-link", "0.2,5"]
-    words += ["--link", "tcp", "-o", str(config), "--json", str(path)]
-    (_, output), _ = pool.run(run_rank, local_workers.free_port(), words, "torchrun")
+    words += ["-o", str(config), "--json", str(path)]
+    words += ["--link", link] if link != "gloo" else []
+    (_, output), _ = pool.run(run_rank, workers.free_port(), words, "torchrun")
     document = check_document(path, output, "tune")
+    assert document["over"] == link
     chosen = document["config"]
     assert json.loads(config.read_text()) == {**chosen, "block_size": 256}
     for row in document["results"]:

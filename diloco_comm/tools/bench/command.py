@@ -34,7 +34,7 @@ Impl = Annotated[str, typer.Option("--impl", help="Force an implementation of th
 Collectives = Annotated[
     str, typer.Option("--link", help="gloo, or tcp: all messages of the library over one port.")
 ]
-Link = Annotated[
+EmulatedLink = Annotated[
     str, typer.Option("--emulate-link", metavar="GBPS[,RTT_MS]", help="Throttle in the engine.")
 ]
 Json = Annotated[
@@ -87,7 +87,7 @@ def exchange(
     impl: Impl = "",
     backend: Annotated[str, typer.Option(help="gloo, nccl or diloco.")] = "gloo",
     link: Collectives = "gloo",
-    emulate_link: Link = "",
+    emulate_link: EmulatedLink = "",
     min_gb_per_s: Annotated[
         float | None, typer.Option(help="Status 1 unless each wire's best busbw has these GB/s.")
     ] = None,
@@ -128,14 +128,15 @@ def exchange(
     if not _in_group(nprocs, backend):
         return
     chosen = bench.make_methods(settings)
-    report = _report("exchange", wire=_described(wire, block_size), over=link, settings=settings)
+    report = _report("exchange", wire=_described(wire, block_size), settings=settings)
     if min_gbps is not None:
         _complain(report, "--min-gbps is deprecated: its name is --min-gb-per-s, as its unit")
         min_gb_per_s = min_gbps
     rows = bench.run(report, settings, chosen)
     average = sum(row["in_place"]["bus_bw"] for row in rows) / len(rows)
     report.print(f"# avg bus bandwidth: {average:.3f}")
-    is_saved = _save(report, json_path, rows, average_bus_bandwidth=average)
+    more = {"over": bench.collectives_of(chosen), "average_bus_bandwidth": average}
+    is_saved = _save(report, json_path, rows, **more)
     bench.close(chosen)
     slow = [] if min_gb_per_s is None else _slower_than(min_gb_per_s, rows[0], rows)
     wrong = bench.count_wrong(rows)
@@ -207,7 +208,7 @@ def outer_step(
     rounds: Annotated[int, typer.Option("-n", "--rounds", help="Rounds measured.")] = 7,
     nprocs: Processes = 0,
     link: Collectives = "gloo",
-    emulate_link: Link = "",
+    emulate_link: EmulatedLink = "",
     json_path: Json = None,
 ) -> None:
     """Measure how long the training loop waits in a round, for a model's size and a policy.
@@ -238,7 +239,7 @@ def outer_step(
     if not _in_group(nprocs, "gloo", ranks.WITH_OPTIMIZER):
         return
     how = f"{policy}, {sync_every} inner steps of {step_time:g} s (sleeps) a round"
-    report = _report("outer-step", policy=how, wire=wire, over=link, settings=settings)
+    report = _report("outer-step", policy=how, wire=wire, settings=settings)
     result = bench.measure(settings)
     bench.print_table(report, result)
     is_saved = _save(report, json_path, result)
@@ -264,7 +265,7 @@ def tune(
     iters: Annotated[int, typer.Option("-n", "--iters", help="Samples of the finalists.")] = 9,
     nprocs: Processes = 0,
     link: Collectives = "gloo",
-    emulate_link: Link = "",
+    emulate_link: EmulatedLink = "",
     json_path: Json = None,
 ) -> None:
     """Find chunk size, lanes and wire for this link, and write them for DiLoCo(config=...).
@@ -297,7 +298,7 @@ def tune(
     if not _in_group(nprocs, "gloo"):
         return
     wires = _described(wire, block_size)
-    report = _report("tune", wire=wires, over=link, size=size, settings=settings)
+    report = _report("tune", wire=wires, size=size, settings=settings)
     found = bench.run(report, settings)
     chosen = found["config"]
     config = {
@@ -306,7 +307,7 @@ def tune(
     }
     are_saved = [_write_config(report, out, config)]
     rows = found["results"]
-    more = {"config": found["config"], "speedup": found["speedup"]}
+    more = {name: found[name] for name in ("over", "config", "speedup")}
     are_saved.append(_save(report, json_path, rows, **more))
     _leave()
     if not all(are_saved):

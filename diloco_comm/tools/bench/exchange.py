@@ -383,7 +383,17 @@ def _line(row: Row) -> str:
     )
 
 
+def exchanges_of(chosen: list[Any]) -> list[Exchange]:
+    """Return the exchanges of the methods, each once."""
+    return list({id(m.exchange): m.exchange for m in chosen if hasattr(m, "exchange")}.values())
+
+
+def collectives_of(chosen: list[Any]) -> str | None:
+    """Return what the exchange of the methods goes over; None where there is no exchange."""
+    return next((exchange.collectives for exchange in exchanges_of(chosen)), None)
+
+
 def close(chosen: list[Any]) -> None:
     """Close the engines of the methods."""
-    for exchange in {id(m.exchange): m.exchange for m in chosen if hasattr(m, "exchange")}.values():
+    for exchange in exchanges_of(chosen):
         exchange.close()

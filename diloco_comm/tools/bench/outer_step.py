@@ -125,7 +125,8 @@ def measure(settings: Settings) -> dict[str, Any]:
             diloco.emulate_link(*settings.link)
         figures = [_round(model, diloco, settings) for _ in range(settings.rounds + 1)][1:]
         diloco.flush()  # rounds may be under way
-    return _summary(figures, settings)
+        over = diloco.exchange.collectives
+    return {**_summary(figures, settings), "over": over}
 
 
 def _round(model: nn.Module, diloco: DiLoCo, settings: Settings) -> dict[str, float]:

@@ -83,8 +83,8 @@ def run(report: reports.Report, settings: Settings) -> dict[str, Any]:
     """Measure and choose; a collective call.
 
     Returns:
-        ``config`` for ``DiLoCo``, the measurements (``results``), and the ``speedup`` over the
-        default for the same wire.
+        ``config`` for ``DiLoCo``, the measurements (``results``), the ``speedup`` over the default
+        for the same wire, and what the exchange went ``over``.
     """
     bench = _Bench(settings)
     try:
@@ -92,6 +92,7 @@ def run(report: reports.Report, settings: Settings) -> dict[str, Any]:
         report.print(f"#{'wire':>10} {'lanes':>6} {'chunk':>8} {'time':>10} {'vs default':>11}")
         report.print(f"#{'':>10} {'':>6} {'':>8} {'(ms)':>10} {'(x)':>11}")
         found = [_choose(report, bench, wire) for wire in _by_precision(settings.wires)]
+        over = bench.exchanges[Candidate.lanes].collectives  # the default has met every wire
     finally:
         bench.close()
     chosen = _fitting(found, settings)
@@ -99,7 +100,7 @@ def run(report: reports.Report, settings: Settings) -> dict[str, Any]:
     chunk = config["chunk_bytes"]
     shown = "by size" if chunk is None else format_size(chunk)
     report.print(f"# chosen: wire {config['wire']}, lanes {config['lanes']}, chunk {shown}")
-    return {**chosen, "results": [row for choice in found for row in choice["rows"]]}
+    return {**chosen, "over": over, "results": [row for choice in found for row in choice["rows"]]}
 
 
 def _by_precision(wires: tuple[str, ...]) -> list[str]:

@@ -4,11 +4,13 @@
     python tests/support/quality/mutants.py run --tier nightly  # these, then the tests with it
     python tests/support/quality/mutants.py table               # of the results so far
     python tests/support/quality/mutants.py draw                # anew, after the sources changed
+    python tests/support/quality/mutants.py run --only 13 --room tests/gpu
 
 The mistakes stand in `mutants.json`. Each is written into a copy of the sources, so that the
 processes that tests fork have it too. The tests of the room with the changed line come first. A
-mutant that none of them notices meets all tests. A run that was stopped goes on with the next
-mutant.
+mutant that none of them notices meets all tests; with `--room` it meets the tests of one folder
+alone. A run that was stopped goes on with the next mutant; a mutant that has survived one folder
+alone meets the others when it is named again, or in a run without `--room`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ ROOMS = ("diloco_comm/rounds", "diloco_comm/exchange", "diloco_comm/elastic/core
 PROCESSES = "3"
 LIMIT_S = 3 * 3600.0
 NO_TESTS = 5  # pytest's exit code
+ALL = "tests"
 # In the place of the test that failed.
 HANG, COLLECTION = "no end of the tests", "no start of the tests"
 
@@ -126,9 +129,10 @@ class Trial:
 
     Attributes:
         outcome: "killed", "survived", or "not built" for C++ that does not compile.
-        killed_by: The test that failed twice with the mutant and passed without.
+        killed_by: The test that failed twice with the mutant and passed without, or the tests that
+            did not end.
         tier: Tier of that test: "first" or "nightly".
-        stage: "room" for the tests of the changed line's room, "all" after them.
+        met: The last folder of tests that the mutant met.
         unsteady: Tests that passed once with the mutant or failed without; these do not count.
     """
 
@@ -137,7 +141,7 @@ class Trial:
     outcome: str = "survived"
     killed_by: str = ""
     tier: str = ""
-    stage: str = ""
+    met: str = ""
     seconds: float = 0.0
     unsteady: list[str] = field(default_factory=list)
 
@@ -148,7 +152,6 @@ class Trials:
     def __init__(self, tree: Path, tier: str, room: str | None) -> None:
         self.tree = tree
         self.marks = ["not nightly"] if tier == "first" else ["not nightly", "nightly"]
-        self.stages = ("room", "all") if room is None else ("room",)
         self.room = room
         # Tests that fail in the copy without a mutant.
         self.unsteady: list[str] = []
@@ -160,8 +163,12 @@ class Trials:
         changed, line_number = mutant.in_text(text)
         trial = Trial(number, line_number)
         begin = time.monotonic()
+        folder = self.room or room_of_tests(mutant.file)
         try:
-            self._search(trial, path, text, changed, self.room or room_of_tests(mutant.file))
+            for mark in self.marks:
+                for tests in (folder,) if self.room is not None else (folder, ALL):
+                    if trial.outcome == "survived":
+                        self._search(trial, path, text, changed, tests, mark)
         except subprocess.CalledProcessError:
             trial.outcome = "not built"
         finally:
@@ -169,39 +176,46 @@ class Trials:
         trial.seconds = round(time.monotonic() - begin, 1)
         return trial
 
-    def _search(self, trial: Trial, path: Path, text: str, changed: str, room: str) -> None:
-        for mark in self.marks:
-            for stage in self.stages:
-                tests = room if stage == "room" else "tests"
-                self._become(path, changed)
-                while failed := self._failure(tests, mark):
-                    alone = tests if failed == COLLECTION else failed
-                    # A test may fail because the machine is busy.
-                    fails_again = failed == HANG or self._failure(alone, mark)
-                    self._become(path, text)
-                    if fails_again and (failed == HANG or not self._failure(alone, mark)):
-                        trial.outcome, trial.killed_by, trial.stage = "killed", failed, stage
-                        trial.tier = "first" if mark == "not nightly" else "nightly"
-                        return
-                    if failed in self.unsteady:
-                        raise RuntimeError(f"{failed} without a mutant, too: {BUILD}/pytest.log")
-                    self.unsteady.append(failed)
-                    trial.unsteady.append(failed)
-                    self._become(path, changed)
+    def _search(
+        self, trial: Trial, path: Path, text: str, changed: str, tests: str, mark: str
+    ) -> None:
+        """Look for a test of a folder that kills the mutant."""
+        trial.met = tests
+        self._become(path, changed)
+        while failed := self._failure(tests, mark, trial.unsteady):
+            alone = tests if failed == COLLECTION else failed
+            # A test may fail because the machine is busy.
+            fails_again = failed == HANG or self._failure(alone, mark)
+            self._become(path, text)
+            fails_without = failed != HANG and self._failure(alone, mark)
+            if fails_again and not fails_without:
+                trial.outcome, trial.killed_by = "killed", failed
+                trial.tier = "first" if mark == "not nightly" else "nightly"
+                return
+            if failed == COLLECTION or failed in trial.unsteady:
+                raise RuntimeError(f"{failed}, with and without a mutant: {BUILD}/pytest.log")
+            trial.unsteady.append(failed)
+            if fails_without:
+                self.unsteady.append(failed)
+            self._become(path, changed)
 
     def _become(self, path: Path, text: str) -> None:
         write_source(path, text)
         if path.suffix != ".py":
             build_extension(self.tree)
 
-    def _failure(self, tests: str, mark: str) -> str:
-        """Return the first test that fails, or "" if all pass."""
+    def _failure(self, tests: str, mark: str, without: Sequence[str] = ()) -> str:
+        """Return the first test that fails, or "" if all pass.
+
+        Args:
+            without: Tests that do not run, beside those that fail without a mutant.
+        """
         report = BUILD / "results.xml"
         report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", tests, "-x", "-q", "-p", "no:cacheprovider"]
         command += ["-m", mark, "-n", PROCESSES, "--dist", "loadfile", "--no-loadscope-reorder"]
         command += [*OPTIONS, str(report)]
-        command += [word for test in self.unsteady for word in ("--deselect", test)]
+        command += [word for test in {*self.unsteady, *without} for word in ("--deselect", test)]
         try:
             code = self._run(command)
         except subprocess.TimeoutExpired:
@@ -234,7 +248,7 @@ class Trials:
 
 
 def run(tier: str, only: Sequence[int], room: str | None) -> None:
-    """Let tests meet the mutants that have no result, and the survivors among ``only``.
+    """Let tests meet the mutants that have no result, and survivors that have not met all tests.
 
     Args:
         only: Numbers of mutants; empty for all.
@@ -247,16 +261,21 @@ def run(tier: str, only: Sequence[int], room: str | None) -> None:
     copy_sources(tree)
     trials = Trials(tree, tier, room)
     file = results_of(tier)
-    outcomes = {trial.number: trial.outcome for trial in read_results(file)}
+    # Named mutants, and all in a run without `room`, are not done before they have met all tests.
+    is_whole = bool(only) or room is None
+    done = {trial.number for trial in read_results(file) if is_done(trial) or not is_whole}
     for number, mutant in enumerate(all_mutants()):
-        is_due = outcomes.get(number) in (None, "survived") if only else number not in outcomes
-        if not is_due or (only and number not in only):
+        if number in done or (only and number not in only):
             continue
         trial = trials.meet(number, mutant)
         with file.open("a") as stream:
             stream.write(json.dumps(asdict(trial)) + "\n")
         print(row(trial, mutant), flush=True)
     file.with_suffix(".txt").write_text(table(read_results(file)))
+
+
+def is_done(trial: Trial) -> bool:
+    return trial.outcome != "survived" or trial.met == ALL
 
 
 def results_of(tier: str) -> Path:
@@ -290,7 +309,7 @@ def row(trial: Trial, mutant: Mutant) -> str:
     return (
         f"{trial.number:2} {trial.outcome:9} {trial.tier:8} {trial.seconds:7.1f} s  "
         f"{mutant.kind}: {change} in {mutant.file}:{trial.line_number} "
-        f"({trial.stage or 'none'}: {trial.killed_by or 'none'})"
+        f"({trial.met or 'none'}: {trial.killed_by or 'none'})"
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from junit_results import Result, results
-from mutants import room_of_tests
+from mutants import HANG, Trial, Trials, room_of_tests
 from mutations import KINDS, candidates, draw
 
 SOURCE = '''
@@ -112,6 +113,41 @@ def test_a_seed_draws_each_kind_once_and_none_that_is_skipped(tmp_path: Path) ->
 def test_the_tests_of_the_changed_room_come_first() -> None:
     assert room_of_tests("diloco_comm/elastic/core/step.py") == "tests/elastic"
     assert room_of_tests("csrc/wire/codes.h") == "tests/ops"
+
+
+class OneTest(Trials):
+    """A file with one test, which fails where the file and the turn say so."""
+
+    def __init__(self, fails: list[bool], failed: str) -> None:
+        super().__init__(Path(), "first", None)
+        self.fails, self.failed = fails, failed
+
+    def _failure(self, tests: str, mark: str, without: Sequence[str] = ()) -> str:
+        is_left_out = self.failed in {*self.unsteady, *without}
+        return self.failed if not is_left_out and self.fails.pop(0) else ""
+
+
+@pytest.mark.parametrize(
+    ("fails", "failed", "outcome", "is_unsteady"),
+    [
+        # With the mutant, with the mutant again, and without.
+        ([True, True, False], "a::b", "killed", False),
+        ([True, False, False], "a::b", "survived", False),
+        ([True, True, True], "a::b", "survived", True),
+        ([False], "a::b", "survived", False),
+        ([True], HANG, "killed", False),
+    ],
+)
+def test_a_mutant_is_killed_by_a_test_that_fails_with_it_alone(
+    fails: list[bool], failed: str, outcome: str, is_unsteady: bool, tmp_path: Path
+) -> None:
+    trials, trial = OneTest(fails, failed), Trial(0, 1)
+    path = tmp_path / "a.py"
+    trials._search(trial, path, "a = 1", "a = 2", "tests/rounds", "not nightly")
+    assert (trial.outcome, fails) == (outcome, [])
+    assert trial.killed_by == (failed if outcome == "killed" else "")
+    # Later mutants meet a test again that has failed once by chance.
+    assert trials.unsteady == (["a::b"] if is_unsteady else [])
 
 
 def test_a_report_has_the_outcome_of_each_test(tmp_path: Path) -> None:
