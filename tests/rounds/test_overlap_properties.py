@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import Any
 
 import numpy as np
@@ -206,6 +206,40 @@ def test_a_replica_whose_weight_is_zero_takes_every_outer_step(name: str, worker
     first, second = workers(2).run(flush_with_weights, name)
     assert first == second
     assert all(is_equal for _, is_equal in first)
+
+
+def step_by_ones(rank: int, world: int) -> list[float]:
+    """Replica 0, which alone has a weight, learns one each step; return the outer values."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    outer = SGD(lambda round: 0.5**round)
+    values = []
+    with DiLoCo(
+        model,
+        optimizer,
+        sync_every=1,
+        overlap=Eager(),
+        outer=outer,
+        wire="fp32",
+        weight=1.0 - rank,
+    ) as diloco:
+        for _ in range(5):
+            model.weight.grad = torch.full((1, 1), rank - 1.0)
+            optimizer.step()
+            values.append(diloco.parts[0].outer.item())
+        diloco.flush()
+    return values
+
+
+def test_a_replica_of_weight_zero_has_the_outer_rate_of_the_round_that_it_sends(workers) -> None:
+    # Eager takes lr(t) * (mean(t-1) + own(t) - own(t-1)). The mean is 1, and so is replica 0's own
+    # share; but before the first mean tells the weights, each share counts as a half.
+    rates = [0.5**round for round in range(5)]
+    first = [rates[0] * 0.5, rates[1] * 1.5, *rates[2:]]
+    second = [0.0, *rates[1:]]
+    expected = [list(accumulate(steps)) for steps in (first, second)]
+    assert workers(2).run(step_by_ones) == expected
 
 
 def flush_sums(rank: int, world: int) -> list[float]:
