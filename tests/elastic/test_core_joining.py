@@ -18,7 +18,15 @@ from elastic_process import (
     view,
 )
 
-from diloco_comm.elastic.beats import FINISHED, PULLING, READY, STOPPED, TRAINING, Beat
+from diloco_comm.elastic.beats import (
+    BROKEN,
+    FINISHED,
+    PULLING,
+    READY,
+    STOPPED,
+    TRAINING,
+    Beat,
+)
 from diloco_comm.elastic.core import Settings, beat_of, start
 from diloco_comm.elastic.core.events import (
     Boundary,
@@ -94,6 +102,15 @@ def test_a_newcomer_is_let_in_at_a_boundary() -> None:
     assert after.ids == (0, 1, 2) and after.joined == (2,)
     other = Process(start(Settings("run"), member(2)), to_bytes(after))
     assert other.poll() == [Form(after, "join")]
+
+
+def test_who_cannot_reach_the_largest_group_goes_on_alone_when_that_group_does_nothing() -> None:
+    one = view(0, 1, 2, 3)
+    process = Process(training(3, one))
+    process.tell(Broke(one.number, missing=(0, 1, 2)))
+    others = [beat(id, BROKEN, one, unreachable=("n3",)) for id in range(3)]
+    assert not [action for action in process.polls(2, *others) if isinstance(action, Swap)]
+    assert proposal(process.polls(SUSPECT_AFTER, *others)).ids == (3,)
 
 
 def test_so_many_join_that_the_registry_holds_this_record_and_the_next() -> None:

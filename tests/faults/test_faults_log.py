@@ -41,17 +41,16 @@ def wait_and_tell(rank: int, world: int, address: Address) -> list[str]:
 
 
 def send_slowly(rank: int, world: int) -> list[str]:
-    """Both have begun; their payloads need four seconds."""
+    """Both have begun; their payloads need two seconds."""
     lines = listen_to_the_log()
-    ex, params = Exchange.from_group(), [torch.zeros(100_000)]
+    ex, params = Exchange.from_group(), [torch.zeros(50_000)]
     ex.emulate_link(gbps=0.0002, rtt_ms=0.0)
     with ex:
-        buffers = ex.buffers(100_000, WireFormat("int8"))
+        buffers = ex.buffers(50_000, WireFormat("int8"))
         ex.start(buffers, outer=None, params=params, header=Header(fragment=0, round=7)).wait()
     return lines
 
 
-@pytest.mark.nightly("4 s; the first tier has other waits that are told")
 def test_a_wait_for_payloads_is_told_to_the_log(fresh_workers: Fresh) -> None:
     for lines in fresh_workers(2).run(send_slowly, timeout=60):
         assert lines[0].startswith("waiting for the payloads and votes of sync of fragment 0, rou")
