@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,35 @@ def norms_between_steps(rank: int, world: int) -> list[float]:
             train(model, optimizer, mesh, range(8))
             norms += [metrics.pseudo_gradient_norm for metrics in diloco.metrics()]
     return norms
+
+
+def norms_of_partly_sharded(rank: int, world: int) -> list[list[float]]:
+    """Of a fragment with parameters that both workers hold whole, before and after the shards."""
+    mesh, norms = make_mesh(world), []
+    for is_sharded in (False, True):
+        model = Regression(width=WIDTH)
+        for module in model.layers[1:] if is_sharded else ():
+            fully_shard(module, mesh=inside(mesh))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        for param in model.parameters() if is_sharded else ():
+            if not isinstance(param, DTensor):
+                param.register_post_accumulate_grad_hook(partial(sum_gradient, mesh=inside(mesh)))
+        optimizer, diloco = attach(model, mesh, sync_every=4, fragments=1, norms=True)
+        with diloco:
+            train(model, optimizer, mesh, range(8))
+            norms.append([metrics.pseudo_gradient_norm for metrics in diloco.metrics()])
+    return norms
+
+
+def sum_gradient(param: Tensor, mesh: DeviceMesh) -> None:
+    assert param.grad is not None
+    dist.all_reduce(param.grad, group=mesh.get_group())
+
+
+def test_what_both_workers_hold_counts_once_in_the_norms(workers) -> None:
+    for plain, sharded in workers(4).run(norms_of_partly_sharded):
+        assert len(plain) == 2 and sharded == pytest.approx(plain, rel=1e-6)
 
 
 def test_norms_with_steps_that_send_nothing(workers) -> None:
