@@ -301,7 +301,7 @@ def norms_between_steps(rank: int, world: int) -> list[float]:
 
 
 def norms_of_partly_sharded(rank: int, world: int) -> list[list[float]]:
-    """Of a fragment with parameters that both workers hold whole, before and after the shards."""
+    """A fragment begins and ends with parameters that both workers hold whole."""
     mesh, norms = make_mesh(world), []
     for is_sharded in (False, True):
         model = Regression(width=WIDTH)
