@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,16 @@ def make_model(mesh: DeviceMesh | None, **policy: Any) -> nn.Module:
     model = Regression(width=WIDTH)
     if mesh is None:
         return model
-    for module in [*model.layers, model]:
+    shard([*model.layers, model], mesh, **policy)
+    return model
+
+
+def shard(modules: Iterable[Any], mesh: DeviceMesh, **policy: Any) -> None:
+    for module in modules:
         fully_shard(module, mesh=inside(mesh), **policy)
         # One worker has the replica's batch, so that the sum over workers is exact.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    return model
 
 
 def attach(
@@ -305,13 +310,12 @@ def norms_of_partly_sharded(rank: int, world: int) -> list[list[float]]:
     mesh, norms = make_mesh(world), []
     for is_sharded in (False, True):
         model = Regression(width=WIDTH)
-        for module in model.layers[1:] if is_sharded else ():
-            fully_shard(module, mesh=inside(mesh))
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-        for param in model.parameters() if is_sharded else ():
-            if not isinstance(param, DTensor):
-                param.register_post_accumulate_grad_hook(partial(sum_gradient, mesh=inside(mesh)))
+        if is_sharded:
+            shard(model.layers[1:], mesh)
+            for param in model.parameters():
+                if not isinstance(param, DTensor):
+                    add = partial(sum_gradient, mesh=inside(mesh))
+                    param.register_post_accumulate_grad_hook(add)
         optimizer, diloco = attach(model, mesh, sync_every=4, fragments=1, norms=True)
         with diloco:
             train(model, optimizer, mesh, range(8))

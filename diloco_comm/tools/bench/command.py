@@ -297,8 +297,7 @@ def tune(
         reports.check_output(option, path)
     if not _in_group(nprocs, "gloo"):
         return
-    wires = _described(wire, block_size)
-    report = _report("tune", wire=wires, size=size, settings=settings)
+    report = _report("tune", wire=_described(wire, block_size), size=size, settings=settings)
     found = bench.run(report, settings)
     chosen = found["config"]
     config = {
