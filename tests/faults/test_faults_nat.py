@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import struct
@@ -18,10 +19,13 @@ import pytest
 import torch
 from exchange_helpers import folder_of, make_folders
 from fault_replicas import make_model, make_optimizer, take_inner_step
+from frozen_file import collect, differences, in_rotation, run_death
+from frozen_table import DEATHS, POLICIES, WIRES, Setting
 from workers import Pool
 from zygote import Job, Zygote
 
 from diloco_comm import DiLoCo, Elastic, Link, StorePeers, SyncError, connect_store
+from diloco_comm.base.service.addresses import parse_address
 from diloco_comm.base.service.keys import make_keys
 
 pytestmark = [
@@ -98,11 +102,13 @@ class Site:
 
 
 @contextmanager
-def opened(zygote: Zygote, reason: str, root: Path, keyed: bool) -> Iterator[Site]:
-    """Make four homes; run a recorder, a store, a registry and a relay on their bridge."""
+def opened(
+    zygote: Zygote, reason: str, root: Path, keyed: bool = False, num_homes: int = 4
+) -> Iterator[Site]:
+    """Make homes; run a recorder, a store, a registry and a relay on their bridge."""
     if reason:
         pytest.skip(reason)
-    with cut_links.Homes(4) as made, ExitStack() as jobs:
+    with cut_links.Homes(num_homes) as made, ExitStack() as jobs:
 
         def start(script: str, begin: str, *words: Any) -> str:
             job = Job(zygote, script, made.hub, *words)
@@ -250,3 +256,62 @@ def test_an_elastic_group_of_homes(
         pool = fresh_workers(4, init_group=False)
         ends = pool.run(in_elastic_group, site, expect_exit={DEAD}, timeout=150)
         check(site, ends, (0, 1, 2))
+
+
+# ------------------------------------------------------------------------- every policy and size
+
+SIZES = range(2, 9)
+
+
+def rows() -> list[Setting]:
+    """Each policy at two sizes; replicas fail, join, are reset and save, but no process dies."""
+    wires, sizes = itertools.cycle(WIRES), itertools.cycle(SIZES)
+    events = itertools.cycle(["kill", "join", "reset", "resume", "plain"])
+    twice = [*POLICIES, *POLICIES]
+    return [Setting(policy, next(wires), next(sizes), next(events)) for policy in twice]
+
+
+def rows_of_deaths() -> list[Setting]:
+    """Each policy once, and each size; the last replica's process is killed."""
+    wires, sizes = itertools.cycle(WIRES), itertools.cycle(SIZES)
+    places = itertools.cycle(DEATHS)
+    return [
+        Setting(policy, next(wires), max(DEATHS[place], next(sizes)), f"death-{place}")
+        for policy, place in zip(POLICIES, places, strict=False)
+    ]
+
+
+def through_the_relay(site: Site) -> dict[str, Any]:
+    """The options of a run whose replicas are at the homes of a site."""
+    link = Link("tcp", relay=site.relay, suspect_after=SUSPECT_AFTER_S)
+    return {"link": link, "homes": site.homes, "address": parse_address(site.store)}
+
+
+@pytest.mark.nightly("24 rows of up to eight processes, twice; the fixed group has one policy")
+@pytest.mark.timeout(300)
+def test_every_policy_behind_routers_gives_the_bits_of_gloo(
+    fresh_workers: Callable[..., Pool], zygote: Zygote, reason: str, tmp_path: Path
+) -> None:
+    """The rounds, the outer steps and all that the replicas hold are as on one machine."""
+    pairs = [*in_rotation(row.name for row in rows()).items()]
+    expected = collect(fresh_workers(max(SIZES), init_group=False), pairs)
+    with opened(zygote, reason, tmp_path, num_homes=max(SIZES)) as site:
+        found = collect(
+            fresh_workers(max(SIZES), init_group=False), pairs, **through_the_relay(site)
+        )
+    assert {name: bits for name, bits in expected.items() if isinstance(bits, str)} == {}
+    texts = {name: differences(found[name], expected[name]) for name, _ in pairs}
+    assert {name: text for name, text in texts.items() if text} == {}
+
+
+@pytest.mark.nightly("up to eight processes; the fixed group has a death")
+@pytest.mark.parametrize("row", rows_of_deaths(), ids=lambda row: row.name)
+def test_a_death_behind_routers_gives_the_bits_of_gloo(
+    fresh_workers: Callable[..., Pool], zygote: Zygote, reason: str, tmp_path: Path, row: Setting
+) -> None:
+    impl = in_rotation([row.name])[row.name]
+    expected = run_death(fresh_workers, row.name, impl)
+    assert not isinstance(expected, str), expected
+    with opened(zygote, reason, tmp_path, num_homes=row.world) as site:
+        found = run_death(fresh_workers, row.name, impl, **through_the_relay(site))
+    assert differences(found, expected) == []

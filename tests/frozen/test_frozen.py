@@ -90,7 +90,7 @@ def test_death(name: str, fresh_workers: Callable[..., Pool]) -> None:
     "names", [ONE_OF_EACH, TRAVELLING], ids=["one of each event", "all that travel"]
 )
 def test_a_single_port_gives_the_same_bits(names: list[str], crew: Crew) -> None:
-    found = run_rows(crew.pool, in_rotation(names), backend="tcp")
+    found = run_rows(crew.pool, in_rotation(names), link="tcp")
     texts = {name: differences(found[name], EXPECTED[name]) for name in names}
     assert {name: text for name, text in texts.items() if text} == {}
 
@@ -100,7 +100,7 @@ def test_a_single_port_gives_the_same_bits(names: list[str], crew: Crew) -> None
     [DEATHS[0], *(pytest.param(name, marks=nightly) for name in DEATHS[1:])],
 )
 def test_death_over_a_single_port(name: str, fresh_workers: Callable[..., Pool]) -> None:
-    found = run_death(fresh_workers, name, IN_ROTATION[name], backend="tcp")
+    found = run_death(fresh_workers, name, IN_ROTATION[name], link="tcp")
     assert differences(found, EXPECTED[name]) == [], f"with {IN_ROTATION[name]}"
 
 

@@ -36,8 +36,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_rows(link: str, device: str, rows: str, replicas, stand_in: str) -> None:
     # The stand-in has no collectives for the workers of one replica.
     names = [n for n in ROWS[rows] if device != "lagging" or not n.endswith(" workers")]
-    found = run_rows(
-        replicas, dict.fromkeys(names, ""), backend=link, device=device, library=stand_in
-    )
+    found = run_rows(replicas, dict.fromkeys(names, ""), link=link, device=device, library=stand_in)
     texts = {name: differences(found[name], EXPECTED[name]) for name in names}
     assert {name: text for name, text in texts.items() if text} == {}

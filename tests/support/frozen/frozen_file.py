@@ -166,12 +166,20 @@ def run_death(pool_of: Callable[..., Pool], name: str, impl: str, **options: Any
 
 
 def collect(
-    pool: Pool, pairs: Sequence[tuple[str, str]], killed: Collection[int] = (), **options: Any
+    pool: Pool,
+    pairs: Sequence[tuple[str, str]],
+    killed: Collection[int] = (),
+    address: tuple[str, int] | None = None,
+    **options: Any,
 ) -> dict[str, Bits | str]:
-    """Let a pool train rows; put together what the replicas of each have."""
+    """Let a pool train rows; put together what the replicas of each have.
+
+    Args:
+        address: Host and port of the store of the rows; None: the pool's.
+    """
     lists = pool.run(
         run_entries,
-        pool.store,
+        address or pool.store,
         f"run {next(_RUNS)}",
         pairs,
         timeout=100,

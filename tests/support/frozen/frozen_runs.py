@@ -20,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import cut_links
 import devices
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from diloco_comm import DiLoCo, SyncError
+from diloco_comm import DiLoCo, Link, SyncError
 from diloco_comm.ops.digests import digest_of
 from diloco_comm.options import grouped
 from diloco_comm.training import presets
@@ -97,9 +98,9 @@ class Member:
         store: dist.Store | None,
         device: torch.device,
         impl: str = "",
-        backend: str | None = None,
+        link: Link | str = "gloo",
     ) -> None:
-        self.setting, self.replica, self.store, self.backend = setting, replica, store, backend
+        self.setting, self.replica, self.store, self.link = setting, replica, store, link
         self.device, self.impl = device, impl
         self.rounds: list[str] = []
         self.payloads: list[str] = []
@@ -116,7 +117,7 @@ class Member:
         if self.store is not None:
             options["store"] = dist.PrefixStore(f"{self.setting.name} {part}", self.store)
             options["replica"] = self.replica
-        options |= {"timeout": TIMEOUT_S, "impl": self.impl, "backend": self.backend}
+        options |= {"timeout": TIMEOUT_S, "impl": self.impl, "link": self.link}
         self.diloco = make(self.model, self.optimizer, **grouped({**arguments, **options}))
         self.diloco.on_sync(self._synced)
         self._record_payloads()
@@ -254,7 +255,7 @@ def run_entry(
     *,
     replica: int,
     store: dist.Store | None,
-    backend: str | None = None,
+    link: Link | str = "gloo",
 ) -> Bits | None:
     """Train one replica of a row; None of a replica that does not see the end.
 
@@ -262,10 +263,10 @@ def run_entry(
         device: Device of the model.
         impl: Implementation of the operators.
         store: Where the replicas of the row meet.
-        backend: See ``diloco_comm.Link``.
+        link: How payloads travel, see ``DiLoCo``.
     """
     setting = Setting.parse(name)
-    member = Member(setting, replica, store, device, impl, backend)
+    member = Member(setting, replica, store, device, impl, link)
     return RUNS.get(setting.event.partition("-")[0], run_plain)(member)
 
 
@@ -394,7 +395,8 @@ def run_entries(
     library: str = "",
     num_threads: int = 1,
     mutant: str = "",
-    backend: str | None = None,
+    link: Link | str = "gloo",
+    homes: Sequence[str] = (),
 ) -> list[Bits | str | None]:
     """Train rows one after the other, each with an implementation.
 
@@ -402,11 +404,14 @@ def run_entries(
         run: Tells apart the runs that share a store.
         device: Name of the device of all models, see ``devices.use``.
         library: File of the stand-in device.
-        backend: How payloads travel, see ``diloco_comm.Link``.
+        link: How payloads travel, see ``DiLoCo``.
+        homes: The network namespace of each worker; empty: all stay where they are.
 
     Returns:
         For each row its bits, the text of an error, or None where this worker has no part.
     """
+    if homes:
+        cut_links.enter(homes[rank])
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     own_store = dist.PrefixStore(run, store)
     torch.set_num_threads(num_threads)
@@ -419,7 +424,7 @@ def run_entries(
             continue
         try:
             with changed(mutant):
-                more = {"replica": replica, "store": own_store, "backend": backend}
+                more = {"replica": replica, "store": own_store, "link": link}
                 found.append(run_entry(name, place, impl, **more))
         except Exception:
             found.append(traceback.format_exc(limit=-3))
