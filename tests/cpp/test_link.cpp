@@ -4,6 +4,8 @@
 #include <sys/wait.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <thread>
 #include <tuple>
 
@@ -283,6 +285,27 @@ void test_connections_stay() {
     const Work recv = members[2].recv(0, 1, received);
     EXPECT(members[0].wait(members[0].send(2, 1, sent)) && members[2].wait(recv));
     EXPECT(sent == received);
+}
+
+// connect() that has missed news looks again after 100 ms. A loaded machine is rarely as slow.
+void test_news_is_not_missed() {
+    const std::vector<LinkPtr> links{open_link(), open_link()};
+    const Places peers = places(links);
+    allow_all(links);
+    std::atomic<int> num_slow = 0;
+    std::array<std::vector<Member>, 2> members;
+    const auto connect = [&](size_t rank) {
+        for (int i = 0; i < 4000; ++i) {
+            const auto begin = std::chrono::steady_clock::now();
+            members[rank].emplace_back(links[rank], 1);
+            members[rank].back().connect(std::to_string(i), static_cast<int>(rank), peers);
+            num_slow += std::chrono::steady_clock::now() - begin > 90ms;
+        }
+    };
+    std::thread other(connect, 1);
+    connect(0);
+    other.join();
+    EXPECT(num_slow < 8);
 }
 
 // An older group's messages do not reach the receives of a newer one.
@@ -749,6 +772,7 @@ void test_all() {
     test_cancel();
     test_close_under_way();
     test_connections_stay();
+    test_news_is_not_missed();
     test_epochs_are_apart();
     test_peer_closes();
     test_connection_breaks();

@@ -75,6 +75,8 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
         while (true) {
             const auto now = Clock::now();
             const bool is_asking = now >= next_ask;
+            // Looking writes, without the lock: what comes meanwhile is looked at again.
+            const uint64_t num_seen = num_changes_;
             if (is_asking) next_ask = now + kAskPeriod;
             if (are_connected(lock, call, is_asking)) break;
             if (is_closing_) throw std::runtime_error("the link was closed");
@@ -88,7 +90,8 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
                 continue;
             }
             const auto left = std::chrono::ceil<milliseconds>(call.deadline - now);
-            changed_.wait_for(lock, std::min(left, kCheckPeriod));
+            changed_.wait_for(lock, std::min(left, kCheckPeriod),
+                              [&] { return num_changes_ != num_seen; });
         }
     } catch (...) {
         if (!lock.owns_lock()) lock.lock();

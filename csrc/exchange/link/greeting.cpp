@@ -326,7 +326,7 @@ void Link::settle(Lock& lock, const ConnectionPtr& connection, bool is_own) {
     connection->state = State::kOpen;
     connection->heard_at = Clock::now();
     ++num_connects_;
-    changed_.notify_all();
+    announce();
 }
 
 // --------------------------------------------------------------------------------------- dials
@@ -486,7 +486,7 @@ void Link::dial_failed(Dial& dial, const std::string& trouble) {
         dial.retry_at += dial.pause;
         dial.pause = std::min(2 * dial.pause, kLongestPause);
     }
-    changed_.notify_all();
+    announce();
 }
 
 void Link::stop_dial(Lock& lock, link::Lane& lane) {

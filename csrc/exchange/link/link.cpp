@@ -162,7 +162,7 @@ void Link::close() {
                 }
             }
         }
-        changed_.notify_all();
+        announce();
         shake_due_.notify_all();
         wake();
     }
@@ -261,6 +261,11 @@ void Link::wake() {
     if (std::exchange(is_woken_, true)) return;
     const uint64_t one = 1;
     if (write(wakeup_.get(), &one, sizeof(one)) < 0) is_woken_ = false;
+}
+
+void Link::announce() {
+    ++num_changes_;
+    changed_.notify_all();
 }
 
 void Link::serve(Lock& lock, const ConnectionPtr& connection) {
@@ -436,7 +441,7 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
     if (kind == FrameKind::kPing || kind == FrameKind::kPong) {
         if (kind == FrameKind::kPing) connection->put(FrameKind::kPong);
         mark_ready(connection);
-        return changed_.notify_all();
+        return announce();
     }
     if (kind == FrameKind::kData) connection->left = frame.length;
     const ChannelPtr channel = channel_of(*connection->peer, frame);
@@ -459,7 +464,7 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
                 static_cast<int>(frame.tag) < channel->own_lanes) {
                 channel->answer_join(static_cast<int>(frame.tag));
             }
-            changed_.notify_all();
+            announce();
             break;
         case FrameKind::kGrant:
             channel->on_grant(frame);
@@ -487,7 +492,7 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
             channel->ended.insert(frame.number);
             end_all(lock, *channel, frame.number,
                     closed_by(*connection->peer, "it has closed the group"));
-            changed_.notify_all();
+            announce();
             break;
     }
 }
@@ -580,7 +585,7 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
         it.bulk.clear();
         it.batch.clear();
     }
-    changed_.notify_all();
+    announce();
 }
 
 // Writes what waits, says that no more will come, and reads until the peers have heard it: a socket
