@@ -114,7 +114,6 @@ def live(
     return End(samples, diloco.inner_step, outer, totals, set((places // BATCH).tolist()))
 
 
-@pytest.mark.nightly("8 s; test_leases has the book's turns without processes")
 def test_a_turn_of_the_book_that_breaks_off(
     fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
 ) -> None:

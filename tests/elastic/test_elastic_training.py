@@ -239,7 +239,6 @@ def test_another_one_dies_in_the_change(
     assert ends[0].members == (0, 3)
 
 
-@pytest.mark.nightly("6 s; test_sharded_failures has a death of one of two workers and a newcomer")
 @pytest.mark.slow
 def test_a_replica_of_two_workers_dies_and_another_joins(
     fresh_workers: Callable[..., Pool], registry: Host

@@ -160,7 +160,7 @@ def join_lightning(
     return rates, all(is_alike), [path.stem for path in home.glob("*.ckpt")]
 
 
-@pytest.mark.nightly("6 s each; test_inner_state has the sentence about a plain loop")
+@pytest.mark.nightly("6 s each; they differ in the trainer", but=["huggingface"])
 @pytest.mark.parametrize(
     "join",
     [

@@ -35,9 +35,6 @@ TINY = ChaosSettings(
 PAGE = "tutorials/demo.md"
 
 
-@pytest.mark.nightly(
-    "a minute; test_elastic_training has a death and a join, test_registry a restart"
-)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_events_have_their_effect(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ TINY = DecoupledDemo(
 PAGE = "tutorials/demo.md"
 
 
-@pytest.mark.nightly("14 s; test_decoupled_faults has a killed syncer")
 @pytest.mark.timeout(600)
 def test_the_others_go_on(tmp_path: Path) -> None:
     text = Console(file=(tmp_path / "text").open("w"), force_terminal=False, width=160)

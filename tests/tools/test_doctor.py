@@ -88,7 +88,6 @@ def facts_with(**changes: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------ the command
 
 
-@pytest.mark.nightly("18 s; the first tier has the self-test")
 @pytest.mark.fresh_interpreter
 def test_first_example_passes_its_own_test() -> None:
     first, *_ = examples(doctor_command.EXAMPLES)

@@ -12,7 +12,7 @@ namespace diloco::link {
 namespace {
 
 // Bytes that may lie unsent in the kernel: what is urgent waits behind them.
-constexpr int kMostUnsent = 256 * 1024;
+constexpr int kMostUnsent = 128 * 1024;
 
 void set_option(int fd, int level, int name, int value) {
     setsockopt(fd, level, name, &value, sizeof(value));

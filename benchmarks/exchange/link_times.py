@@ -1,0 +1,232 @@
+"""Measure how long the link of a single port takes to connect, and how long what is urgent waits.
+
+    sudo python -m benchmarks.exchange.long_network --rate 32mbit --round-trip 80 \\
+        --benchmark exchange.link_times
+
+Two ranks begin each connection at the same moment, and the slower one counts. A router that forgets
+a connection is played by rank 0, which ends its sockets. A small message that goes to and fro while
+both ranks send bulk shows how long a vote waits behind payloads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.exchange.steady_rounds import make_store
+from benchmarks.support import common
+from diloco_comm import DiLoCo, Link, StorePeers
+from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs, remove
+from diloco_comm.exchange.membership.own_link import Dial, OwnLink
+
+T = TypeVar("T")
+
+# Seconds after which a rank says that it will begin, and after which nothing is waited for.
+_SOON_S, _LIMIT_S = 0.5, 60.0
+_POLL_S = 0.002
+_SMALL = 64
+_PINGS = 10
+
+
+def together() -> None:
+    """Return at the same moment on all ranks, which are processes of one machine."""
+    begin = torch.tensor([time.monotonic() + _SOON_S], dtype=torch.float64)
+    dist.broadcast(begin, 0)
+    time.sleep(max(0.0, begin.item() - time.monotonic()))
+
+
+def slowest(call: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds of a call on the slowest rank, and its result; a collective call."""
+    together()
+    begin = time.monotonic()
+    result = call()
+    seconds = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item(), result
+
+
+def wait_until_closed(own: OwnLink) -> None:
+    end = time.monotonic() + _LIMIT_S
+    while own.counters()["open"] > 0:
+        if time.monotonic() > end:
+            raise TimeoutError(f"the connections have not ended within {_LIMIT_S:g} s")
+        time.sleep(_POLL_S)
+
+
+class Pair:
+    """The links of both ranks; a context manager.
+
+    Args:
+        keys: The folder of this rank's keys; None without keys.
+    """
+
+    def __init__(self, rank: int, keys: Path | None) -> None:
+        self.rank = rank
+        self.own = OwnLink(None, None, None if keys is None else LinkKeys.read(keys))
+        self.ways: list[dict[str, str]] = [{}, {}]
+        dist.all_gather_object(self.ways, self.own.ways())
+        self.groups: list[Any] = []
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.groups = []
+        dist.barrier()
+        self.own.close()
+
+    def connect(self, token: str) -> None:
+        dial = Dial(self.own, token, [0, 1], self.ways)
+        self.groups = dial.groups(self.rank, 1, _LIMIT_S, "the groups")
+
+    def cut(self) -> None:
+        """End the connections, as rank 0 sees them."""
+        ports = {int(way["address"].rpartition(":")[2]) for way in self.ways}
+        for name in os.listdir("/proc/self/fd") if self.rank == 0 else ():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+                if {one.getsockname()[1], one.getpeername()[1]} & ports:
+                    one.shutdown(socket.SHUT_RDWR)
+        wait_until_closed(self.own)
+
+
+@contextlib.contextmanager
+def folder_of_keys(rank: int) -> Iterator[Path]:
+    """Make keys for both ranks, each of which lets the other one in; a collective call."""
+    with tempfile.TemporaryDirectory(prefix="diloco-keys-") as place:
+        root = [place]
+        dist.broadcast_object_list(root)
+        folders = [Path(root[0]) / str(number) for number in range(2)]
+        if rank == 0:
+            for number in range(2):
+                make_pairs(folders[number], [f"r{number}"])
+            for number in range(2):
+                allow(folders[number], [folders[1 - number] / f"r{1 - number}.key"])
+        dist.barrier()
+        yield folders[rank]
+        dist.barrier()
+
+
+def connections(rank: int, keys: Path | None, samples: int) -> dict[str, list[float]]:
+    """Return the seconds of a first connection, of a further group, and of a reconnection."""
+    found: dict[str, list[float]] = {"first": [], "further group": [], "reconnect": []}
+    for _ in range(samples):
+        with Pair(rank, keys) as pair:
+            found["first"].append(slowest(partial(pair.connect, "1"))[0])
+            found["further group"].append(slowest(partial(pair.connect, "2"))[0])
+            pair.cut()
+            found["reconnect"].append(slowest(partial(pair.connect, "3"))[0])
+    return found
+
+
+def removal(rank: int, keys: Path) -> float:
+    """Return the seconds after which the connections of a removed key have ended."""
+    with Pair(rank, keys) as pair:
+        pair.connect("1")
+
+        def end() -> None:
+            if rank == 0:
+                remove(keys, "r1")
+            wait_until_closed(pair.own)
+
+        return slowest(end)[0]
+
+
+def urgent(rank: int, num_bytes: int) -> dict[str, list[float]]:
+    """Return the seconds of a small message to the other rank and back, alone and beside bulk."""
+    found: dict[str, list[float]] = {}
+    with Pair(rank, None) as pair:
+        pair.connect("1")
+        small, bulk = pair.groups
+        own, theirs = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+        for name in ("alone", "beside bulk"):
+            together()
+            works: list[Any] = []
+            if name == "beside bulk":
+                works = [bulk.recv([theirs], 1 - rank, 0), bulk.send([own], 1 - rank, 0)]
+            found[name] = _pings(small, rank, works)
+            for work in works:
+                work.wait()
+    return found
+
+
+def _pings(group: Any, rank: int, works: list[Any]) -> list[float]:
+    """Send a word to and fro, ten times and as long as no work has ended; rank 0 says how long."""
+    word = torch.zeros(_SMALL, dtype=torch.uint8)
+    found: list[float] = []
+    while word[0] == 0:
+        if rank == 0:
+            is_last = len(found) + 1 == _PINGS or any(work.is_completed() for work in works)
+            word[0] = int(is_last)
+        begin = time.monotonic()
+        for step in [group.send, group.recv] if rank == 0 else [group.recv, group.send]:
+            step([word], 1 - rank, 0).wait()
+        found.append(time.monotonic() - begin)
+    return found
+
+
+def of_training(rank: int, samples: int) -> dict[str, list[float]]:
+    """Return the seconds of ``DiLoCo`` and of ``change_group``: agreement, and connections."""
+    found: dict[str, list[float]] = {"DiLoCo": [], "change_group": []}
+    store = make_store(rank)
+    for number in range(samples):
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        peers = StorePeers(store, replica=rank, members=[0, 1], name=str(number))
+        make = partial(DiLoCo, model, optimizer, sync_every=1, peers=peers, link=Link("tcp"))
+        seconds, diloco = slowest(make)
+        with contextlib.closing(diloco):
+            found["DiLoCo"].append(seconds)
+            found["change_group"].append(slowest(partial(diloco.change_group, [0, 1]))[0])
+            dist.barrier()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("-n", "--samples", type=int, default=5, help="of each connection")
+    add("-b", "--bytes", type=common.parse_size, default="16M", help="of bulk in each direction")
+    add("--link", default="loopback", help="what the link is, for the report")
+    common.add_output(parser)
+    args = parser.parse_args()
+    if not common.is_worker():
+        common.relaunch(2)
+        return 0
+    rank, world = common.init_workers()
+    report = common.Report("link_times", quiet=rank != 0, workers=world, link=args.link)
+    with folder_of_keys(rank) as keys:
+        found = {
+            "without keys": connections(rank, None, args.samples),
+            "with keys": connections(rank, keys, args.samples),
+            "training": of_training(rank, args.samples),
+            "urgent": urgent(rank, args.bytes),
+            "key": {"removed": [removal(rank, keys)]},
+        }
+    results = {
+        kind: {name: common.summary(seconds) for name, seconds in rows.items()}
+        for kind, rows in found.items()
+    }
+    report.print(f"#{'':>13} {'':>14} {'median':>8} {'longest':>8}  (s)")
+    for kind, rows in found.items():
+        for name, seconds in rows.items():
+            median, longest = statistics.median(seconds), max(seconds)
+            report.print(f" {kind:>13} {name:>14} {median:8.3f} {longest:8.3f}")
+    common.finish(report, results, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
