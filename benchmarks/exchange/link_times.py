@@ -3,9 +3,9 @@
     sudo python -m benchmarks.exchange.long_network --rate 32mbit --round-trip 80 \\
         --benchmark exchange.link_times
 
-Two ranks begin each connection at the same moment, and the slower one counts. A router that forgets
-a connection is played by rank 0, which ends its sockets. A small message that goes to and fro while
-both ranks send bulk shows how long a vote waits behind payloads.
+Two ranks begin each connection at the same moment, and the slower one counts. Rank 0 breaks the
+connections, and both ranks have seen that before they connect again. A small message that goes to
+and fro while both ranks send bulk shows how long a vote waits behind payloads.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -38,14 +39,18 @@ T = TypeVar("T")
 _SOON_S, _LIMIT_S = 0.5, 60.0
 _POLL_S = 0.002
 _SMALL = 64
-_PINGS = 10
+# Trips of a small message; the first ones find no bulk yet, and in the last one the bulk may end.
+_TRIPS, _FIRST_TRIPS = 13, 2
 
 
 def together() -> None:
     """Return at the same moment on all ranks, which are processes of one machine."""
     begin = torch.tensor([time.monotonic() + _SOON_S], dtype=torch.float64)
     dist.broadcast(begin, 0)
-    time.sleep(max(0.0, begin.item() - time.monotonic()))
+    left = begin.item() - time.monotonic()
+    if left < 0:
+        raise RuntimeError(f"this rank has heard of the beginning {-left:.1f} s too late")
+    time.sleep(left)
 
 
 def slowest(call: Callable[[], T]) -> tuple[float, T]:
@@ -83,9 +88,10 @@ class Pair:
     def __enter__(self) -> Pair:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         self.groups = []
-        dist.barrier()
+        if error is None:
+            dist.barrier()
         self.own.close()
 
     def connect(self, token: str) -> None:
@@ -95,16 +101,17 @@ class Pair:
     def cut(self) -> None:
         """End the connections, as rank 0 sees them."""
         ports = {int(way["address"].rpartition(":")[2]) for way in self.ways}
-        for name in os.listdir("/proc/self/fd") if self.rank == 0 else ():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-                if {one.getsockname()[1], one.getpeername()[1]} & ports:
+        for connection in psutil.Process().net_connections("tcp") if self.rank == 0 else ():
+            ends = {end.port for end in (connection.laddr, connection.raddr) if end}
+            if connection.status == psutil.CONN_ESTABLISHED and ends & ports:
+                with socket.socket(fileno=os.dup(connection.fd)) as one:
                     one.shutdown(socket.SHUT_RDWR)
         wait_until_closed(self.own)
 
 
 @contextlib.contextmanager
 def folder_of_keys(rank: int) -> Iterator[Path]:
-    """Make keys for both ranks, each of which lets the other one in; a collective call."""
+    """Make keys for both ranks, which let each other in; a collective call."""
     with tempfile.TemporaryDirectory(prefix="diloco-keys-") as place:
         root = [place]
         dist.broadcast_object_list(root)
@@ -131,17 +138,25 @@ def connections(rank: int, keys: Path | None, samples: int) -> dict[str, list[fl
     return found
 
 
-def removal(rank: int, keys: Path) -> float:
+def removals(rank: int, keys: Path, samples: int) -> list[float]:
     """Return the seconds after which the connections of a removed key have ended."""
-    with Pair(rank, keys) as pair:
-        pair.connect("1")
+    found = []
+    for number in range(samples):
+        with Pair(rank, keys) as pair:
+            pair.connect("1")
+            # The folder is looked at once a second: the removals are spread over that second.
+            time.sleep(number / samples)
 
-        def end() -> None:
-            if rank == 0:
-                remove(keys, "r1")
-            wait_until_closed(pair.own)
+            def end(own: OwnLink = pair.own) -> None:
+                if rank == 0:
+                    remove(keys, "r1")
+                wait_until_closed(own)
 
-        return slowest(end)[0]
+            found.append(slowest(end)[0])
+        if rank == 0:
+            allow(keys, [keys.parent / "1" / "r1.key"])
+        dist.barrier()
+    return found
 
 
 def urgent(rank: int, num_bytes: int) -> dict[str, list[float]]:
@@ -156,25 +171,27 @@ def urgent(rank: int, num_bytes: int) -> dict[str, list[float]]:
             works: list[Any] = []
             if name == "beside bulk":
                 works = [bulk.recv([theirs], 1 - rank, 0), bulk.send([own], 1 - rank, 0)]
-            found[name] = _pings(small, rank, works)
+            found[name] = _trips(small, rank, works)
             for work in works:
                 work.wait()
     return found
 
 
-def _pings(group: Any, rank: int, works: list[Any]) -> list[float]:
-    """Send a word to and fro, ten times and as long as no work has ended; rank 0 says how long."""
+def _trips(group: Any, rank: int, works: list[Any]) -> list[float]:
+    """Send a small message to and fro until enough trips are made, or a work has ended."""
     word = torch.zeros(_SMALL, dtype=torch.uint8)
     found: list[float] = []
     while word[0] == 0:
         if rank == 0:
-            is_last = len(found) + 1 == _PINGS or any(work.is_completed() for work in works)
+            is_last = len(found) + 1 == _TRIPS or any(work.is_completed() for work in works)
             word[0] = int(is_last)
         begin = time.monotonic()
         for step in [group.send, group.recv] if rank == 0 else [group.recv, group.send]:
             step([word], 1 - rank, 0).wait()
         found.append(time.monotonic() - begin)
-    return found
+    if len(found) <= _FIRST_TRIPS + 1:
+        raise RuntimeError("the bulk has arrived too soon: give more --bytes")
+    return found[_FIRST_TRIPS:-1]
 
 
 def of_training(rank: int, samples: int) -> dict[str, list[float]]:
@@ -191,6 +208,8 @@ def of_training(rank: int, samples: int) -> dict[str, list[float]]:
             found["DiLoCo"].append(seconds)
             found["change_group"].append(slowest(partial(diloco.change_group, [0, 1]))[0])
             dist.barrier()
+    # Rank 0 hosts the store.
+    dist.barrier()
     return found
 
 
@@ -213,7 +232,7 @@ def main() -> int:
             "with keys": connections(rank, keys, args.samples),
             "training": of_training(rank, args.samples),
             "urgent": urgent(rank, args.bytes),
-            "key": {"removed": [removal(rank, keys)]},
+            "key": {"removed": removals(rank, keys, args.samples)},
         }
     results = {
         kind: {name: common.summary(seconds) for name, seconds in rows.items()}

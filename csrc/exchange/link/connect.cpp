@@ -75,7 +75,7 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
         while (true) {
             const auto now = Clock::now();
             const bool is_asking = now >= next_ask;
-            // Looking writes, without the lock: what comes meanwhile is looked at again.
+            // are_connected() writes without the lock. News that comes meanwhile raises the number.
             const uint64_t num_seen = num_changes_;
             if (is_asking) next_ask = now + kAskPeriod;
             if (are_connected(lock, call, is_asking)) break;

@@ -536,6 +536,7 @@ bool Link::is_connected(const Peer& peer) {
 // Connections have ended, and messages may be lost with them.
 void Link::lose(Lock& lock, Peer& peer, const std::string& text) {
     const std::vector<link::End> ends = std::exchange(peer.ends, {});
+    announce();
     for (const auto& [token, channel] : std::map(peer.channels)) {
         if (!channel->has_lost(ends)) continue;
         switch (channel->state) {

@@ -191,7 +191,7 @@ class Link : public std::enable_shared_from_this<Link> {
     ChannelPtr channel_of(link::Peer& peer, const link::Frame& frame);
     void mark_ready(const ConnectionPtr& connection);
     void wake();
-    // What connect() waits for may have come.
+    // Lets connect() look again.
     void announce();
     void end(Lock& lock, const link::MessagePtr& message, const std::string& error,
              bool is_aborted = false);
@@ -271,7 +271,7 @@ class Link : public std::enable_shared_from_this<Link> {
     std::mutex close_mutex_;  // and close()
     mutable std::mutex mutex_;
     std::condition_variable changed_;  // for connect()
-    uint64_t num_changes_ = 0;
+    uint64_t num_changes_ = 0;  // calls of announce()
     std::condition_variable io_done_;  // for cancel()
     int num_cancelling_ = 0;
     bool is_closing_ = false;
