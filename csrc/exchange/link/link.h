@@ -271,7 +271,7 @@ class Link : public std::enable_shared_from_this<Link> {
     std::mutex close_mutex_;  // and close()
     mutable std::mutex mutex_;
     std::condition_variable changed_;  // for connect()
-    uint64_t num_changes_ = 0;  // calls of announce()
+    uint64_t num_changes_ = 0;         // calls of announce()
     std::condition_variable io_done_;  // for cancel()
     int num_cancelling_ = 0;
     bool is_closing_ = false;
