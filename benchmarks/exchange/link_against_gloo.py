@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.exchange.link_times import folder_of_keys
 from benchmarks.support import common
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.tools.bench.exchange import Sampler
@@ -84,17 +86,28 @@ def main() -> int:
     add("--wire", default="fp32,int8", help="comma list of wire formats")
     add("--lanes", type=int, default=1, help="lanes of both")
     add("--link", default="loopback", help="what the link is, for the report")
+    add("--keys", action="store_true", help="the link has keys (two processes)")
     add("--noise", action="store_true", help="gloo in the place of the link")
     common.add_output(parser)
     args = parser.parse_args()
+    if args.keys and args.nprocs != 2:
+        parser.error("--keys needs two processes")
     if not common.is_worker():
         common.relaunch(args.nprocs, preload=())
         return 0
     rank, world = common.init_workers()
     report = common.Report("link_against_gloo", quiet=rank != 0, workers=world, link=args.link)
     kinds = ("gloo", "gloo" if args.noise else "tcp")
+    stack = ExitStack()
+    keys = stack.enter_context(folder_of_keys(rank)) if args.keys else None
     exchanges = [
-        Exchange.from_group(None, lanes=args.lanes, timeout=120.0, collectives=kind)
+        Exchange.from_group(
+            None,
+            lanes=args.lanes,
+            timeout=120.0,
+            collectives=kind,
+            link_keys=keys if kind == "tcp" else None,
+        )
         for kind in kinds
     ]
     report.print("#")
@@ -113,6 +126,7 @@ def main() -> int:
             report.print(f" {wire:>9} {num_bytes:>11} {ms} {ratios}")
     for exchange in exchanges:
         exchange.close()
+    stack.close()
     common.finish(report, results, args.json)
     return 0
 
