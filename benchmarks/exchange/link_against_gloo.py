@@ -86,12 +86,10 @@ def main() -> int:
     add("--wire", default="fp32,int8", help="comma list of wire formats")
     add("--lanes", type=int, default=1, help="lanes of both")
     add("--link", default="loopback", help="what the link is, for the report")
-    add("--keys", action="store_true", help="the link has keys (two processes)")
+    add("--keys", action="store_true", help="the link has keys")
     add("--noise", action="store_true", help="gloo in the place of the link")
     common.add_output(parser)
     args = parser.parse_args()
-    if args.keys and args.nprocs != 2:
-        parser.error("--keys needs two processes")
     if not common.is_worker():
         common.relaunch(args.nprocs, preload=())
         return 0
@@ -99,7 +97,7 @@ def main() -> int:
     report = common.Report("link_against_gloo", quiet=rank != 0, workers=world, link=args.link)
     kinds = ("gloo", "gloo" if args.noise else "tcp")
     stack = ExitStack()
-    keys = stack.enter_context(folder_of_keys(rank)) if args.keys else None
+    keys = stack.enter_context(folder_of_keys(rank, world)) if args.keys else None
     exchanges = [
         Exchange.from_group(
             None,

@@ -1,4 +1,4 @@
-"""Measure how long the link of a single port takes to connect, and how long what is urgent waits.
+"""Measure how long the link of a single port takes to connect, and how long votes wait for bulk.
 
     sudo python -m benchmarks.exchange.long_network --rate 32mbit --round-trip 80 \\
         --benchmark exchange.link_times
@@ -35,7 +35,7 @@ from diloco_comm.exchange.membership.own_link import Dial, OwnLink
 
 T = TypeVar("T")
 
-# Seconds after which a rank says that it will begin, and after which nothing is waited for.
+# Seconds until all ranks begin, and the most for which a rank waits.
 _SOON_S, _LIMIT_S = 0.5, 60.0
 _POLL_S = 0.002
 _SMALL = 64
@@ -58,9 +58,7 @@ def slowest(call: Callable[[], T]) -> tuple[float, T]:
     together()
     begin = time.monotonic()
     result = call()
-    seconds = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item(), result
+    return common.slowest_of_ranks([time.monotonic() - begin])[0], result
 
 
 def wait_until_closed(own: OwnLink) -> None:
@@ -110,17 +108,18 @@ class Pair:
 
 
 @contextlib.contextmanager
-def folder_of_keys(rank: int) -> Iterator[Path]:
-    """Make keys for both ranks, which let each other in; a collective call."""
+def folder_of_keys(rank: int, world: int) -> Iterator[Path]:
+    """Make keys for all ranks, which let each other in; a collective call."""
     with tempfile.TemporaryDirectory(prefix="diloco-keys-") as place:
         root = [place]
         dist.broadcast_object_list(root)
-        folders = [Path(root[0]) / str(number) for number in range(2)]
+        folders = [Path(root[0]) / str(number) for number in range(world)]
         if rank == 0:
-            for number in range(2):
-                make_pairs(folders[number], [f"r{number}"])
-            for number in range(2):
-                allow(folders[number], [folders[1 - number] / f"r{1 - number}.key"])
+            for number, folder in enumerate(folders):
+                make_pairs(folder, [f"r{number}"])
+            public = [folder / f"r{number}.key" for number, folder in enumerate(folders)]
+            for number, folder in enumerate(folders):
+                allow(folder, [*public[:number], *public[number + 1 :]])
         dist.barrier()
         yield folders[rank]
         dist.barrier()
@@ -226,7 +225,7 @@ def main() -> int:
         return 0
     rank, world = common.init_workers()
     report = common.Report("link_times", quiet=rank != 0, workers=world, link=args.link)
-    with folder_of_keys(rank) as keys:
+    with folder_of_keys(rank, world) as keys:
         found = {
             "without keys": connections(rank, None, args.samples),
             "with keys": connections(rank, keys, args.samples),
