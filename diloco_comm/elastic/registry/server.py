@@ -22,7 +22,7 @@ from ...base.checks import number
 from ...base.extension import RefusedVersions
 from ...base.service.addresses import require_keys
 from ...base.service.keys import REVOKED, Guard, protect_server
-from ...base.service.sockets import NOBLOCK, beat, receive
+from ...base.service.sockets import beat, receive, send_to_peer
 from .journal import Journal
 from .messages import ID_BYTES, MAX_FRAME, NO_ID, Kind, Message, ProtocolError, pack, parse
 from .protocol import DROP_AFTER_S, check_beat, check_run, check_swap
@@ -223,7 +223,7 @@ class RegistryServer:
             self._records.is_durable,
             tuple(parts),
         )
-        self._socket.send_multipart([peer, *pack(message)], NOBLOCK)
+        send_to_peer(self._socket, [peer, *pack(message)])
 
 
 def _check_drop_after(value: Any) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 from torch import Tensor
 
-from ...base.service.sockets import NOBLOCK, beat, receive
+from ...base.service.sockets import beat, receive, send_to_peer
 from ...ops.digests import digest_of
 from ...rounds.part import SyncedFragment
 from ...rounds.round_log import RoundLog, state_tensors
@@ -132,7 +132,7 @@ class Donor:
         except ValueError as error:
             answer = Message(Kind.REFUSED, request.number, {"sentence": str(error)})
         # ZeroMQ drops an answer to a newcomer that is gone or does not read.
-        self._socket.send_multipart([peer, *pack(answer)], NOBLOCK, copy=False)
+        send_to_peer(self._socket, [peer, *pack(answer)], copy=False)
         self.served_bytes += len(answer.body)
 
     def _answer(self, request: Message) -> Message:
