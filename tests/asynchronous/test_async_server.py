@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zmq
 from async_helpers import (
     Flat,
     attach,
@@ -21,8 +23,10 @@ from torch import nn
 
 from diloco_comm import Link, Wire
 from diloco_comm.asynchronous.model.rules import DelayedNesterov
+from diloco_comm.asynchronous.server import service
 from diloco_comm.asynchronous.worker.link import ServerRefused
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.base.service.sockets import send_to_peer
 
 
 @pytest.mark.parametrize("name", EXAMPLE)
@@ -112,6 +116,39 @@ def test_many_runs_and_fragments_arrive_exactly() -> None:
         worker.step()
         torch.testing.assert_close(model.values(), moved, rtol=0, atol=1e-6)
         worker.close()
+
+
+@pytest.mark.parametrize("fetch", ["parameters", "updates"])
+def test_no_message_for_a_worker_with_many_small_fragments_is_refused(
+    fetch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters to start from, two updates, and downloads, each of 300 fragments."""
+    refused: list[zmq.Again] = []
+
+    def send(*arguments: Any, **options: Any) -> None:
+        try:
+            send_to_peer(*arguments, **options)
+        except zmq.Again as error:
+            refused.append(error)
+            raise
+
+    monkeypatch.setattr(service, "send_to_peer", send)
+    model = nn.ParameterList(nn.Parameter(torch.ones(3 + i % 5)) for i in range(300))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with serving() as server:
+        worker = AsyncDiLoCo(
+            model, optimizer, server=server.address, link=Link(timeout=60.0), wire="fp32",
+            attach=False, fragments=300, fetch=fetch,
+        )  # fmt: skip
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        for _ in range(2):
+            optimizer.step()
+            worker.step()
+        worker.close()
+        server.stop()
+        assert len(server.parameters()) == 300 and torch.cat(server.parameters()).eq(0).all()
+    assert not refused
 
 
 def test_a_grace_period_makes_workers_start_together() -> None:

@@ -9,7 +9,13 @@ import torch
 
 from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, layout_of
 from diloco_comm.asynchronous.protocol.messages import MAX_BATCH, MAX_BODY, Kind, Message
-from diloco_comm.asynchronous.protocol.window import Position, Window, bodies, is_within
+from diloco_comm.asynchronous.protocol.window import (
+    WINDOW_FRAGMENTS,
+    Position,
+    Window,
+    bodies,
+    is_within,
+)
 from diloco_comm.asynchronous.worker.downloads import Download
 from diloco_comm.ops.wire import WireFormat
 
@@ -28,6 +34,18 @@ def test_everything_is_asked_for_once_and_never_too_much(batch: int, window: int
         assert {p for p, count in runs.ask_again() if count == 1} == set(runs.asked)
         runs.received(rng.choice(list(runs.asked)))
     assert asked == wanted
+
+
+def test_the_runs_of_few_small_fragments_are_on_their_way() -> None:
+    wanted = [Position(0, f, r) for f in range(3 * WINDOW_FRAGMENTS) for r in range(2)]
+    runs = Window(wanted, lambda position: 4)
+    rng, asked, num_asked = random.Random(0), [], []
+    while not runs.is_empty:
+        for first, count in runs.ask():
+            asked += [first._replace(run=first.run + i) for i in range(count)]
+        num_asked.append(len({position.fragment for position in runs.asked}))
+        runs.received(rng.choice(list(runs.asked)))
+    assert asked == wanted and max(num_asked) == WINDOW_FRAGMENTS
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int8", "int4"])

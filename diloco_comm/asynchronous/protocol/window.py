@@ -5,6 +5,7 @@ A *run* is a range of a fragment's elements that travels as a whole, see ``layou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from .messages import MAX_BATCH, MAX_BODY
 
 # Bytes of runs in one request, and bytes on their way at most.
 BATCH_BYTES, WINDOW_BYTES = MAX_BATCH, 2 * MAX_BATCH
+# Fragments whose runs are on their way at most. Each small fragment takes a message of its own, and
+# a server's socket holds a limited number of messages for a peer.
+WINDOW_FRAGMENTS = 128
 
 
 class Position(NamedTuple):
@@ -49,6 +53,8 @@ class Window:
         self._batch_bytes, self._window_bytes = batch_bytes, window_bytes
         self.asked: dict[Position, int] = {}
         self._asked_bytes = 0
+        # Runs in ``asked``, by number and fragment.
+        self._num_asked: Counter[tuple[int, int]] = Counter()
 
     @property
     def is_empty(self) -> bool:
@@ -65,17 +71,21 @@ class Window:
     def _has_room(self) -> bool:
         # Wait for room for a whole batch: fewer requests.
         needed = max(self._batch_bytes, self._size_of(self._wanted[-1]))
-        return not self.asked or self._asked_bytes + needed <= self._window_bytes
+        fits = self._asked_bytes + needed <= self._window_bytes
+        return not self.asked or (fits and len(self._num_asked) < WINDOW_FRAGMENTS)
 
     def _next_batch(self) -> list[Position]:
         batch: list[Position] = []
         num_bytes = 0
         while self._wanted:
             size = self._size_of(self._wanted[-1])
-            if batch and num_bytes + size > self._batch_bytes:
+            is_full = len(self._num_asked) >= WINDOW_FRAGMENTS
+            if batch and (num_bytes + size > self._batch_bytes or is_full):
                 break
-            batch.append(self._wanted.pop())
-            self.asked[batch[-1]] = size
+            position = self._wanted.pop()
+            batch.append(position)
+            self.asked[position] = size
+            self._num_asked[position[:2]] += 1
             num_bytes += size
         self._asked_bytes += num_bytes
         return batch
@@ -87,6 +97,9 @@ class Window:
     def received(self, position: Position) -> None:
         """Note that a run has arrived."""
         self._asked_bytes -= self.asked.pop(position)
+        self._num_asked[position[:2]] -= 1
+        if not self._num_asked[position[:2]]:
+            del self._num_asked[position[:2]]
 
 
 def _consecutive(positions: list[Position]) -> Iterator[tuple[Position, int]]:

@@ -10,7 +10,7 @@ from ...base.service.keys import Guard, protect_server
 from ...base.service.sockets import beat
 from ..protocol.connections import Connections
 from ..protocol.messages import MAX_BODY, MAX_JSON
-from ..protocol.window import WINDOW_BYTES
+from ..protocol.window import WINDOW_BYTES, WINDOW_FRAGMENTS
 
 
 class Listener:
@@ -36,8 +36,10 @@ class Listener:
         self.socket.linger = 0
         self.socket.router_mandatory = True
         self.socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
-        # Room for two windows of runs: ZeroMQ learns with delay which messages have been read.
-        self.socket.sndhwm = self.socket.rcvhwm = 4 * WINDOW_BYTES // MAX_BODY
+        # A message for each fragment of a window, and as many again, because ZeroMQ notes the
+        # messages that have left by halves of the limit.
+        self.socket.sndhwm = 3 * WINDOW_FRAGMENTS
+        self.socket.rcvhwm = 4 * WINDOW_BYTES // MAX_BODY
         beat(self.socket, lost_after)
         self.socket.handshake_ivl = 5_000
         self.socket.setsockopt(zmq.BACKLOG, 1024)

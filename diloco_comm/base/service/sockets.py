@@ -8,6 +8,7 @@ import zmq
 
 # Plain integers: operations on zmq's enum flags cost more than a small message.
 NOBLOCK, POLLIN, POLLOUT = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.POLLOUT)
+EVENTS = int(zmq.EVENTS)
 
 
 def beat(socket: zmq.Socket, lost_after: float) -> None:
@@ -36,13 +37,18 @@ def send_to_peer(
 ) -> None:
     """Send a message to one peer of a ROUTER socket, without waiting.
 
-    ZeroMQ refuses a message, or drops the message in silence, if ``sndhwm`` messages wait for the
-    peer. ZeroMQ learns of messages that have left by notes of its own thread, and ``send`` reads
-    these notes once in a millisecond at most. With a limit of 8, the ninth of nine prompt answers
-    would count as the ninth that waits. A look at ``EVENTS`` reads the notes first.
+    If ``sndhwm`` messages wait for the peer, ZeroMQ refuses the message, or drops the message in
+    silence where the socket has no ``router_mandatory``. ZeroMQ's own thread notes by halves of the
+    limit which messages have left, and ``send`` reads the notes about once in a millisecond. With a
+    limit of 8, the ninth of nine prompt answers could count as the ninth that waits. A look at the
+    socket's events reads the notes first.
 
     Args:
         frames: Name of the peer, then the frames of the message.
+
+    Raises:
+        zmq.Again: If too many messages wait for the peer; only with ``router_mandatory``.
+        zmq.ZMQError: With ``EHOSTUNREACH``, if the peer is gone; only with ``router_mandatory``.
     """
-    socket.getsockopt(zmq.EVENTS)
+    socket.getsockopt(EVENTS)
     socket.send_multipart(frames, NOBLOCK, copy=copy)
