@@ -145,7 +145,7 @@ def test_kept_updates_make_room_and_go_with_their_followers(
 
 def test_a_question_during_a_grace_period_is_not_forgotten() -> None:
     options = {"size": SIZE, "wire": "int8", "fetch": "updates"}
-    with serving(RULES["delayed"], grace=0.3) as server:
+    with serving(RULES["delayed"], grace=30.0) as server:
         (one, a), (two, b) = (attach(server.address, name, **options) for name in "ab")
         for index in range(3):
             threads = [threading.Thread(target=worker.step) for worker in (a, b)]
@@ -159,6 +159,7 @@ def test_a_question_during_a_grace_period_is_not_forgotten() -> None:
             assert torch.equal(one.values(), two.values())
         a._follower.version = None
         one.descend(noise(5))
+        server.state.coordinator.grace.seconds = 0.3
         a.step()
         assert a._follower.version == 7 and not a._follower.is_refused
         a.close()

@@ -32,6 +32,7 @@ from diloco_comm.asynchronous.protocol.messages import Kind, Message
 from diloco_comm.asynchronous.protocol.payloads import PayloadFile, payload_files, read_back
 from diloco_comm.asynchronous.server.decisions.coordinator import encode
 from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.server.transfer import sending
 from diloco_comm.methods.outer import make_outer
 from diloco_comm.ops.wire import WireFormat
 
@@ -98,7 +99,7 @@ def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.Monk
 def test_a_newer_version_is_begun_when_older_ones_are_read_or_take_too_long(
     monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
-    monkeypatch.setattr("diloco_comm.asynchronous.server.transfer.sending.TURN_S", turn_s)
+    monkeypatch.setattr(sending, "TURN_S", 1e6)
     zeros = torch.zeros(7)
     with (
         serving(parameters=[zeros]) as server,
@@ -112,6 +113,7 @@ def test_a_newer_version_is_begun_when_older_ones_are_read_or_take_too_long(
         assert push_by_hand(quick, payload([1.0] * 7)).kind == Kind.OUTCOME
         quick.say(Message(Kind.PULL))
         assert quick.hear(skip=(Kind.READY,)).kind == Kind.WAIT
+        monkeypatch.setattr(sending, "TURN_S", turn_s)
         if turn_s > 1e3:
             assert quick.hear(0.5) is None
             slow.say(Message(Kind.DONE, 0, 0))

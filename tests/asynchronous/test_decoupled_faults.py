@@ -59,7 +59,7 @@ def test_a_killed_and_a_stopped_learner_hold_nobody_up(play_with: Callable[..., 
     sleeper.send_signal(signal.SIGCONT)
     play.wait_for(1, merged=3)
     # A learner of the same name takes the shared parameters.
-    play.learner(0)
+    play.learner(0, pause=0.05)
     wait_until(lambda: play.steps(0) < 50 and play.merged(0) > 3, 60)
     play.end()
     play.versions(0, 1, 2)

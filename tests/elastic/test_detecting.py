@@ -15,6 +15,7 @@ from registries import Host
 from diloco_comm import DiLoCo, Elastic
 from diloco_comm.base.store_host import open_store
 from diloco_comm.elastic.detecting import Refusals
+from diloco_comm.tools.common.workers import free_port
 
 PATIENCE_S = 60.0
 
@@ -70,7 +71,7 @@ def test_a_process_that_does_not_listen_any_more_has_ended(refusals: Refusals) -
 
 
 def test_who_takes_a_connection_again_lives(refusals: Refusals) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", free_port()))
     silent = {"one": place_of(listener)}
     place = listener.getsockname()
     meet(refusals, silent)

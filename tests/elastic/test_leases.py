@@ -180,7 +180,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(
     st.integers(1, 4), st.sampled_from((REPEAT, SKIP)), EVENTS, st.randoms(use_true_random=False)
 )

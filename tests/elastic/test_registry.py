@@ -135,8 +135,9 @@ def test_the_id_of_the_registry_is_compared(host: Host, run: str) -> None:
 
 
 def test_a_registry_that_stands_still_is_unavailable(host: Host, run: str) -> None:
-    hasty, patient = open_registry(host, run, 0.3), open_registry(host, run)
+    hasty, patient = open_registry(host, run), open_registry(host, run)
     assert hasty.read() == patient.read() == b""
+    hasty.timeout_s = 0.3
     with stopped(host):
         with pytest.raises(RegistryUnavailable, match=r"has not answered"):
             hasty.read()

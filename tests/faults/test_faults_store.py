@@ -288,6 +288,8 @@ def wait_without_a_store(
     other = connect(addresses[1])
     replica = Replica(addresses[0], rank, range(world), setup)
     replica.train_to(H)
+    # While the store lives, a wait may be told without a word of the store.
+    lines.clear()
     other.set(f"ready/{rank}", "")
     other.wait(["store is gone"])
     while not replica.diloco.exchange.engine.is_store_lost:

@@ -28,6 +28,7 @@ from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.server.storage.snapshots import Storage
 from diloco_comm.asynchronous.worker.link import ServerLost
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo, RoundMetrics
+from diloco_comm.tools.common.workers import free_port
 
 
 def server_main(options: argparse.Namespace) -> None:
@@ -192,7 +193,7 @@ class Scene:
         self.options = {"sync_every": 1, **server}
         self.processes: list[Child] = []
         self.logs: dict[int, Path] = {}
-        self.address = "tcp://127.0.0.1:0"
+        self.address = f"tcp://127.0.0.1:{free_port()}"
         self.server = self.start_server()
 
     def start_server(self) -> Child:

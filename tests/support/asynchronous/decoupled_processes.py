@@ -26,6 +26,7 @@ from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.tape import replay
 from diloco_comm.asynchronous.worker.link import ServerLost, read_status
+from diloco_comm.tools.common.workers import free_port
 
 SIZE = 2001
 # Two fragments of one piece each.
@@ -144,7 +145,7 @@ class Play:
         self.options = {"keep_tape": True, "snapshot_every": 10, **server}
         self.processes: list[Child] = []
         self._logs: dict[int, Log] = {}
-        self.addresses = ["tcp://127.0.0.1:0"] * shards
+        self.addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(shards)]
         self.syncers: list[Child] = []
         for shard in range(shards):
             self.start_syncer(shard)

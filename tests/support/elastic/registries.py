@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -23,6 +22,7 @@ import pytest
 from diloco_comm.elastic.registry import Registry, RegistryUnavailable, connect
 from diloco_comm.elastic.registry.server import RegistryServer
 from diloco_comm.tools.common.store import host_store
+from diloco_comm.tools.common.workers import free_port
 
 KINDS = ("tcp", "store", "etcd")
 
@@ -48,17 +48,17 @@ class Host:
 
     Args:
         main: ``serve_main`` or ``store_main``.
-        address: Where to listen; the address with the real port afterwards.
+        address: Where to listen, by default at a port that stays free while no process listens.
     """
 
     def __init__(
         self,
         main: Callable[[Connection, str, dict[str, Any]], None] = serve_main,
-        address: str = "tcp://127.0.0.1:0",
+        address: str = "",
         **options: Any,
     ) -> None:
         self._main, self._options = main, options
-        self.address = address
+        self.address = address or f"tcp://127.0.0.1:{free_port()}"
         self.start()
 
     def start(self) -> None:
@@ -92,7 +92,7 @@ class EtcdHost:
     """
 
     def __init__(self, folder: Path, *, is_encrypted: bool = False) -> None:
-        client, peer = f"127.0.0.1:{_free_port()}", f"http://127.0.0.1:{_free_port()}"
+        client, peer = f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
         scheme = "https" if is_encrypted else "http"
         self.address = f"{'etcds' if is_encrypted else 'etcd'}://{client}"
         self.key = folder / "key" if is_encrypted else None
@@ -143,11 +143,6 @@ class EtcdHost:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def need_etcd() -> None:
