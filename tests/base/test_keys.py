@@ -8,6 +8,7 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -246,7 +247,12 @@ def test_a_damaged_key_is_named(tmp_path: Path, line: str) -> None:
         Keys.read(path)
 
 
-def test_allowed_keys_are_those_in_the_folder_now(tmp_path: Path) -> None:
+def test_allowed_keys_are_those_in_the_folder_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The clock stands still: the looks are within the same second.
+    clock = SimpleNamespace(monotonic=lambda: 1.0)
+    monkeypatch.setattr("diloco_comm.base.service.keys.time", clock)
     make_pairs(tmp_path, ["paris", "tokyo"])
     old, _ = old_pair(tmp_path, "old")
     allow(tmp_path, [tmp_path / "paris.key", tmp_path / "tokyo.key", old])

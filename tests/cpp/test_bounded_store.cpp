@@ -71,6 +71,10 @@ void test_host_that_hangs() {
         EXPECT(is_refused([&] { patient.check({"key"}); }));
         EXPECT(is_refused([&] { patient.compareSet("key", {}, kValue); }));
         for (int i = 0; i < 1000; ++i) EXPECT(is_refused([&] { patient.check({"key"}); }));
+        // The threads of the two calls may still be on their way to the host.
+        for (int i = 0; i < 3000 && host->num_waiting() < 2; ++i) {
+            std::this_thread::sleep_for(10ms);
+        }
         EXPECT(host->num_waiting() == 2);
     }
     // The calls that were left behind outlive their stores.

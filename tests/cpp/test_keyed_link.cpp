@@ -18,19 +18,33 @@ LinkPtr open_plain_link(const std::string& address = kAnyPort) {
     return Link::open(address, address);
 }
 
-// Both call connect() at once; the sentences with which they fail.
-std::vector<std::string> errors_of(const std::vector<LinkPtr>& links,
-                                   const std::vector<Places>& peers, milliseconds limit = 500ms) {
+using Parts = std::vector<std::string>;
+
+// Both call connect() at once, and fail with sentences that say these parts. A connect() tries
+// until its limit; a second one has more time, which a slow machine may need to hear the reason.
+void expect_errors(const std::vector<LinkPtr>& links, const std::vector<Places>& peers,
+                   const std::vector<Parts>& parts) {
     std::vector<std::string> errors(links.size());
-    std::vector<std::thread> threads;
-    const std::string token = "failing " + links[0]->nonce() + std::to_string(rand());
-    for (size_t i = 0; i < links.size(); ++i) {
-        threads.emplace_back([&, i] {
-            errors[i] = error_of_connect(links[i], static_cast<int>(i), peers[i], limit, 1, token);
+    const auto says_all = [&](size_t i) {
+        return std::all_of(parts[i].begin(), parts[i].end(), [&](const std::string& part) {
+            return errors[i].find(part) != std::string::npos;
         });
+    };
+    for (const milliseconds limit : {500ms, 5000ms}) {
+        std::vector<std::thread> threads;
+        const std::string token = "failing " + links[0]->nonce() + std::to_string(rand());
+        for (size_t i = 0; i < links.size(); ++i) {
+            threads.emplace_back([&, i] {
+                const int rank = static_cast<int>(i);
+                errors[i] = error_of_connect(links[i], rank, peers[i], limit, 1, token);
+            });
+        }
+        for (std::thread& thread : threads) thread.join();
+        if (says_all(0) && says_all(1)) break;
     }
-    for (std::thread& thread : threads) thread.join();
-    return errors;
+    for (size_t i = 0; i < links.size(); ++i) {
+        for (const std::string& part : parts[i]) EXPECT(says(errors[i], part));
+    }
 }
 
 void expect_flow(const Members& members, int from, int to) {
@@ -48,10 +62,9 @@ void test_not_allowed() {
     links[0]->allow({links[0]->public_key()});
     links[1]->allow(all_keys);
     const Places peers = places(links);
-    const auto errors = errors_of(links, {peers, peers});
-    EXPECT(says(errors[0], "rank 1") && says(errors[0], "the key of the peer is not allowed"));
-    EXPECT(says(errors[0], second));
-    EXPECT(says(errors[1], "rank 0") && says(errors[1], "does not allow this process's key"));
+    expect_errors(links, {peers, peers},
+                  {{"rank 1", "the key of the peer is not allowed", second},
+                   {"rank 0", "does not allow this process's key"}});
     EXPECT(links[0]->counters().at("connects") == 0 && links[1]->counters().at("connects") == 0);
     EXPECT(links[0]->counters().at("strangers") > 0);
     // As soon as the key is allowed, they connect.
@@ -65,10 +78,10 @@ void test_refused_guest() {
     links[0]->allow({});
     links[1]->allow(all_keys);
     const Places peers = places(links);
-    const auto errors = errors_of(links, {peers, peers});
-    EXPECT(says(errors[0], "has not dialled this process; a connection from 127.0.0.1:"));
-    EXPECT(says(errors[0], "was refused: the key of the peer is not allowed"));
-    EXPECT(says(errors[1], "does not allow this process's key"));
+    expect_errors(links, {peers, peers},
+                  {{"has not dialled this process; a connection from 127.0.0.1:",
+                    "was refused: the key of the peer is not allowed"},
+                   {"does not allow this process's key"}});
 }
 
 // Both keys are allowed, but the first process takes the second for one of another key.
@@ -78,11 +91,10 @@ void test_wrong_key() {
     const Places right = places(links);
     Places wrong = right;
     wrong[1].key = places(other)[0].key;
-    const auto errors = errors_of(links, {wrong, right});
-    EXPECT(says(errors[0],
-                "the process there has the key " + right[1].key + ", and not " + wrong[1].key));
-    EXPECT(says(errors[0], "it has the key " + right[1].key));
-    EXPECT(says(errors[1], "knows this process by another key than " + right[1].key));
+    expect_errors(links, {wrong, right},
+                  {{"the process there has the key " + right[1].key + ", and not " + wrong[1].key,
+                    "it has the key " + right[1].key},
+                   {"knows this process by another key than " + right[1].key}});
     expect_flow(connect_all(links, "right"), 1, 0);
 }
 
@@ -160,9 +172,9 @@ void test_removed() {
         is_cut = remove_under_way(links, members);
         expect_flow(members, 0, 2);
         expect_flow(members, 2, 1);
-        const auto errors = errors_of(two, {places(two), places(two)});
-        EXPECT(says(errors[0], "the key of the peer is not allowed"));
-        EXPECT(says(errors[1], "does not allow this process's key"));
+        expect_errors(
+            two, {places(two), places(two)},
+            {{"the key of the peer is not allowed"}, {"does not allow this process's key"}});
     }
     // With a sanitizer all bulk may have arrived before the key is gone.
     EXPECT(is_cut || kIsSlow);
@@ -184,14 +196,9 @@ void test_plain_and_keyed() {
             Places at_plain = places({plain, keyed}), at_keyed = at_plain;
             at_plain[1].key.clear();
             at_keyed[0].key = to_hex(*all_keys.begin());
-            std::swap(at_keyed[0], at_keyed[1]);
-            std::vector<std::string> errors(2);
-            std::thread other([&] { errors[1] = error_of_connect(keyed, 0, at_keyed, 500ms); });
-            errors[0] = error_of_connect(plain, 0, at_plain, 500ms);
-            other.join();
-            EXPECT(
-                says(errors[0], keyed_listens ? has_keys : "it has keys, and this link has none"));
-            EXPECT(says(errors[1], plain_listens ? no_keys : "it has no keys, and this link has"));
+            expect_errors({plain, keyed}, {at_plain, at_keyed},
+                          {{keyed_listens ? has_keys : "it has keys, and this link has none"},
+                           {plain_listens ? no_keys : "it has no keys, and this link has"}});
             EXPECT(plain->counters().at("open") == 0 && keyed->counters().at("open") == 0);
         }
     }
@@ -203,6 +210,8 @@ void test_slow_handshakes() {
     const std::vector<LinkPtr> links{open_link(kAnyPort, kAnyPort, {60s, 300ms}), open_link()};
     const Members members = connect_all(links, "group");
     const int before = num_descriptors();
+    // On a slow machine a handshake of the group may count, too.
+    const auto num_strangers = links[0]->counters().at("strangers");
     {
         // The head of a TLS record of 512 bytes, and of a greeting in it, which never comes.
         const uint8_t head[] = {22, 3, 1, 2, 0, 1, 0, 1, 252, 3, 3};
@@ -220,7 +229,7 @@ void test_slow_handshakes() {
         std::this_thread::sleep_for(10ms);
     }
     EXPECT(num_descriptors() == before);
-    EXPECT(links[0]->counters().at("strangers") == 201);
+    EXPECT(links[0]->counters().at("strangers") == num_strangers + 201);
     expect_flow(members, 1, 0);
 }
 

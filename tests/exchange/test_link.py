@@ -16,6 +16,7 @@ import pytest
 import torch
 from exchange_helpers import N, connect_replica, gives_reference_bytes, sync, values
 from fault_replicas import connect, least_resources, wait_for
+from test_link_keys import free_ports
 from workers import Pool
 
 from diloco_comm import DiLoCo, Link
@@ -160,23 +161,14 @@ def _version_six(rank: int, world: int, address: Address, ports: list[int]) -> A
 
 def test_replicas_that_have_addresses_of_version_6_alone(fresh_workers: Fresh) -> None:
     try:
-        ports = free_ports(2, "::1", socket.AF_INET6)
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"this machine has no IPv6: {error}")
+    ports = free_ports(2)
     pool = fresh_workers(2, init_group=False)
     first, second = pool.run(_version_six, pool.store, ports)
     assert first == 3 * [(True, f"[::1]:{ports[0]}")]
     assert second == [*2 * [(True, f"[::1]:{ports[1]}")], (True, "")]
-
-
-def free_ports(
-    count: int, host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET
-) -> list[int]:
-    sockets = [socket.create_server((host, 0), family=family) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def test_diloco_listens_where_its_link_says() -> None:

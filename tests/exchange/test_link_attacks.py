@@ -19,7 +19,7 @@ from diloco_comm import _C
 ANY_PORT = "127.0.0.1:0"
 LIMIT_S = 20.0
 GREETING = b"DILOLINK" + struct.pack("<I", 1)
-JOIN, DATA = 1, 4
+JOIN, GRANT, DATA = 1, 2, 4
 FRAME = "<BBHIQIIQQ"  # magic, kind, number, length, token, tag, ticket, offset, total
 
 
@@ -171,7 +171,10 @@ def test_two_fragments_at_once_do_not_write_past_the_end(links: Callable[..., _C
         end.join()
         memory = torch.zeros(16384, dtype=torch.uint8)
         recv = groups[0].recv([memory[:4096]], 1, 9)
-        ticket = struct.unpack(FRAME, read(first, 40))[6]
+        kind = JOIN
+        # The link says again that it has come where the answer is late.
+        while kind != GRANT:
+            _, kind, *_, ticket, _, _ = struct.unpack(FRAME, read(first, 40))
         head = frame(DATA, length=4096, token=token, tag=9, ticket=ticket, total=4096)
         # Only the header; then the whole fragment over the other connection.
         num_bytes = link.counters()["received_bytes"]

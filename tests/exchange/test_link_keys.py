@@ -30,6 +30,7 @@ from diloco_comm.base.errors import ReplicaMismatch, SyncError
 from diloco_comm.base.service.keys import Keys, allow, remove
 from diloco_comm.exchange.membership import own_link
 from diloco_comm.ops.wire import WireFormat
+from diloco_comm.tools.common.workers import free_port
 
 Fresh = Callable[..., Pool]
 Address = tuple[str, int]
@@ -126,11 +127,11 @@ class Relay:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Return different free ports; the kernel gives none of them to another connection."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def parameters_of(replica: int) -> torch.Tensor:

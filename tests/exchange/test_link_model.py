@@ -769,12 +769,22 @@ SMALL, LARGE = Key(0, 0, 0, 1, 2), Key(0, 0, 0, 1, 5)
 
 def exchange(world: World, key: Key, spoil: Callable[[bytes], bytes]) -> None:
     """Send two messages through a network that changes bytes, then receive the messages."""
-    world.command(0, 1, spoil=spoil)
+    chunks: list[bytes] = []
+
+    def look_and_spoil(chunk: bytes) -> bytes:
+        chunks.append(chunk)
+        return spoil(chunk)
+
+    world.command(0, 1, spoil=look_and_spoil)
     for is_send in (True, False):
         for _ in range(2):
-            world.post(key, is_send)
-            # A chunk of the network is one message.
-            time.sleep(0.05)
+            post = world.post(key, is_send)
+            assert post is not None
+            # No chunk of the network is of two messages; a large one leaves when it is received.
+            if is_send and post.is_eager:
+                assert eventually(lambda: len(chunks) >= len(world.streams[key].sends))
+            elif not is_send and not post.is_eager:
+                assert eventually(post.work.is_completed)
     world.settle()
 
 

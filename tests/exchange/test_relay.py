@@ -28,6 +28,7 @@ from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
 from diloco_comm.base.service.relay import RECORD, Kind, Relay, RelaySeat, parse_record, record
 from diloco_comm.exchange.membership.own_link import OwnLink
 from diloco_comm.ops.wire import WireFormat
+from diloco_comm.tools.common.workers import free_port
 
 Fresh = Callable[..., Pool]
 Address = tuple[str, int]
@@ -134,7 +135,6 @@ def _outlive(rank: int, world: int, address: Address, place: str) -> Any:
         return fine, caught.value.missing
 
 
-@pytest.mark.nightly("6 s; test_a_seat_is_taken_again has a relay that comes back")
 def _meet_at_own(rank: int, world: int, address: Address, places: list[str]) -> Any:
     everybody = list(range(world))
     options = {"collectives": "tcp", "relay": places[rank // 2]}
@@ -156,7 +156,8 @@ def test_the_workers_of_a_host_share_the_port_of_its_relay(fresh_workers: Fresh)
 
 
 def test_a_relay_that_is_killed_and_comes_back(fresh_workers: Fresh) -> None:
-    process, place = relay_process(0)
+    # The kernel gives the port to nobody else while the relay is gone.
+    process, place = relay_process(free_port())
     pool = fresh_workers(2, init_group=False)
     prefix = "diloco_comm/default"
     try:
@@ -390,9 +391,6 @@ def test_another_version_is_answered_by_the_own_one(relay: Relay) -> None:
 def test_a_relay_keeps_nothing_of_what_has_ended(
     relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relays, "_RECORD_S", 0.2)
-    monkeypatch.setattr(relays, "_CALL_S", 0.2)
-
     def descriptors() -> Counter[str]:
         """Count the open descriptors by name; each socket has a name of its own."""
         names: Counter[str] = Counter()
@@ -404,8 +402,10 @@ def test_a_relay_keeps_nothing_of_what_has_ended(
     before = descriptors()
     with sit(relay.address):
         # Half a record, and a call that nobody answers.
-        assert is_closed(say(relay.address, b"DILO"))
-        assert is_closed(say(relay.address, record(Kind.DIAL, NONCE)))
+        for limit, words in (("_RECORD_S", b"DILO"), ("_CALL_S", record(Kind.DIAL, NONCE))):
+            with monkeypatch.context() as short:
+                short.setattr(relays, limit, 0.2)
+                assert is_closed(say(relay.address, words))
     for _ in range(20):
         with connected(relay.address) as (dialler, other), dialler, other:
             dialler.sendall(b"hello")

@@ -75,11 +75,17 @@ def start(rank: int, world: int, store: Address, options: Sequence[str], seconds
         return run_cli("doctor", "--links", "--json", *arguments, *shlex.split(options[rank]))
 
 
+def prepare(rank: int, world: int) -> None:
+    """Import and build all that a doctor needs: those that start together then come together."""
+    run_cli("doctor", "--help")
+
+
 def reports(
     pool: Pool, *options: str, status: int = 0, store: HostedStore | None = None
 ) -> dict[str, Any]:
     """Run doctors, and return the report on which all agree; default: at the pool's store."""
     place = pool.store if store is None else ("127.0.0.1", store.port)
+    pool.run(prepare)
     all_ended = pool.run(start, place, options, 0.2)
     assert [(ended.status, ended.err) for ended in all_ended] == [(status, "")] * len(options)
     found = [json.loads(ended.out) for ended in all_ended]
@@ -244,6 +250,7 @@ def test_a_key_that_is_bound_to_another_number_is_named(
 def test_a_replica_that_does_not_come_is_named(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     options = ["--listen 127.0.0.1:0 --timeout 3"] * 3
+    pool.run(prepare)
     pool.submit(start, pool.store, options, 0.2, ranks=[0, 2])
     for ended in [one for one in pool.collect() if one is not None]:
         assert (ended.status, ended.out) == (1, "")
@@ -311,6 +318,7 @@ def _interrupted(rank: int, world: int, store: Address) -> Ended:
 
 def test_ctrl_c_ends_all_with_a_sentence(fresh_workers: Fresh) -> None:
     pool = fresh_workers(2, init_group=False)
+    pool.run(prepare)
     begin = time.monotonic()
     other, interrupted = pool.run(_interrupted, pool.store)
     assert time.monotonic() - begin < 30
