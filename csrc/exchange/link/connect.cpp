@@ -20,7 +20,6 @@ namespace {
 constexpr milliseconds kOwnDialPatience{1000};
 constexpr milliseconds kAnswerPatience{1000};
 constexpr milliseconds kShortestShare{200};
-constexpr milliseconds kCheckPeriod{100};
 constexpr milliseconds kAskPeriod{250};
 constexpr milliseconds kLookUpPeriod{1000};
 constexpr milliseconds kShortestPatience{1000};
@@ -70,7 +69,7 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
     has_proxy_answered_ = false;
     enter(lock, call);
     try {
-        auto next_check = call.begin + kCheckPeriod;
+        auto next_check = call.begin + limits_.check;
         auto next_ask = call.begin + kAskPeriod;
         while (true) {
             const auto now = Clock::now();
@@ -86,11 +85,11 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
                 check();
                 look_up_missing(call);
                 lock.lock();
-                next_check = now + kCheckPeriod;
+                next_check = now + limits_.check;
                 continue;
             }
             const auto left = std::chrono::ceil<milliseconds>(call.deadline - now);
-            changed_.wait_for(lock, std::min(left, kCheckPeriod),
+            changed_.wait_for(lock, std::min(left, limits_.check),
                               [&] { return num_changes_ != num_seen; });
         }
     } catch (...) {

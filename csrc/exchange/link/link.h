@@ -91,6 +91,8 @@ class Link : public std::enable_shared_from_this<Link> {
         std::chrono::milliseconds greeting{5000};
         // A connection that messages wait for, and that gives no sign of life, lives so long.
         std::chrono::milliseconds silence{30000};
+        // connect() looks so often whether the caller has given up, and at clocks of its own.
+        std::chrono::milliseconds check{100};
     };
 
     // `listen`: host:port, with brackets around an IPv6 address; port 0 is any free one; "" does
