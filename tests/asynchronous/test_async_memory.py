@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import zmq
 from async_helpers import (
     HELLO,
     PUSH,
@@ -29,14 +28,11 @@ from cli_helpers import run_cli
 from diloco_comm import Adam, HeavyBall
 from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, SharedModel, layout_of
-from diloco_comm.asynchronous.protocol.messages import MAX_BODY, Kind, Message
+from diloco_comm.asynchronous.protocol.messages import Kind, Message
 from diloco_comm.asynchronous.protocol.payloads import PayloadFile, payload_files, read_back
-from diloco_comm.asynchronous.protocol.window import WINDOW_BYTES
 from diloco_comm.asynchronous.server.decisions.coordinator import encode
-from diloco_comm.asynchronous.server.listener import Listener
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.server.transfer import sending
-from diloco_comm.base.service.sockets import receive
 from diloco_comm.methods.outer import make_outer
 from diloco_comm.ops.wire import WireFormat
 
@@ -97,38 +93,6 @@ def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.Monk
         assert [second.hear().kind for _ in range(3)] == [Kind.WELCOME, Kind.WAIT, Kind.READY]
         first.say(Message(Kind.GET, 0, 0, 0, 0))
         assert first.hear().kind == Kind.GONE
-
-
-def test_few_bodies_wait_for_a_peer_that_does_not_read() -> None:
-    """Small messages fit beside them; a peer that reads at last gets every body that was taken."""
-    listener = Listener("tcp://127.0.0.1:0", None, 30.0)
-    address = listener.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
-        peer.linger, peer.rcvhwm, peer.rcvbuf = 0, 1, 1 << 16
-        peer.connect(address)
-
-        def fill(name: bytes) -> int:
-            for number in range(200):
-                try:
-                    listener.send(
-                        name, [b"head", torch.zeros(MAX_BODY // 4).numpy().data.cast("B")]
-                    )
-                except zmq.Again:
-                    return number
-            raise AssertionError("there is no limit")
-
-        for _ in range(2):
-            peer.send(b"question")
-            frames = receive(listener.socket, 20_000)
-            assert frames is not None
-            # The buffers of the kernel take a few bodies more.
-            num_bodies = fill(frames[0].bytes)
-            assert 4 * WINDOW_BYTES <= num_bodies * MAX_BODY <= 8 * WINDOW_BYTES
-            listener.send(frames[0].bytes, [b"small"])
-            for _ in range(num_bodies):
-                assert [len(frame) for frame in peer.recv_multipart()] == [4, MAX_BODY]
-            assert peer.recv() == b"small"
-    listener.close()
 
 
 @pytest.mark.parametrize("turn_s", [1e6, 0.2])

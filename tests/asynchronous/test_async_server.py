@@ -23,7 +23,7 @@ from torch import nn
 
 from diloco_comm import Link, Wire
 from diloco_comm.asynchronous.model.rules import DelayedNesterov
-from diloco_comm.asynchronous.server import listener
+from diloco_comm.asynchronous.server import service
 from diloco_comm.asynchronous.worker.link import ServerRefused
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 from diloco_comm.base.service.sockets import send_to_peer
@@ -125,14 +125,14 @@ def test_no_message_for_a_worker_with_many_small_fragments_is_refused(
     """Parameters to start from, two updates, and downloads, each of 300 fragments."""
     refused: list[zmq.Again] = []
 
-    def send(*arguments: Any, **options: Any) -> Any:
+    def send(*arguments: Any, **options: Any) -> None:
         try:
-            return send_to_peer(*arguments, **options)
+            send_to_peer(*arguments, **options)
         except zmq.Again as error:
             refused.append(error)
             raise
 
-    monkeypatch.setattr(listener, "send_to_peer", send)
+    monkeypatch.setattr(service, "send_to_peer", send)
     model = nn.ParameterList(nn.Parameter(torch.ones(3 + i % 5)) for i in range(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with serving() as server:

@@ -16,7 +16,7 @@ from .messages import MAX_BATCH, MAX_BODY
 BATCH_BYTES, WINDOW_BYTES = MAX_BATCH, 2 * MAX_BATCH
 # Fragments whose runs are on their way at most. Each small fragment takes a message of its own, and
 # a server's socket holds a limited number of messages for a peer.
-WINDOW_FRAGMENTS = 128
+WINDOW_FRAGMENTS = 32
 
 
 class Position(NamedTuple):

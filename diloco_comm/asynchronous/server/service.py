@@ -20,7 +20,7 @@ import zmq
 
 from ...base.extension import RefusedVersions
 from ...base.service.keys import REVOKED
-from ...base.service.sockets import receive
+from ...base.service.sockets import receive, send_to_peer
 from ..protocol.connections import connection_of
 from ..protocol.messages import PROTOCOL, Kind, Message, ProtocolError, pack, parse
 from .attendance import Attendance, Host
@@ -232,7 +232,7 @@ class Service(ABC):
     def _send(self, peer: bytes, message: Message, protocol: int = PROTOCOL) -> bool:
         frames = pack(message, protocol)
         try:
-            self._listener.send(peer, frames)
+            send_to_peer(self._socket, [peer, *frames], copy=len(frames) < 2)
         except zmq.ZMQError as error:
             # The peer is gone or does not read. A peer that comes back asks again.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):

@@ -34,7 +34,7 @@ def receive(socket: zmq.Socket, wait_ms: int = 0) -> list[zmq.Frame] | None:
 
 def send_to_peer(
     socket: zmq.Socket, frames: Sequence[bytes | memoryview | zmq.Frame], *, copy: bool = True
-) -> zmq.MessageTracker | None:
+) -> None:
     """Send a message to one peer of a ROUTER socket, without waiting.
 
     If ``sndhwm`` messages wait for the peer, ZeroMQ refuses the message, or drops the message in
@@ -45,14 +45,10 @@ def send_to_peer(
 
     Args:
         frames: Name of the peer, then the frames of the message.
-        copy: Whether ZeroMQ copies the frames; else their memory may not change until they left.
-
-    Returns:
-        Without copying, a tracker that is done when ZeroMQ needs the frames no longer.
 
     Raises:
         zmq.Again: If too many messages wait for the peer; only with ``router_mandatory``.
         zmq.ZMQError: With ``EHOSTUNREACH``, if the peer is gone; only with ``router_mandatory``.
     """
     socket.getsockopt(EVENTS)
-    return socket.send_multipart(frames, NOBLOCK, copy=copy, track=not copy)
+    socket.send_multipart(frames, NOBLOCK, copy=copy)
