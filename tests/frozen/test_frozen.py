@@ -21,7 +21,18 @@ from frozen_file import (
 )
 from frozen_mutants import MUTANTS
 from frozen_runs import Bits
-from frozen_table import EVENTS, NUM_SETTINGS, POLICIES, WIRES, WORLDS, Setting, covered, sensible
+from frozen_table import (
+    EVENTS,
+    NUM_SETTINGS,
+    POLICIES,
+    WIRES,
+    WORLDS,
+    Setting,
+    covered,
+    low_precision,
+    same_as_plain,
+    sensible,
+)
 from workers import Crew, Pool
 
 from diloco_comm.methods.overlap import OVERLAPS
@@ -38,6 +49,10 @@ IN_ROTATION = in_rotation(EXPECTED)
 # One death of each place, and two of rounds that some replicas apply before the others.
 NUM_DEATHS = 6
 nightly = pytest.mark.nightly("each death waits for the reports of the dead")
+# Every second row of a policy, a wire and a dtype has each pair of two of these.
+SECOND = [row.name for row in low_precision() if row.event in ("bf16", "fp16")]
+SECOND = [name for index, name in enumerate(SECOND) if index % 8 in (1, 2, 4, 7)]
+by_pairs = pytest.mark.nightly("policy, wire and dtype are in other rows by pairs")
 # The rows that travel: all of them, and one of three replicas for each event.
 TRAVELLING = [name for name in NAMES if not is_virtual(name) and Setting.parse(name).world > 1]
 ONE_OF_EACH = [
@@ -58,9 +73,18 @@ def found(request: pytest.FixtureRequest, crew: Crew) -> dict[str, Bits | str]:
     return run_rows(crew.pool, {name: IN_ROTATION[name] for name in names})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=by_pairs) if name in SECOND else name for name in NAMES]
+)
 def test_entry(name: str, found: dict[str, Bits | str]) -> None:
     assert differences(found[name], EXPECTED[name]) == [], f"with {IN_ROTATION[name]}"
+
+
+def test_keys_and_offloading_change_no_bit() -> None:
+    rows = same_as_plain()
+    assert {row.event for row in rows} == {"keys", "offload"}
+    for row in rows:
+        assert EXPECTED[row.name] == EXPECTED[row._replace(event="plain").name]
 
 
 def test_only_failed_attempts_may_be_missing() -> None:

@@ -16,7 +16,8 @@ NAMES = [
 ROWS = {
     "all": NAMES,
     "one of each event": [
-        next(name for name in NAMES if Setting.parse(name)[2:] == (3, event)) for event in EVENTS
+        next(name for name in NAMES if Setting.parse(name)[2:] == (3, event))
+        for event in (*EVENTS, "bf16", "offload", "mixed-offload")
     ],
 }
 

@@ -2,7 +2,8 @@
 
 The gradient of a step is an integer ramp over 64 and does not depend on the parameters, and the
 learning rate is a power of two. So the inner steps are exact, and the outer steps are defined bit
-by bit: what a replica ends with depends on no machine, number of threads or implementation.
+by bit: what a replica ends with depends on no machine, number of threads or implementation. An
+inner step of a parameter in bf16 or fp16 adds an exact product, and rounds once.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import math
 import os
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cut_links
 import devices
 import torch
 import torch.distributed as dist
+from exchange_helpers import folder_of, make_folders
 from frozen_mutants import changed
 from frozen_table import POLICIES, WIRES, Setting
 from torch import Tensor, nn
@@ -57,10 +62,12 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(number) for number in range(6))
         self.register_buffer("mean", torch.zeros(9))
+        for param, dtype in zip(self.parameters(), itertools.cycle(dtypes), strict=False):
+            param.data = param.data.to(dtype)
 
 
 def ramp(shape: Sequence[int], start: int, factor: int) -> Tensor:
@@ -83,9 +90,9 @@ def arguments_of(setting: Setting, replica: int) -> tuple[Callable[..., DiLoCo],
         arguments["weight"] = 1.0 + replica
     if arguments.get("weight") == "measured":
         arguments["weight"] = lambda: 0.5 + replica
-    if setting.event == "reset":
+    if setting.happening == "reset":
         arguments["on_nonfinite"] = "reset"
-    return make, {**arguments, "average_buffers": setting.event == "buffers"}
+    return make, {**arguments, "average_buffers": setting.happening == "buffers"}
 
 
 class Member:
@@ -109,7 +116,7 @@ class Member:
 
     def attach(self, part: str = "run", **options: Any) -> None:
         """Make a model and attach it; ``part`` tells the groups of a row apart."""
-        self.model = Layers().to(self.device)
+        self.model = Layers(self.setting.dtypes).to(self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1 / 16)
         make, arguments = arguments_of(self.setting, self.replica)
         if "config" in options:
@@ -118,6 +125,8 @@ class Member:
             options["store"] = dist.PrefixStore(f"{self.setting.name} {part}", self.store)
             options["replica"] = self.replica
         options |= {"timeout": TIMEOUT_S, "impl": self.impl, "link": self.link}
+        if self.setting.happening == "offload" and self.device.type != "cpu":
+            options["offload"] = "cpu"
         self.diloco = make(self.model, self.optimizer, **grouped({**arguments, **options}))
         self.diloco.on_sync(self._synced)
         self._record_payloads()
@@ -150,11 +159,11 @@ class Member:
 
     def take_step(self) -> None:
         self.step += 1
-        fault = self.step in (FAULT_STEP, CHANGE_STEP) and self.setting.event == "reset"
+        fault = self.step in (FAULT_STEP, CHANGE_STEP) and self.setting.happening == "reset"
         is_sick = fault and self.replica == self.setting.world - 1
         for index, param in enumerate(self.model.parameters()):
             grad = ramp(param.shape, self.step + 5 * index, 7 + 4 * self.replica)
-            param.grad = (grad * math.nan if is_sick else grad).to(param.device)
+            param.grad = (grad * math.nan if is_sick else grad).to(param)
         self.model.mean.copy_(ramp((9,), self.step, 3 + self.replica))
         self.optimizer.step()
 
@@ -214,7 +223,7 @@ class Member:
             for part in STATE
             if any(part in path for path, _ in tensors)
         }
-        buffers = [self.model.mean] if self.setting.event == "buffers" else []
+        buffers = [self.model.mean] if self.setting.happening == "buffers" else []
         return {
             "config": self.diloco.config(),
             "outer": self.diloco.outer_hash(),
@@ -267,20 +276,38 @@ def run_entry(
     """
     setting = Setting.parse(name)
     member = Member(setting, replica, store, device, impl, link)
-    return RUNS.get(setting.event.partition("-")[0], run_plain)(member)
+    return RUNS.get(setting.happening.partition("-")[0], run_plain)(member)
 
 
 def run_plain(member: Member) -> Bits:
-    event = member.setting.event
+    event = member.setting.happening
     member.attach(**member.group)
     if event == "resume":
         member.train_to(CHANGE_STEP)
         member.resume()
     with closing(member.diloco):
-        member.train_to(FINAL_STEPS if event == "final" else NUM_STEPS)
-        if event == "final":
-            member.diloco.flush()
+        member.train_to(FINAL_STEPS if event in ("final", "ended") else NUM_STEPS)
+        if event in ("final", "ended"):
+            member.diloco.flush(final=event == "ended")
         return member.bits()
+
+
+def run_keys(member: Member) -> Bits:
+    """Replica 0 makes a folder of keys for each replica; all links are keyed."""
+    assert member.store is not None
+    place = f"{member.setting.name} keys"
+    with ExitStack() as stack:
+        if member.replica == 0:
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            make_folders(root, member.setting.world)
+            member.store.set(place, str(root))
+        folder = folder_of(member.store.get(place).decode(), member.replica)
+        member.link = Link("tcp", listen="127.0.0.1:0", keys=folder)
+        bits = run_plain(member)
+        # The folders stay until the replicas have ended.
+        member.tell("ended")
+        member.wait_for(range(member.setting.world), "ended")
+        return bits
 
 
 def run_join(member: Member) -> Bits:
@@ -309,7 +336,7 @@ def run_death(member: Member) -> Bits | None:
     """The process of the last replica is killed."""
     # The survivors are named, so it does not matter how long each waits for reports of the others.
     os.environ["DILOCO_COMM_REPORT_S"] = "1.0"
-    place = member.setting.event.partition("-")[2]
+    place = member.setting.happening.partition("-")[2]
     if place == "after":
         return lose_last(member, lambda: None, dies=True)
     stage, told = {"header": ("header", 0), "told": ("header", 1), "vote": ("vote", 1)}[place]
@@ -373,6 +400,7 @@ RUNS: dict[str, Callable[[Member], Bits | None]] = {
     "join": run_join,
     "kill": run_kill,
     "death": run_death,
+    "keys": run_keys,
     "workers": run_workers,
 }
 

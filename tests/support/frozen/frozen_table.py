@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from diloco_comm import (
     CO2,
     SGD,
@@ -50,6 +52,12 @@ WIRES: dict[str, dict[str, Any]] = {
 }
 WORLDS = (1, 2, 3)
 EVENTS = ("plain", "kill", "join", "resume", "reset")
+# The dtypes that the parameters of a row have in turn, by the first word of the event.
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "bf16": (torch.bfloat16,),
+    "fp16": (torch.float16,),
+    "mixed": (torch.bfloat16, torch.float16, torch.float32),
+}
 # Where a replica dies: before its header, and when one peer has its header
 # or its vote. The round of a death "after" has been agreed on.
 DEATHS = {"header": 2, "told": 3, "vote": 3, "after": 2}
@@ -60,6 +68,8 @@ class Setting(NamedTuple):
 
     Attributes:
         world: Replicas, a killed and a joining one among them.
+        event: After a key of ``DTYPES`` and a hyphen, or that key alone: the parameters have
+            these dtypes.
     """
 
     policy: str
@@ -77,12 +87,22 @@ class Setting(NamedTuple):
         return cls(policy, wire, int(world[1:]), event)
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return DTYPES.get(self.event.partition("-")[0], (torch.float32,))
+
+    @property
+    def happening(self) -> str:
+        """The event without the dtypes."""
+        dtypes, _, event = self.event.partition("-")
+        return event or "plain" if dtypes in DTYPES else self.event
+
+    @property
     def is_sensible(self) -> bool:
         """Whether the event can happen: a group of one has no member to lose and none to take in.
 
         A single replica that is reset has nothing to share the round with.
         """
-        return self.world > 1 or self.event in ("plain", "resume", "final")
+        return self.world > 1 or self.happening not in ("kill", "join", "reset")
 
 
 def sensible() -> list[Setting]:
@@ -122,6 +142,46 @@ def finals() -> list[Setting]:
     return [Setting(policy, next(wires), world, "final") for policy in POLICIES for world in (2, 3)]
 
 
+def ends() -> list[Setting]:
+    """Rows whose training ends between two rounds, with ``flush(final=True)``."""
+    wires, policies = itertools.cycle(WIRES), ("blocking", "delayed", "streaming", "eager-1")
+    rows = [Setting(policy, next(wires), world, "ended") for policy in policies for world in WORLDS]
+    return [*rows, Setting("CO2", "int4", 2, "ended"), Setting("FedAvg", "fp32", 3, "ended")]
+
+
+def low_precision() -> list[Setting]:
+    """Rows with parameters in bf16 and fp16: policies and wires, then the events."""
+    worlds = itertools.cycle(WORLDS)
+    policies = ("blocking", "delayed", "eager-1", "CO2", "streaming", "streaming_diloco()")
+    chosen = itertools.product(policies, ("fp32", "int4"), ("bf16", "fp16"))
+    return [
+        *(Setting(policy, wire, next(worlds), dtype) for policy, wire, dtype in chosen),
+        Setting("blocking", "int8", 3, "mixed"),
+        Setting("delayed", "sub8", 3, "mixed"),
+        Setting("eager-2", "int2r", 2, "mixed"),
+        Setting("streaming", "topk64", 2, "mixed"),
+        Setting("blocking", "fp32", 3, "bf16-final"),
+        Setting("CO2", "int4", 2, "bf16-ended"),
+        Setting("delayed", "int4", 3, "bf16-kill"),
+        Setting("eager-1", "int4", 2, "bf16-join"),
+        Setting("streaming", "int8", 2, "fp16-resume"),
+        Setting("blocking", "int4", 3, "mixed-offload"),
+        Setting("streaming", "int8", 2, "mixed-offload"),
+    ]
+
+
+def same_as_plain() -> list[Setting]:
+    """Rows that end with the bits of the event "plain": with a keyed link, or offloaded."""
+    return [
+        Setting("blocking", "sub8", 3, "keys"),
+        Setting("streaming", "int8", 2, "keys"),
+        Setting("eager-1", "int8", 2, "keys"),
+        Setting("blocking", "e3m0", 2, "offload"),
+        Setting("delayed", "int2r", 3, "offload"),
+        Setting("streaming", "e3m0", 3, "offload"),
+    ]
+
+
 def deaths() -> list[Setting]:
     """Rows in which a process is killed, each policy at two of the places."""
     wires, places = itertools.cycle(WIRES), list(DEATHS)
@@ -136,11 +196,14 @@ def deaths() -> list[Setting]:
 
 
 def others() -> list[Setting]:
-    """Rows of what is no value of the table: workers that share a replica, averaged buffers."""
+    """Rows of what is no value of the table, such as workers that share a replica."""
     return [
         Setting("blocking", "int4", 2, "workers"),
         Setting("streaming", "int8", 2, "workers"),
         Setting("eager-1", "sub8", 2, "workers"),
         Setting("blocking", "int8", 3, "buffers"),
         Setting("delayed", "fp32", 2, "buffers"),
+        *ends(),
+        *low_precision(),
+        *same_as_plain(),
     ]

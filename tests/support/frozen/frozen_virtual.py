@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from decoupled_helpers import Setting
 from frozen_runs import Bits, Layers, hexadecimal, ramp, short_digest
+from frozen_table import DTYPES
 from torch import nn
 
 from diloco_comm import Nesterov
@@ -24,6 +26,7 @@ from diloco_comm.asynchronous.worker.local import LocalModel
 from diloco_comm.ops.wire import WireFormat
 
 SECONDS = (0.5, 0.75, 1.25)
+FP32 = (torch.float32,)
 NESTEROV = Nesterov(0.5, 0.75)
 FEEDBACK = {"error_feedback": True}
 RANDOM = {"rounding": "stochastic", "seed": 5}
@@ -67,6 +70,19 @@ DECOUPLED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mean int8 outage": ({"wire": "int8", "receipt": CARRY}, {"outages": {2: [(2.5, 7.0)]}}),
     "mean fp32 nesterov": ({"outer": NESTEROV}, {"link": SLOW}),
 }
+# Trainings that run once more with parameters in bf16 or fp16.
+LOW_ASYNCHRONOUS = {
+    "delayed-nesterov fp32": ("bf16", "fp16"),
+    "delayed-nesterov int4 dylu grace": ("mixed",),
+    "immediate discounted int8": ("bf16",),
+}
+LOW_DECOUPLED = {
+    "mean fp32": ("bf16",),
+    "mean fp32 nesterov": ("fp16",),
+    "mean int4 carry": ("bf16", "fp16"),
+    "mean e3m0 blend": ("mixed",),
+    "rda int8 carry": ("bf16",),
+}
 
 
 @contextmanager
@@ -90,15 +106,15 @@ def make_step(model: nn.Module, number: int) -> Callable[[], None]:
     def step() -> None:
         now = next(steps)
         for index, param in enumerate(model.parameters()):
-            param.grad = ramp(param.shape, now + 5 * index, 7 + 4 * number)
+            param.grad = ramp(param.shape, now + 5 * index, 7 + 4 * number).to(param)
         optimizer.step()
 
     return step
 
 
-def run_asynchronous(name: str) -> Bits:
+def run_asynchronous(name: str, dtypes: Sequence[torch.dtype] = FP32) -> Bits:
     rule, wire, options, sending = ASYNCHRONOUS[name]
-    models = [Layers() for _ in SECONDS]
+    models = [Layers(dtypes) for _ in SECONDS]
     workers = []
     for number, model in enumerate(models):
         local = LocalModel(
@@ -126,9 +142,9 @@ def run_asynchronous(name: str) -> Bits:
     }
 
 
-def run_decoupled(name: str) -> Bits:
+def run_decoupled(name: str, dtypes: Sequence[torch.dtype] = FP32) -> Bits:
     options, running = DECOUPLED[name]
-    models = [Layers() for _ in SECONDS]
+    models = [Layers(dtypes) for _ in SECONDS]
     parts = [
         [[p.detach() for p in model.layers[:3].parameters()],
          [p.detach() for p in model.layers[3:].parameters()]]
@@ -150,9 +166,17 @@ def run_decoupled(name: str) -> Bits:
 
 
 VIRTUAL: dict[str, Callable[[], Bits]] = {
-    **{f"async {name}": (lambda name=name: run_asynchronous(name)) for name in ASYNCHRONOUS},
-    **{f"decoupled {name}": (lambda name=name: run_decoupled(name)) for name in DECOUPLED},
-}
+    **{f"async {name}": partial(run_asynchronous, name) for name in ASYNCHRONOUS},
+    **{f"decoupled {name}": partial(run_decoupled, name) for name in DECOUPLED},
+    **{
+        f"async {name} {dtype}": partial(run_asynchronous, name, DTYPES[dtype])
+        for name, dtypes in LOW_ASYNCHRONOUS.items() for dtype in dtypes
+    },
+    **{
+        f"decoupled {name} {dtype}": partial(run_decoupled, name, DTYPES[dtype])
+        for name, dtypes in LOW_DECOUPLED.items() for dtype in dtypes
+    },
+}  # fmt: skip
 
 
 def run_virtual(name: str, impl: str) -> Bits:
