@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .payload import find_part, form_offsets, tile_offsets
 from .terms import sum_of_terms
-from .tiles import find_tile, load_tile, store_tile
+from .tiles import find_tile, load_tile, round_tile, store_tile
 
 # These change from call to call: a kernel must not be compiled again for a value that 16 divides.
 SPAN_VARYING = ["num_terms", "first_tile", "first_run", "tiles_per_run", "end"]
@@ -39,10 +39,11 @@ def store_merged(
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """params <- alpha params + (1 - alpha) new, or new alone."""
+    """params <- alpha params + (1 - alpha) new, rounded toward c(new), or new alone."""
     if HAS_ALPHA:
         local = load_tile(tile, element, offsets, mask, DTYPE_SET, FULL)
-        new = alpha * local + one_minus_alpha * new
+        x = alpha * local + one_minus_alpha * new
+        new = round_tile(tile, element, offsets, x, new, mask, DTYPE_SET, FULL)
     store_tile(tile, element, offsets, new, mask, DTYPE_SET, FULL)
 
 
@@ -121,7 +122,7 @@ def _merge_tile(
     )
 
 
-# params <- alpha params + (1 - alpha) outer
+# params <- alpha params + (1 - alpha) outer, rounded toward c(outer)
 # Reads 4 bytes an element, writes 4 (fp32 parameters); alpha reads 4 more. One program a tile.
 @triton.jit(do_not_specialize=["end"])
 def _merge_kernel(

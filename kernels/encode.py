@@ -9,7 +9,7 @@ from .payload import find_part, form_offsets, store_values
 from .rotation import store_blocks
 from .sparse import BLOCK, store_largest
 from .terms import sum_of_terms
-from .tiles import find_tile, load_any, load_tile, store_any
+from .tiles import find_tile, load_any, load_tile, round_tile, store_any
 
 # These change from call to call: a kernel must not be compiled again for a value that 16 divides.
 _ENCODE_VARYING = ["first_tile", "first_run", "tiles_per_run", "end", "outer_run", "key"]
@@ -72,14 +72,12 @@ def _encode_params(
     mask = offsets < part[2]
     x = load_tile(tile, element, offsets, mask, DTYPE_SET, FULL)
     if outer_ptr is not None:
-        if FULL:
-            x = tl.load(outer_ptr + outer_at + offsets) - x
-        else:
-            x = tl.load(outer_ptr + outer_at + offsets, mask=mask, other=0.0) - x
+        outer = load_any(outer_ptr + outer_at, offsets, mask, FULL)
+        x = round_tile(tile, element, offsets, None, outer, mask, DTYPE_SET, FULL) - x
     _encode_tile(x, run_ptr, part, element, element, key, kept, FORM, QMAX, STOCHASTIC, FULL)
 
 
-# payload <- Q(outer - params + residual)
+# payload <- Q(c(outer) - params + residual)
 # Reads 4 + 4 bytes an element (fp32 parameters), writes 1 (int8); error feedback adds 4 + 4 (fp32).
 # One program a tile of ROWS blocks.
 @triton.jit(do_not_specialize=_ENCODE_VARYING)

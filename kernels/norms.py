@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import find_tile, load_any, load_at
+from .tiles import find_tile, load_any, load_at, round_at
 
 TILE = 65536  # elements whose squares one program sums
 LANES = 16  # partial sums of a tile: element i goes to lane i mod 16
@@ -25,7 +25,7 @@ def _load_row(
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Load a row of outer - params, or of params; outside of ``mask`` it is 0, unless FULL."""
+    """Load a row of c(outer) - params, or of params; outside of ``mask`` it is 0, unless FULL."""
     index = element + place
     if DTYPE_SET == 0:
         x = load_any(address + element, place, mask, FULL)
@@ -33,7 +33,7 @@ def _load_row(
         x = load_at(address, dtype, index - begin, mask, DTYPE_SET, FULL)
     if outer_ptr is not None:
         outer = tl.load(outer_ptr + index) if FULL else tl.load(outer_ptr + index, mask, other=0.0)
-        x = outer - x
+        x = round_at(None, outer, address if DTYPE_SET == 0 else dtype, DTYPE_SET) - x
     return x
 
 
@@ -77,9 +77,9 @@ def _add_squares(
     return total, num_bad
 
 
-# totals[tile] <- sum of squares of the good elements of outer - params; bads[tile] <- number of bad
-# ones. Reads 4 + 4 bytes an element (fp32 parameters). One warp a tile of 65536 elements: the order
-# of the sum is part of the definition, sixteen sums that each take every sixteenth element.
+# totals[tile] <- sum of squares of the good elements of c(outer) - params; bads[tile] <- number of
+# bad ones. Reads 4 + 4 bytes an element (fp32 parameters). One warp a tile of 65536 elements: the
+# order of the sum is part of the definition, sixteen sums that each take every sixteenth element.
 @triton.jit(do_not_specialize=["end"])
 def _norms_kernel(
     outer_ptr,

@@ -68,7 +68,7 @@ def encode(
     nonfinite: Tensor | None = None,
     outer_begin: int = 0,
 ) -> None:
-    """Encode outer - params [+ residual], or params, of elements [begin, end) into the payload."""
+    """Encode c(outer) - params [+ residual], or params, of elements [begin, end)."""
     device = payload.device
     tile = tile_of("encode", layout)
     tiles = tiles_of("params", params, device, layout.run_elements, tile)
@@ -319,7 +319,7 @@ def decode(
 
 
 def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0) -> None:
-    """Set params to alpha * params + (1 - alpha) * outer."""
+    """Set params to alpha * params + (1 - alpha) * outer, rounded toward c(outer)."""
     device, tile = outer.device, PROGRAMS["merge"][0]
     num_elements = sum(param.numel() for param in params)
     run_elements = max(-(-num_elements // tile), 1) * tile
@@ -335,7 +335,7 @@ def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0) -> None:
 
 
 def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
-    """Write the squared norm of outer - params, or params, and the number of bad elements."""
+    """Write the squared norm of c(outer) - params, or params, and the number of bad elements."""
     device, tile = out.device, PROGRAMS["norms"][0]
     num_elements = sum(param.numel() for param in params)
     run_elements = max(-(-num_elements // tile), 1) * tile

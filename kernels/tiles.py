@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .codes import bf16_bits
+from .codes import bf16_bits, bits_float, float_bits
 
 # The number of a dtype in the tables; bit 1 << number says that a fragment has such tensors.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -194,3 +194,69 @@ def store_tile(tile, element, offsets, value, mask, DTYPE_SET: tl.constexpr, FUL
             index = offsets + element
             inside = (index >= begin) & (index < end) & mask
             _store_at(address, dtype, index - begin, value, inside, DTYPE_SET, False)
+
+
+@triton.jit
+def _round_one(x, outer, NUMBER: tl.constexpr):
+    """``round_at`` in bf16 (NUMBER 1) or fp16."""
+    if NUMBER == 1:
+        value = bits_float(bf16_bits(outer) << 16)
+    else:
+        value = outer.to(tl.float16).to(tl.float32)
+    if x is not None:
+        is_up = x < value
+        if NUMBER == 1:
+            # Cutting bits off rounds to zero, and from zero after this has been added.
+            down = tl.where(x < 0, 0xFFFF, 0)
+            cut = float_bits(x) + tl.where(is_up, down ^ 0xFFFF, down).to(tl.uint32)
+            value = bits_float(cut & 0xFFFF0000)
+        else:
+            half = x.to(tl.float16)
+            nearest = half.to(tl.float32)
+            is_beyond = tl.where(is_up, nearest < x, nearest > x)
+            # The magnitudes of a sign are in the order of their bits.
+            bits = half.to(tl.uint16, bitcast=True).to(tl.int32)
+            bits += tl.where(tl.abs(nearest) < tl.abs(x), 1, -1)
+            neighbour = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            value = tl.where(is_beyond, neighbour, nearest)
+    return value
+
+
+@triton.jit
+def round_at(x, outer, dtype, DTYPE_SET: tl.constexpr):
+    """c(outer), the outer values as elements of a dtype hold them; or x, rounded toward c(outer).
+
+    x: weighted sums with the outer values, or None for c(outer) itself. dtype: the number of the
+    dtype, or in a fragment of one tensor the pointer to that tensor.
+    """
+    value = outer if x is None else x
+    if DTYPE_SET == 0:
+        if dtype.dtype.element_ty == tl.bfloat16:
+            value = _round_one(x, outer, 1)
+        elif dtype.dtype.element_ty == tl.float16:
+            value = _round_one(x, outer, 2)
+    if DTYPE_SET & 2:
+        bf16 = _round_one(x, outer, 1)
+        value = bf16 if DTYPE_SET == 2 else tl.where(dtype == 1, bf16, value)
+    if DTYPE_SET & 4:
+        fp16 = _round_one(x, outer, 2)
+        value = fp16 if DTYPE_SET == 4 else tl.where(dtype == 2, fp16, value)
+    return value
+
+
+@triton.jit
+def round_tile(tile, element, offsets, x, outer, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr):
+    """``round_at`` for a tile, each element in the dtype of its tensor."""
+    where, kind, segments_ptr = tile
+    if DTYPE_SET == 0:
+        value = round_at(x, outer, segments_ptr, 0)
+    elif FULL or DTYPE_SET == 1:
+        value = round_at(x, outer, kind, DTYPE_SET)
+    else:
+        value = outer if x is None else x
+        for i in range(0, -1 - kind):
+            row = segments_ptr + (where + i) * 4
+            index = offsets + element
+            inside = (index >= tl.load(row)) & (index < tl.load(row + 1)) & mask
+            value = tl.where(inside, round_at(x, outer, tl.load(row + 3), DTYPE_SET), value)
+    return value

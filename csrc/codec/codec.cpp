@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "codec/fp_environment.h"
+#include "codec/step_rule.h"
 #include "codec/terms.h"
 #include "wire/codes.h"
 
@@ -73,8 +74,7 @@ float load(const uint8_t* data, DType dtype) {
     }
     uint16_t code;
     std::memcpy(&code, data, sizeof(code));
-    return dtype == DType::kBf16 ? wire::code_value<Format::kBf16>(code)
-                                 : wire::code_value<Format::kFp16>(code);
+    return half_value(dtype, code);
 }
 
 void store(uint8_t* data, DType dtype, float value) {
@@ -82,8 +82,7 @@ void store(uint8_t* data, DType dtype, float value) {
         std::memcpy(data, &value, sizeof(value));
         return;
     }
-    const uint16_t code =
-        dtype == DType::kBf16 ? wire::bf16_nearest(value) : wire::fp16_nearest(value);
+    const auto code = static_cast<uint16_t>(half_bits(dtype, value));
     std::memcpy(data, &code, sizeof(code));
 }
 
@@ -112,9 +111,22 @@ struct alignas(64) StackBlock {
         });
         clear_from(piece.size);
     }
+    // c(outer): outer values of the piece, each in the dtype of its element.
+    void gather_outer(const Fragment& fragment, const Piece& piece, const float* outer) {
+        for_each_element(fragment, piece, [&](const uint8_t*, DType dtype, int64_t i) {
+            value[i] = as_written(dtype, outer[piece.begin + i]);
+        });
+        clear_from(piece.size);
+    }
     void scatter(const Fragment& fragment, const Piece& piece) const {
         for_each_element(fragment, piece, [&](uint8_t* data, DType dtype, int64_t i) {
             store(data, dtype, value[i]);
+        });
+    }
+    // Rounded toward c(outer), for outer values of the piece.
+    void scatter_toward(const Fragment& fragment, const Piece& piece, const float* outer) const {
+        for_each_element(fragment, piece, [&](uint8_t* data, DType dtype, int64_t i) {
+            store(data, dtype, rounded_toward(dtype, value[i], as_written(dtype, outer[i])));
         });
     }
     void copy_in(const void* source, DType dtype, int64_t begin, int64_t size) {
@@ -137,7 +149,7 @@ int64_t blocks_of(int64_t elements, int block_size) {
 // A short block is encoded on the stack, so that padding is never written.
 int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece) {
     const int64_t size = span.block_size;
-    StackBlock sum(size), outer(size), residual(size), new_residual(size);
+    StackBlock sum(size), residual(size), new_residual(size);
     alignas(64) uint8_t codes[wire::kMaxBlockSize * sizeof(float)];
     uint8_t* target = span.codes;
     span.codes = codes;
@@ -150,10 +162,6 @@ int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece
         span.params = sum.value;
         span.param_dtype = DType::kFp32;
         span.num_terms = 0;
-    }
-    if (args.outer != nullptr) {
-        outer.copy_in(args.outer, DType::kFp32, piece.begin, piece.size);
-        span.outer = outer.value;
     }
     if (args.residual != nullptr) {
         residual.copy_in(args.residual, args.residual_dtype, piece.begin, piece.size);
@@ -200,11 +208,15 @@ int64_t encode_piece(const EncodeArgs& args, Terms& terms, const uint8_t* signs,
     if (wire::is_rotated(layout.format) && piece.begin % layout.run_elements == 0) {
         std::memcpy(args.payload + position.run, &args.key, sizeof(args.key));
     }
-    StackBlock params(layout.block_size);
+    StackBlock params(layout.block_size), outer(layout.block_size);
     if (piece.data == nullptr && span.num_terms == 0) {
         params.gather(args.params, piece);
         span.params = params.value;
         span.param_dtype = DType::kFp32;
+        if (args.outer != nullptr) {
+            outer.gather_outer(args.params, piece, args.outer);
+            span.outer = outer.value;
+        }
     }
     return piece.size % layout.block_size == 0 ? args.kernels->encode(span)
                                                : encode_short(args, span, piece);
@@ -278,7 +290,7 @@ void step_block(const StepArgs& args, StepSpan span, const Piece& piece) {
         }
     }
     args.kernels->outer_step(span);
-    params.scatter(args.params, piece);
+    params.scatter_toward(args.params, piece, span.outer);
     if (!is_short) return;
     outer.copy_out(args.outer, DType::kFp32, piece.begin, piece.size);
     if (args.momentum != nullptr) {
@@ -335,7 +347,7 @@ void merge(const MergeArgs& args, int64_t begin, int64_t end) {
         span.params = params.value;
         span.param_dtype = DType::kFp32;
         args.kernels->merge(span);
-        params.scatter(args.params, piece);
+        params.scatter_toward(args.params, piece, outer.value);
     });
 }
 
@@ -354,7 +366,7 @@ Norms norms(const NormsArgs& args, int64_t begin, int64_t end) {
             span.params = params.value;
             span.param_dtype = DType::kFp32;
             if (args.outer != nullptr) {
-                outer.copy_in(args.outer, DType::kFp32, piece.begin, piece.size);
+                outer.gather_outer(args.params, piece, args.outer);
                 span.outer = outer.value;
             }
         }

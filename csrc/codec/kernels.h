@@ -22,7 +22,8 @@ struct Term {
     float coefficient;
 };
 
-// Encodes x = outer - params (or params, or the weighted sum of `terms`) + residual.
+// Encodes x = c(outer) - params (or params, or the weighted sum of `terms`) + residual, where c(x)
+// is x rounded to the dtype of the parameters.
 struct EncodeSpan {
     wire::Format format;
     int block_size;
@@ -91,7 +92,8 @@ struct StepSpan {
     const StepConstants* constants;
 };
 
-// params = alpha * params + (1 - alpha) * outer; a copy when alpha is 0.
+// params = alpha * params + (1 - alpha) * outer, rounded toward c(outer); outer, rounded to
+// nearest, when alpha is 0.
 struct MergeSpan {
     int64_t num_elements;  // a multiple of 32
     const float* outer;
@@ -102,8 +104,8 @@ struct MergeSpan {
     bool streams_params;
 };
 
-// Adds the squares of the good elements of outer - params, in fp64, to 16 lanes: element i goes to
-// lane i mod 16.
+// Adds the squares of the good elements of c(outer) - params, in fp64, to 16 lanes: element i goes
+// to lane i mod 16.
 struct NormsSpan {
     int64_t num_elements;  // a multiple of 32
     const float* outer;    // or null

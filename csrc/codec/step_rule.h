@@ -1,10 +1,41 @@
-// The outer optimizers and the merge, one element at a time; in C++ and in CUDA alike.
+// Rounding to a parameter's dtype, the outer optimizers and the merge, one element at a time; in
+// C++ and in CUDA alike.
 #pragma once
 
 #include "codec/kernels.h"
+#include "wire/codes.h"
 #include "wire/exact.h"
 
 namespace diloco::codec {
+
+// The value of a bf16 or an fp16.
+DILOCO_HD float half_value(DType dtype, uint32_t bits) {
+    return dtype == DType::kBf16 ? wire::code_value<wire::Format::kBf16>(bits)
+                                 : wire::code_value<wire::Format::kFp16>(bits);
+}
+
+// The nearest bf16 or fp16.
+DILOCO_HD uint32_t half_bits(DType dtype, float value) {
+    return dtype == DType::kBf16 ? wire::bf16_nearest(value) : wire::fp16_nearest(value);
+}
+
+// c(x): x as a parameter of the dtype holds it.
+DILOCO_HD float as_written(DType dtype, float x) {
+    return dtype == DType::kFp32 ? x : half_value(dtype, half_bits(dtype, x));
+}
+
+// x rounded to the dtype in the direction of the target, a value of the dtype: the nearest value,
+// or its neighbour on the target's side where the nearest value lies on the other side of x.
+DILOCO_HD float rounded_toward(DType dtype, float x, float target) {
+    if (dtype == DType::kFp32) return x;
+    const uint32_t nearest = half_bits(dtype, x);
+    const float value = half_value(dtype, nearest);
+    const bool is_beyond = x >= target ? value > x : value < x;
+    if (!is_beyond) return value;
+    // The magnitudes of a sign are in the order of their bits.
+    const bool is_smaller = __builtin_fabsf(value) < __builtin_fabsf(x);
+    return half_value(dtype, is_smaller ? nearest + 1 : nearest - 1);
+}
 
 // m' = beta1 m + (1 - beta1) g;  v' = beta2 v + ((1 - beta2) g) g;  returns lr m' / (sqrt(v') /
 // correction + eps), with lr and correction as StepConstants has them.
@@ -42,9 +73,11 @@ DILOCO_HD float commit_update(const StepConstants& c, bool has_momentum, float& 
     return mul(c.lr, step);
 }
 
-// alpha local + (1 - alpha) outer; callers take outer itself when alpha is zero.
-DILOCO_HD float merged(float local, float outer, float alpha, float one_minus_alpha) {
-    return wire::add(wire::mul(alpha, local), wire::mul(one_minus_alpha, outer));
+// alpha local + (1 - alpha) outer, rounded toward c(outer); callers take outer itself when alpha is
+// zero.
+DILOCO_HD float merged(DType dtype, float local, float outer, float alpha, float one_minus_alpha) {
+    const float sum = wire::add(wire::mul(alpha, local), wire::mul(one_minus_alpha, outer));
+    return rounded_toward(dtype, sum, as_written(dtype, outer));
 }
 
 }  // namespace diloco::codec

@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(kThreads, 5)
     each_tile(args.runs, [&](uint32_t i) { decode_tile<kFormat>(lanes, args, i, place); });
 }
 
-// params = alpha params + (1 - alpha) outer. Reads 4n bytes, 8n with alpha, writes 4n (fp32). One
-// warp per 512 elements.
+// params = alpha params + (1 - alpha) outer, rounded toward c(outer). Reads 4n bytes, 8n with
+// alpha, writes 4n (fp32). One warp per 512 elements.
 __global__ void __launch_bounds__(kThreads, 5)
     merge_kernel(const __grid_constant__ MergeArgs args) {
     __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];

@@ -16,7 +16,7 @@ constexpr int kEncodeBlocks = kQuads == 2   ? 8
                               : kQuads == 4 ? (kStochastic ? 4 : 5)
                                             : 3;
 
-// x = outer - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;
+// x = c(outer) - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;
 // code = round(x / scale), by blocks.
 // int8, blocks of 256, fp32 parameters: encode reads 8n bytes, reduce W (n + n / 128); both write
 // n + n / 128; error feedback reads and writes 4n more each. A warp takes 16 tiles at most

@@ -196,22 +196,6 @@ DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bo
     if (count > 0) store_codes<kFormat>(codes_at, codes, count, is_aligned);
 }
 
-// x = f(x, y), element by element.
-template <int kQuads, class Lanes, class F>
-DILOCO_DEVICE void combine(const Lanes& lanes, typename Lanes::template Of<Quads<kQuads>>& x,
-                           const typename Lanes::template Of<Quads<kQuads>>& y, F&& f) {
-    lanes.each([&](int lane) {
-        DILOCO_UNROLL
-        for (int j = 0; j < kQuads; ++j) {
-            DILOCO_UNROLL
-            for (int i = 0; i < kQuad; ++i) {
-                float& value = x[lane].q[j].v[i];
-                value = f(value, y[lane].q[j].v[i]);
-            }
-        }
-    });
-}
-
 // The residual has a stage of its own, so that it is under way while other arrays are read, and
 // takes no registers until then.
 template <int kQuads, class Lanes>
@@ -260,7 +244,7 @@ DILOCO_DEVICE void store_residual(const Lanes& lanes, const EncodeTarget& target
     }
 }
 
-// x = outer - params + residual, or params + residual. All arrays are read before the first is
+// x = c(outer) - params + residual, or params + residual. All arrays are read before the first is
 // used.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const Tile& tile,
@@ -273,6 +257,7 @@ DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const
     }
     load_tile<kQuads>(lanes, args.params, tile, place, x);
     if (args.outer != nullptr) {
+        round_tile<kQuads>(lanes, args.params, tile, place, outer);
         combine<kQuads>(lanes, x, outer,
                         [](float own, float other) { return wire::sub(other, own); });
     }
@@ -323,7 +308,7 @@ DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, 
     if (target.new_residual != nullptr) store_residual<kQuads>(lanes, target, tile, x);
 }
 
-// payload <- Q(outer - params + residual), or Q(params + residual).
+// payload <- Q(c(outer) - params + residual), or Q(params + residual).
 template <Format kFormat, bool kStochastic, int kQuads, class Lanes>
 DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, uint32_t index,
                                Place& place, typename Lanes::template Of<int>& bad) {

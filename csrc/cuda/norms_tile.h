@@ -95,6 +95,9 @@ DILOCO_DEVICE void norms_chunk(const Lanes& lanes, const NormsArgs& args, int64_
     });
     load_norm_tile(lanes, args, norm_tile_at(args, begin), place, outer, x);
     for (int64_t i = begin; i < end; ++i) {
+        if (args.outer != nullptr) {
+            round_tile<kNormQuads>(lanes, args.params, norm_tile_at(args, i), place, outer);
+        }
         stage_differences(lanes, args.outer != nullptr, differences, outer, x, bad);
         if (i + 1 < end) load_norm_tile(lanes, args, norm_tile_at(args, i + 1), place, outer, x);
         add_squares(lanes, differences, squares);

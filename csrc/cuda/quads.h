@@ -1,11 +1,13 @@
 // Four neighbouring elements, what a lane reads or writes at a time: 16 bytes of fp32.
 #pragma once
 
+#include "codec/step_rule.h"
 #include "cuda/arguments.h"
 #include "wire/codes.h"
 
 namespace diloco::cuda {
 
+using codec::half_bits, codec::half_value;
 using wire::Format;
 
 constexpr int kQuad = 4;
@@ -59,15 +61,6 @@ void store_global(uint64_t address, T value) {
     __builtin_memcpy(reinterpret_cast<void*>(address), &value, sizeof(T));
 }
 #endif
-
-DILOCO_DEVICE float half_value(DType dtype, uint32_t bits) {
-    return dtype == DType::kBf16 ? wire::code_value<Format::kBf16>(bits)
-                                 : wire::code_value<Format::kFp16>(bits);
-}
-
-DILOCO_DEVICE uint32_t half_bits(DType dtype, float value) {
-    return dtype == DType::kBf16 ? wire::bf16_nearest(value) : wire::fp16_nearest(value);
-}
 
 // One element of an array of `dtype`, at an address that is a multiple of its size.
 DILOCO_DEVICE float load_element(uint64_t address, DType dtype) {

@@ -7,7 +7,7 @@
 namespace diloco::cuda {
 namespace {
 
-// x = outer - params + residual, or the weighted sum of runs + residual;  the k largest |x| of a
+// x = c(outer) - params + residual, or the weighted sum of runs + residual;  the k largest |x| of a
 // block are sent as signs with one scale;  new residual = x minus what was sent.
 // fp32 parameters: reads 8n bytes, with error feedback 12n, and writes 4n then. The code takes n /
 // 50 bytes (topk64), of which reduce reads W.

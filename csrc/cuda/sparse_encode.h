@@ -170,7 +170,7 @@ struct ReduceMemory {
     SumMemory sum;
 };
 
-// payload <- Q(outer - params + residual), or Q(params + residual).
+// payload <- Q(c(outer) - params + residual), or Q(params + residual).
 template <class Block>
 DILOCO_DEVICE void encode_sparse_block(const Block& block, const EncodeArgs& args, uint32_t index,
                                        EncodeMemory& memory) {

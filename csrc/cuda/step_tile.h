@@ -36,19 +36,36 @@ DILOCO_DEVICE void each_element(const Lanes& lanes, F&& f) {
     });
 }
 
+// outer <- alpha * params + (1 - alpha) * outer, rounded toward c(outer).
+template <class Lanes>
+DILOCO_DEVICE void blend(const Lanes& lanes, const Segments& params, const Tile& tile, Place& place,
+                         float alpha, float one_minus_alpha, StepQuads<Lanes>& outer) {
+    by_place(
+        lanes, params, tile, place,
+        [&](const Segment& segment, bool is_aligned, auto dtype) {
+            constexpr DType kDType = decltype(dtype)::value;
+            StepQuads<Lanes> local;
+            load_inside<kDType, kStepQuads>(lanes, segment, is_aligned, tile, local);
+            combine<kStepQuads>(lanes, outer, local, [&](float own, float other) {
+                return codec::merged(kDType, other, own, alpha, one_minus_alpha);
+            });
+        },
+        [&](const Segment* entry) {
+            stage<kStepQuads>(lanes, outer);
+            each_straddling(lanes, entry, tile, [&](int i, uint64_t address, DType dtype) {
+                lanes.stage[i] = codec::merged(dtype, load_element(address, dtype), lanes.stage[i],
+                                               alpha, one_minus_alpha);
+            });
+            unstage<kStepQuads>(lanes, outer);
+        });
+}
+
 // params <- outer, or alpha * params + (1 - alpha) * outer; `outer` is destroyed.
 template <class Lanes>
 DILOCO_DEVICE void merge_into(const Lanes& lanes, const Segments& params, const Tile& tile,
                               Place& place, float alpha, float one_minus_alpha,
                               StepQuads<Lanes>& outer) {
-    if (alpha != 0.0f) {
-        StepQuads<Lanes> local;
-        load_tile<kStepQuads>(lanes, params, tile, place, local);
-        each_element(lanes, [&](int lane, int j, int i) {
-            float& value = outer[lane].q[j].v[i];
-            value = codec::merged(local[lane].q[j].v[i], value, alpha, one_minus_alpha);
-        });
-    }
+    if (alpha != 0.0f) blend(lanes, params, tile, place, alpha, one_minus_alpha, outer);
     store_tile<kStepQuads>(lanes, params, tile, place, outer);
 }
 

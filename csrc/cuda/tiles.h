@@ -141,6 +141,22 @@ DILOCO_DEVICE bool is_quad_aligned(uint64_t origin) {
     return origin % (kDType == DType::kFp32 ? 16 : 8) == 0;
 }
 
+// x = f(x, y), element by element.
+template <int kQuads, class Lanes, class F>
+DILOCO_DEVICE void combine(const Lanes& lanes, typename Lanes::template Of<Quads<kQuads>>& x,
+                           const typename Lanes::template Of<Quads<kQuads>>& y, F&& f) {
+    lanes.each([&](int lane) {
+        DILOCO_UNROLL
+        for (int j = 0; j < kQuads; ++j) {
+            DILOCO_UNROLL
+            for (int i = 0; i < kQuad; ++i) {
+                float& value = x[lane].q[j].v[i];
+                value = f(value, y[lane].q[j].v[i]);
+            }
+        }
+    });
+}
+
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void stage(const Lanes& lanes, const typename Lanes::template Of<Quads<kQuads>>& x) {
     lanes.each([&](int lane) {
@@ -376,6 +392,24 @@ DILOCO_DEVICE void load_straddling(const Lanes& lanes, const Segment* entry, con
     unstage<kQuads>(lanes, x);
 }
 
+// Calls f(index in the tile, address, dtype) for each element of a tile of several segments, 32
+// neighbouring elements at a time; `entry` is the first segment.
+template <class Lanes, class F>
+DILOCO_DEVICE void each_straddling(const Lanes& lanes, const Segment* entry, const Tile& tile,
+                                   F&& f) {
+    lanes.each([&](int lane) {
+        const Segment* at = entry;
+        for (int i = lane; i < tile.size; i += kLanes) {
+            const int64_t element = tile.first + i;
+            while (begin_of(at[1]) <= element) ++at;
+            const DType dtype = dtype_of(*at);
+            const auto bytes = static_cast<uint64_t>(element) * (dtype == DType::kFp32 ? 4 : 2);
+            f(i, at->origin + bytes, dtype);
+        }
+    });
+    lanes.sync();
+}
+
 // Reads a tile of the fragment's tensors; elements that do not exist are zero.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void load_tile(const Lanes& lanes, const Segments& segments, const Tile& tile,
@@ -388,6 +422,28 @@ DILOCO_DEVICE void load_tile(const Lanes& lanes, const Segments& segments, const
         [&](const Segment* entry) { load_straddling<kQuads>(lanes, entry, tile, x); });
 }
 
+// x <- c(x): the values that the fragment's tensors would hold.
+template <int kQuads, class Lanes>
+DILOCO_DEVICE void round_tile(const Lanes& lanes, const Segments& segments, const Tile& tile,
+                              Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {
+    by_place(
+        lanes, segments, tile, place,
+        [&](const Segment&, bool, auto dtype) {
+            constexpr DType kDType = decltype(dtype)::value;
+            if constexpr (kDType != DType::kFp32) {
+                combine<kQuads>(lanes, x, x,
+                                [](float own, float) { return codec::as_written(kDType, own); });
+            }
+        },
+        [&](const Segment* entry) {
+            stage<kQuads>(lanes, x);
+            each_straddling(lanes, entry, tile, [&](int i, uint64_t, DType dtype) {
+                lanes.stage[i] = codec::as_written(dtype, lanes.stage[i]);
+            });
+            unstage<kQuads>(lanes, x);
+        });
+}
+
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void store_tile(const Lanes& lanes, const Segments& segments, const Tile& tile,
                               Place& place, const typename Lanes::template Of<Quads<kQuads>>& x) {
@@ -398,18 +454,9 @@ DILOCO_DEVICE void store_tile(const Lanes& lanes, const Segments& segments, cons
         },
         [&](const Segment* entry) {
             stage<kQuads>(lanes, x);
-            lanes.each([&](int lane) {
-                const Segment* at = entry;
-                for (int i = lane; i < tile.size; i += kLanes) {
-                    const int64_t element = tile.first + i;
-                    while (begin_of(at[1]) <= element) ++at;
-                    const DType dtype = dtype_of(*at);
-                    const auto bytes =
-                        static_cast<uint64_t>(element) * (dtype == DType::kFp32 ? 4 : 2);
-                    store_element(at->origin + bytes, dtype, lanes.stage[i]);
-                }
+            each_straddling(lanes, entry, tile, [&](int i, uint64_t address, DType dtype) {
+                store_element(address, dtype, lanes.stage[i]);
             });
-            lanes.sync();
         });
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,3 +230,12 @@ def rounded_norm(squared: float) -> float:
 def memory_order(tensor: Tensor) -> Tensor:
     """View a dense tensor of any shape as 1-D, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def as_held(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return fp32 values as dense tensors, virtually concatenated, hold them: a copy, fp32.
+
+    A value is rounded to nearest in the dtype of the tensor at its place.
+    """
+    pieces = values.split([tensor.numel() for tensor in tensors])
+    return torch.cat([p.to(t.dtype).float() for p, t in zip(pieces, tensors, strict=True)])

@@ -129,7 +129,9 @@ def encode(
     outer_begin: int = 0,
     impl: str = "",
 ) -> None:
-    """Write Q(outer - params + residual) of elements [begin, end) into the fragment's payload.
+    """Write Q(c(outer) - params + residual) of elements [begin, end) into the fragment's payload.
+
+    c(x) is x rounded to the dtype of the element's parameter, to nearest.
 
     Args:
         outer: 1-D fp32 [N], or None to encode the parameters themselves. Or a window, 1-D fp32
@@ -215,7 +217,7 @@ def outer_step(
     Args:
         outer, momentum: 1-D fp32 [N], updated in place; "sgd" needs no momentum. Or windows of one
             size from ``outer_begin`` on, as in ``encode``.
-        params: The fragment's tensors, set to alpha * params + (1 - alpha) * outer.
+        params: The fragment's tensors, set as by ``merge``.
         payloads, coefficients: The terms of g: whole payloads of the fragment, and factors.
         optimizer: "sgd", "heavy_ball" or "nesterov".
         clip: Bound on the magnitude of the momentum's elements.
@@ -316,12 +318,16 @@ def decode(
 
 
 def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0, *, impl: str = "") -> None:
-    """Set params to alpha * params + (1 - alpha) * outer (1-D fp32 [N]), in the params' dtypes."""
+    """Set params to alpha * params + (1 - alpha) * outer (1-D fp32 [N]), in the params' dtypes.
+
+    The sum is rounded toward c(outer), which is outer rounded to nearest: a parameter that equals
+    c(outer) stays there.
+    """
     _run("merge", [outer], locals())
 
 
 def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: str = "") -> None:
-    """Write to ``out`` (fp64 [2]) the squared L2 norm of outer - params and the bad elements.
+    """Write to ``out`` (fp64 [2]) the squared L2 norm of c(outer) - params and the bad elements.
 
     Without ``outer`` the norm is that of the params. Bad elements (NaN, Inf, above 2^126) are
     counted and left out of the norm. The order of summation is fixed, whatever the threads.

@@ -20,7 +20,16 @@ from torch import Tensor
 from .phases import mean_layout, num_phases
 from .reference_codec import HUGE, SMALLEST_SCALE
 from .reference_digest import digest as digest
-from .reference_fragment import fp32, gather, normalised, runs_of, scatter, total_elements
+from .reference_fragment import (
+    as_written,
+    blend,
+    fp32,
+    gather,
+    normalised,
+    runs_of,
+    scatter,
+    total_elements,
+)
 from .reference_runs import decode_run, encode_run
 from .reference_sums import ordered_sum, sum_by_blocks
 from .wire import Layout, WireFormat, encoding_keys
@@ -79,14 +88,18 @@ def encode(
     nonfinite: Tensor | None = None,
     outer_begin: int = 0,
 ) -> None:
-    """Encode outer - params [+ residual], or params, of elements [begin, end) into the payload."""
+    """Encode c(outer) - params [+ residual], or params, of elements [begin, end).
+
+    c(x) is x rounded to nearest in the dtype of the element's parameter.
+    """
     form = WireFormat(wire, block_size)
     run_bytes = form.run_bytes(run_elements)
     bad = 0
     for run_idx, first, last in runs_of(begin, end, run_elements):
         x = gather(params, first, last)
         if outer is not None:
-            x = outer[first - outer_begin : last - outer_begin] - x
+            here = slice(first - outer_begin, last - outer_begin)
+            x = as_written(outer[here], params, first) - x
         if residual is not None:
             x = x + residual[first:last].float()
         run = payload[run_idx * run_bytes : (run_idx + 1) * run_bytes]
@@ -131,12 +144,12 @@ def reduce(
         nonfinite += bad
 
 
-def _merged(outer: Tensor, params: Sequence[Tensor], begin: int, alpha: float) -> Tensor:
-    """Return alpha * params + (1 - alpha) * outer, fp32, for elements begin, begin + 1, ..."""
+def _merge(outer: Tensor, params: Sequence[Tensor], begin: int, alpha: float) -> None:
+    """Merge outer values of elements begin, begin + 1, ... into the parameters."""
     if alpha == 0:
-        return outer
-    local = gather(params, begin, begin + outer.numel())
-    return fp32(alpha) * local + fp32(1 - alpha) * outer
+        scatter(outer, params, begin)
+    else:
+        blend(outer, params, begin, alpha)
 
 
 @_exact
@@ -174,7 +187,7 @@ def outer_step(
             step = m if optimizer == "heavy_ball" else g + fp32(mu) * m
         new = outer[here] - fp32(lr) * step
         outer[here] = new
-        scatter(_merged(new, params, first, alpha), params, first)
+        _merge(new, params, first, alpha)
 
 
 @_exact
@@ -216,7 +229,7 @@ def outer_step_adam(
         root = v.double().sqrt().float()
         new = outer[here] - (step_size * m) / (root / correction + fp32(eps))
         outer[here] = new
-        scatter(_merged(new, params, first, alpha), params, first)
+        _merge(new, params, first, alpha)
 
 
 @_exact
@@ -286,13 +299,17 @@ def decode(
 
 @_exact
 def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0) -> None:
-    """Set params to alpha * params + (1 - alpha) * outer."""
-    scatter(_merged(outer, params, 0, alpha), params, 0)
+    """Set params to outer, rounded to nearest, or to alpha * params + (1 - alpha) * outer.
+
+    The weighted sum is fp32. Its rounding to the dtype of a parameter is in the direction of
+    c(outer), so that a merge never takes a parameter farther from c(outer).
+    """
+    _merge(outer, params, 0, alpha)
 
 
 @_exact
 def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
-    """Write the squared norm of outer - params, or params, and the number of bad elements.
+    """Write the squared norm of c(outer) - params, or params, and the number of bad elements.
 
     The differences are fp32, their squares and sums fp64. The order of the sum is fixed: tiles of
     65536 elements are added one after the other; in a tile sixteen partial sums take every
@@ -301,7 +318,7 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
     """
     x = gather(params, 0, total_elements(params))
     if outer is not None:
-        x = outer - x
+        x = as_written(outer, params, 0) - x
     bad = ~(x.abs() <= HUGE)
     square = torch.where(bad, 0.0, x).double() ** 2
     out[0] = ordered_sum(square)

@@ -10,13 +10,17 @@ from codec_cases import (
     HOST_IMPLS,
     IMPLS,
     KINDS,
+    LOW_PRECISION,
     SIZES,
     Fragment,
     assert_same,
     block_sizes,
+    dtype_names,
     encode,
+    fill,
     fragment,
     kinds,
+    low_precision,
     remembered,
     seeds,
     sizes,
@@ -25,10 +29,11 @@ from codec_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
+every_low_precision = pytest.mark.parametrize("dtypes", LOW_PRECISION, ids=dtype_names)
 
 
 def check(case: Fragment, impl: str, **options) -> None:
@@ -95,6 +100,40 @@ def test_any_fragment(impl: str, wire: str, data: st.DataObject) -> None:
     if residual_dtype is not None:
         options["residual"] = values(num_elements, data.draw(kinds), seed + 1).to(residual_dtype)
     check(case, impl, **options)
+
+
+@pytest.mark.each_pair("96 combinations")
+@every_impl
+@every_wire
+@every_low_precision
+def test_low_precision(impl: str, wire: str, dtypes: tuple) -> None:
+    """Pseudo-gradients of few units: the outer values are rounded as the parameters were."""
+    for kind in ("normal", "wide", "subnormal", "edge", "bad"):
+        check_low_precision(impl, wire, dtypes, kind, 4099)
+
+
+def check_low_precision(impl: str, wire: str, dtypes: tuple, kind: str, num_elements: int) -> None:
+    outer, params = low_precision(num_elements, dtypes, kind, 5)
+    case = Fragment(outer, params, Layout.plan(num_elements, 2, 1, WireFormat(wire, 64)))
+    check(case, impl)
+    residual = values(num_elements, "normal", 9)
+    check(case, impl, residual=residual, stochastic=True, rng_key=3)
+
+
+@every_impl
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@every_low_precision
+def test_a_parameter_that_did_not_move_has_no_pseudo_gradient(
+    impl: str, wire: str, dtypes: tuple
+) -> None:
+    outer, params = low_precision(4099, dtypes, "normal", 1)
+    fill(params, outer)
+    case = Fragment(outer, params, Layout.plan(4099, 2, 1, WireFormat(wire, 64)))
+    payload, count = encode(case, impl)
+    decoded = torch.ones(4099)
+    ops.decode([payload], [1.0], [decoded], 0, 4099, *case.form, impl=impl)
+    assert count == 0
+    assert (decoded == 0).all()
 
 
 @pytest.mark.each_pair("64 combinations")

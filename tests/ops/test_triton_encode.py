@@ -56,6 +56,14 @@ def test_encode_kinds_of_values(impl: str, wire: str, stochastic: bool) -> None:
         encoding.check(case, impl, stochastic=stochastic, rng_key=seed << 60, residual=residual)
 
 
+@every_impl
+@encoding.every_low_precision
+@pytest.mark.parametrize("wire", ["int4", "fp32"])
+def test_low_precision(impl: str, wire: str, dtypes: tuple) -> None:
+    for kind in ("normal", "subnormal", "bad"):
+        encoding.check_low_precision(impl, wire, dtypes, kind, 900)
+
+
 @pytest.mark.nightly(
     "up to 7 s each in the interpreter; they differ in the wire", but=["int8-False-triton"]
 )

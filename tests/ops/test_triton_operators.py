@@ -21,6 +21,7 @@ from codec_cases import (
     assert_same,
     clone,
     fill,
+    low_precision,
     tensors_like,
     values,
 )
@@ -183,6 +184,19 @@ def test_merge(impl: str, alpha: float) -> None:
         reducing.ops.merge(outer, params, alpha, impl=impl)
         for param, true_param in zip(params, expected, strict=True):
             assert_same(param, true_param, f"merged {tuple(param.shape)} {param.dtype}")
+
+
+@every_impl
+@stepping.every_low_precision
+@pytest.mark.parametrize("kind", ["normal", "subnormal", "edge", "bad"])
+def test_low_precision(impl: str, dtypes: tuple, kind: str) -> None:
+    """Merges, steps and norms of values that are few units from the outer values."""
+    for alpha in (0.25, 0.9):
+        stepping.check_low_precision_merge(impl, dtypes, alpha, kind, 1500)
+    layout = Layout.plan(700, 1, 1, WireFormat("int8", 64))
+    stepping.compare(layout, "nesterov", impl, 7, 1, alpha=0.9, dtypes=dtypes)
+    outer, params = low_precision(40, dtypes, kind, 3)
+    stepping.check_norms(outer, params, impl)
 
 
 @pytest.mark.nightly(

@@ -17,16 +17,14 @@ using wire::Format;
 float load(const void* data, DType dtype, int64_t i) {
     if (dtype == DType::kFp32) return static_cast<const float*>(data)[i];
     const uint32_t code = static_cast<const uint16_t*>(data)[i];
-    return dtype == DType::kBf16 ? wire::code_value<Format::kBf16>(code)
-                                 : wire::code_value<Format::kFp16>(code);
+    return half_value(dtype, code);
 }
 
 void store(void* data, DType dtype, int64_t i, float value) {
     if (dtype == DType::kFp32) {
         static_cast<float*>(data)[i] = value;
     } else {
-        static_cast<uint16_t*>(data)[i] =
-            dtype == DType::kBf16 ? wire::bf16_nearest(value) : wire::fp16_nearest(value);
+        static_cast<uint16_t*>(data)[i] = static_cast<uint16_t>(half_bits(dtype, value));
     }
 }
 
@@ -108,7 +106,8 @@ void load_block(const EncodeSpan& span, int64_t block, float* x) {
         const int64_t i = block * span.block_size + j;
         if (span.num_terms == 0) {
             const float param = load(span.params, span.param_dtype, i);
-            x[j] = span.outer != nullptr ? span.outer[i] - param : param;
+            x[j] =
+                span.outer != nullptr ? as_written(span.param_dtype, span.outer[i]) - param : param;
         }
         if (span.residual != nullptr) x[j] += load(span.residual, span.residual_dtype, i);
     }
@@ -225,7 +224,7 @@ void decode_format(const DecodeSpan& span) {
 
 void merge_element(void* params, DType dtype, int64_t i, float outer, float alpha,
                    float one_minus_alpha) {
-    if (alpha != 0.0f) outer = merged(load(params, dtype, i), outer, alpha, one_minus_alpha);
+    if (alpha != 0.0f) outer = merged(dtype, load(params, dtype, i), outer, alpha, one_minus_alpha);
     store(params, dtype, i, outer);
 }
 
@@ -274,7 +273,8 @@ int64_t norms(const NormsSpan& span) {
     int64_t num_bad = 0;
     for (int64_t i = 0; i < span.num_elements; ++i) {
         const float param = load(span.params, span.param_dtype, i);
-        const float x = span.outer != nullptr ? span.outer[i] - param : param;
+        const float x =
+            span.outer != nullptr ? as_written(span.param_dtype, span.outer[i]) - param : param;
         const bool is_bad = wire::is_bad(x);
         num_bad += is_bad;
         const double value = is_bad ? 0.0 : static_cast<double>(x);

@@ -187,6 +187,26 @@ DILOCO_INLINE Vec::F load_as(DType dtype, const void* in, int64_t i) {
                                    : Vec::load_fp16(static_cast<const uint16_t*>(in) + i);
 }
 
+// c(x): x as a parameter of the dtype holds it.
+DILOCO_INLINE Vec::F as_written(DType dtype, Vec::F x) {
+    return dtype == DType::kFp32   ? x
+           : dtype == DType::kBf16 ? Vec::round_bf16(x)
+                                   : Vec::round_fp16(x);
+}
+
+// x rounded to the dtype in the direction of the target: down where the target is x or less, else
+// up. A NaN stays one.
+DILOCO_INLINE Vec::F rounded_toward(DType dtype, Vec::F x, Vec::F target) {
+    if (dtype == DType::kFp32) return x;
+    const Vec::M is_up = Vec::less(x, target);
+    if (dtype == DType::kFp16) return Vec::select(is_up, Vec::fp16_above(x), Vec::fp16_below(x));
+    const Vec::I upper = Vec::set(static_cast<int32_t>(0xFFFF0000)), lower = Vec::set(0xFFFF);
+    // Cutting bits off rounds to zero, and from zero after this has been added.
+    const Vec::I down = Vec::select(Vec::less(x, Vec::zero()), lower, Vec::set(0));
+    const Vec::I bits = Vec::add(Vec::as_int(x), Vec::select(is_up, Vec::xor_(down, lower), down));
+    return Vec::as_float(Vec::and_(bits, upper));
+}
+
 // Few payloads into memory that is not read soon: straight from the registers.
 template <Format kFormat, int kTerms>
 void decode_streamed(const DecodeSpan& argument) {

@@ -16,7 +16,8 @@ class DifferenceInput {
         : span_(span), begin_(block * span.block_size) {}
     DILOCO_INLINE Vec::F load(int64_t n) const {
         const int64_t i = begin_ + n;
-        const Vec::F x = Vec::sub(Vec::load(span_.outer + i), load_as(kParams, span_.params, i));
+        const Vec::F x = Vec::sub(as_written(kParams, Vec::load(span_.outer + i)),
+                                  load_as(kParams, span_.params, i));
         if constexpr (!kHasResidual) return x;
         return Vec::add(x, Vec::load(static_cast<const float*>(span_.residual) + i));
     }
@@ -44,7 +45,9 @@ class AnyInput {
     DILOCO_INLINE Vec::F load(int64_t n) const {
         const int64_t i = begin_ + n;
         Vec::F x = load_as(span_.param_dtype, span_.params, i);
-        if (span_.outer != nullptr) x = Vec::sub(Vec::load(span_.outer + i), x);
+        if (span_.outer != nullptr) {
+            x = Vec::sub(as_written(span_.param_dtype, Vec::load(span_.outer + i)), x);
+        }
         if (span_.residual != nullptr) {
             x = Vec::add(x, load_as(span_.residual_dtype, span_.residual, i));
         }

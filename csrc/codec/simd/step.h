@@ -61,6 +61,7 @@ DILOCO_INLINE void write_param(void* params, int64_t i, Vec::F outer, bool is_me
     if (is_merge) {
         value = Vec::add(Vec::mul(alpha, load_as(kParams, params, i)),
                          Vec::mul(one_minus_alpha, outer));
+        value = rounded_toward(kParams, value, as_written(kParams, outer));
     }
     if (kParams == DType::kFp32 && streams) {
         Vec::stream(static_cast<float*>(params) + i, value);
@@ -182,7 +183,9 @@ int64_t norms_params(const NormsSpan& argument) {
         for (int k = 0; k < kVectors; ++k) {
             const int64_t at = i + k * Vec::kWidth;
             Vec::F x = load_as(kParams, span.params, at);
-            if (span.outer != nullptr) x = Vec::sub(Vec::load(span.outer + at), x);
+            if (span.outer != nullptr) {
+                x = Vec::sub(as_written(kParams, Vec::load(span.outer + at)), x);
+            }
             const Vec::I magnitude =
                 Vec::and_(Vec::as_int(x), Vec::set(static_cast<int32_t>(wire::kMagnitudeMask)));
             const Vec::M is_bad = Vec::less(limit, magnitude);

@@ -89,12 +89,7 @@ struct Vec {
             _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
         __builtin_memcpy(p, &packed, sizeof(packed));
     }
-    static void store_bf16(uint16_t* p, F v) {
-        const I bits = as_int(v), lsb = and_(shift_right<16>(bits), set(1));
-        const I rounded = shift_right<16>(add(bits, add(lsb, set(0x7FFF))));
-        const M is_nan = as_int(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-        store_u16(p, select(is_nan, set(0x7FC0), rounded));
-    }
+    static void store_bf16(uint16_t* p, F v) { store_u16(p, shift_right<16>(nearest_bf16(v))); }
     static void store_fp16(uint16_t* p, F v) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_half(v));
     }
@@ -108,6 +103,17 @@ struct Vec {
     static I round_even(F v) { return _mm256_cvtps_epi32(v); }
     static I round_down(F v) { return _mm256_cvtps_epi32(_mm256_floor_ps(v)); }
     static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+    // The nearest bf16 and fp16, and the next fp16 at or below and at or above.
+    static F round_bf16(F v) {
+        return as_float(and_(nearest_bf16(v), set(static_cast<int32_t>(0xFFFF0000))));
+    }
+    static F round_fp16(F v) { return _mm256_cvtph_ps(to_half(v)); }
+    static F fp16_below(F v) {
+        return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+    }
+    static F fp16_above(F v) {
+        return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
+    }
     static I to_half_bits(F v) { return _mm256_cvtepu16_epi32(to_half(v)); }
 
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
@@ -133,7 +139,9 @@ struct Vec {
     static I shift_right(I a) {
         return _mm256_srli_epi32(a, kBits);
     }
+    static M less(F a, F b) { return as_int(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
     static M less(I a, I b) { return _mm256_cmpgt_epi32(b, a); }
+    static F select(M m, F yes, F no) { return _mm256_blendv_ps(no, yes, as_float(m)); }
     static I select(M m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
     // The bits of `yes` where `mask` has ones, of `no` elsewhere.
     static I pick_bits(I mask, I yes, I no) {
@@ -326,6 +334,12 @@ struct Vec {
     }
 
   private:
+    // A bf16 in the upper half of each lane; the lower half may be anything.
+    static I nearest_bf16(F v) {
+        const I bits = as_int(v), lsb = and_(shift_right<16>(bits), set(1));
+        const M is_nan = as_int(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+        return select(is_nan, set(0x7FC00000), add(bits, add(lsb, set(0x7FFF))));
+    }
     static I load_mask16(const uint8_t* bits) {
         uint16_t word;
         __builtin_memcpy(&word, bits, sizeof(word));

@@ -69,12 +69,7 @@ struct Vec {
         const I pairs = _mm512_or_si512(v, _mm512_srli_epi64(v, 28));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm512_cvtepi64_epi8(pairs));
     }
-    static void store_bf16(uint16_t* p, F v) {
-        const I bits = as_int(v), lsb = and_(shift_right<16>(bits), set(1));
-        const I rounded = shift_right<16>(add(bits, add(lsb, set(0x7FFF))));
-        const M is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-        store_u16(p, select(is_nan, set(0x7FC0), rounded));
-    }
+    static void store_bf16(uint16_t* p, F v) { store_u16(p, shift_right<16>(nearest_bf16(v))); }
     static void store_fp16(uint16_t* p, F v) { store256(p, to_half(v)); }
 
     static F set(float x) { return _mm512_set1_ps(x); }
@@ -88,6 +83,17 @@ struct Vec {
         return _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     }
     static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+    // The nearest bf16 and fp16, and the next fp16 at or below and at or above.
+    static F round_bf16(F v) {
+        return as_float(and_(nearest_bf16(v), set(static_cast<int32_t>(0xFFFF0000))));
+    }
+    static F round_fp16(F v) { return _mm512_cvtph_ps(to_half(v)); }
+    static F fp16_below(F v) {
+        return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+    }
+    static F fp16_above(F v) {
+        return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
+    }
     static I to_half_bits(F v) { return _mm512_cvtepu16_epi32(to_half(v)); }
 
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -113,7 +119,9 @@ struct Vec {
     static I shift_right(I a) {
         return _mm512_srli_epi32(a, kBits);
     }
+    static M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
     static M less(I a, I b) { return _mm512_cmplt_epi32_mask(a, b); }
+    static F select(M m, F yes, F no) { return _mm512_mask_mov_ps(no, m, yes); }
     static I select(M m, I yes, I no) { return _mm512_mask_mov_epi32(no, m, yes); }
     // The bits of `yes` where `mask` has ones, of `no` elsewhere.
     static I pick_bits(I mask, I yes, I no) {
@@ -260,6 +268,12 @@ struct Vec {
     static uint32_t sum(I v) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(v)); }
 
   private:
+    // A bf16 in the upper half of each lane; the lower half may be anything.
+    static I nearest_bf16(F v) {
+        const I bits = as_int(v), lsb = and_(shift_right<16>(bits), set(1));
+        const M is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        return select(is_nan, set(0x7FC00000), add(bits, add(lsb, set(0x7FFF))));
+    }
     static __mmask32 load_mask16(const uint8_t* bits) {
         uint32_t mask;
         __builtin_memcpy(&mask, bits, sizeof(mask));

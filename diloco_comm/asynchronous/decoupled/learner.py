@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...base.memory import empty_pages
+from ...base.memory import as_held, empty_pages
 from ...ops.residuals import Residuals
 from ...ops.wire import STAGE_ENCODE, WireFormat, rng_key
 from ..model.shared import layout_of
@@ -70,7 +70,10 @@ class LearnerPiece:
         )
 
     def encode(self, key: int, is_stochastic: bool, impl: str) -> bool:
-        """Encode base - parameters; return False if a value is not finite or too large."""
+        """Encode the base less the parameters; return False if a value cannot be sent.
+
+        Such a value is not finite or too large.
+        """
         bad = torch.zeros(1, dtype=torch.int64)
         layout = self.layout
         ops.encode(
@@ -95,8 +98,9 @@ class LearnerPiece:
     def snapshot(self, impl: str) -> Tensor:
         """Return the parameters that the report was made of, less what rounding lost.
 
-        With s the decoded report and e, e' the residuals before and after the encoding, they are
-        base - s - e' + e. No copy of them is needed.
+        With s the decoded report, e, e' the residuals before and after the encoding, and c(base)
+        the base as the parameters hold it, they are c(base) - s - e' + e. No copy of them is
+        needed.
         """
         layout = self.layout
         sent = torch.empty_like(self.base)
@@ -111,11 +115,15 @@ class LearnerPiece:
             layout.wire.block_size,
             impl=impl,
         )
-        then = torch.sub(self.base, sent, out=sent)
+        then = self.start().sub_(sent)
         if self.residuals.new is not None and self.residuals.value is not None:
             then -= self.residuals.new / self.residuals.decay
             then += self.residuals.value
         return then
+
+    def start(self) -> Tensor:
+        """Return the base as the parameters hold it: the progress begins there."""
+        return as_held(self.base, self.tensors)
 
     def write(self, impl: str = "") -> None:
         """Set the parameters to the shared ones."""
@@ -304,7 +312,7 @@ class Learner:
         """Set the parameters of a piece; ``has_more``: there is progress beside the merged one."""
         alpha = self.receipt.alpha if self.receipt.mode == "blend" else 0.0
         if self.receipt.mode == "carry" and has_more:
-            start = piece.snapshot(self.impl) if is_merged else piece.base
+            start = piece.snapshot(self.impl) if is_merged else piece.start()
             values = (piece.values() - start).add_(values)
         ops.merge(values, piece.tensors, alpha, impl=self.impl)
 

@@ -125,9 +125,41 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([memory_view(tensor).float() for tensor in tensors])
 
 
+def as_written(source: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return c(source): a flat fp32 tensor as the fragment's tensors would hold its values."""
+    held = clone(tensors)
+    fill(held, source)
+    return flat(held)
+
+
 def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors and keep their strides."""
     return [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
+
+
+LOW_PRECISION = [(torch.bfloat16,), (torch.float16,), DTYPES]
+
+
+def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
+    """Return the name of a set of dtypes in the names of tests."""
+    return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def low_precision(
+    num_elements: int, dtypes: Sequence[torch.dtype], kind: str, seed: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Return outer values, and parameters that are at most three units of bf16 away from them.
+
+    With one dtype the parameters are one tensor, and with several they are many odd tensors.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    outer = values(num_elements, kind, seed)
+    params = [torch.zeros(num_elements, dtype=dtypes[0])]
+    if len(dtypes) > 1:
+        params = tensors_like(num_elements, seed, dtypes)
+    factor = 1 + (torch.rand(num_elements, generator=rng).double() - 0.5) / 21
+    fill(params, (outer * factor).float())
+    return outer, params
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The overlap methods in float64 numpy, one vector for each fragment and replica.
 
 Written from the equations alone, without payloads: what a fragment's rounds do to plain vectors.
-Every replica takes ``num_steps`` inner steps; ``inner(rank, x)`` takes one of them.
+Every replica takes ``num_steps`` inner steps; ``inner(rank, x)`` takes one of them. Local values
+of low precision lie on a ``Grid``.
 """
 
 from __future__ import annotations
@@ -32,12 +33,45 @@ class OuterOptimizer:
         return theta - self.lr * scale * ahead
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The numbers of a floating-point format.
+
+    Args:
+        digits: Binary digits of a number, the leading one included.
+        least: Exponent of the smallest number, whose multiples the other numbers are.
+    """
+
+    digits: int
+    least: int
+
+    def spacing(self, x: Vector) -> Vector:
+        """Return the distance between the neighbours of each value."""
+        return np.ldexp(1.0, np.maximum(np.frexp(x)[1] - self.digits, self.least))
+
+    def nearest(self, x: Vector) -> Vector:
+        """Round to the nearest number, from the middle to the even one."""
+        return np.rint(x / self.spacing(x)) * self.spacing(x)
+
+    def toward(self, x: Vector, target: Vector) -> Vector:
+        """As ``nearest``, but never farther from the target, a number of the grid, than x is.
+
+        The other neighbour of x, on the target's side, takes the place of such a number.
+        """
+        unit, number = self.spacing(x), self.nearest(x)
+        inner = np.where(x >= target, np.floor(x / unit), np.ceil(x / unit)) * unit
+        return np.where(np.abs(number - target) > np.abs(x - target), inner, number)
+
+
+FLOAT64, BF16, FP16 = Grid(53, -1074), Grid(8, -133), Grid(11, -24)
+
+
 @dataclass
 class Method:
     """A policy and its numbers; see ``diloco_comm.methods.overlap`` for their meaning.
 
     ``sick`` has (inner step, replica): what that replica would send then is not finite, and it is
-    reset.
+    reset. The local values lie on ``grid``, the outer ones do not.
     """
 
     name: str = "blocking"
@@ -50,6 +84,7 @@ class Method:
     inner_lr: Callable[[int], float] | None = None
     weights: Sequence[float] | None = None
     sick: frozenset[tuple[int, int]] = frozenset()
+    grid: Grid = FLOAT64
 
 
 @dataclass
@@ -105,7 +140,7 @@ def simulate(
         sick = {rank for step, rank in method.sick if step == t}
         for part in parts:
             for rank in sick:
-                x[rank][part.indices] = part.theta[rank]
+                x[rank][part.indices] = method.grid.nearest(part.theta[rank])
         for part in parts:
             is_due = t >= part.offset and (t - part.offset) % sync_every == 0
             for rank in sick:
@@ -140,15 +175,17 @@ def _stream(
 ) -> None:
     """Alg. 2 of arXiv 2501.18512."""
     if is_due:
-        part.sent.append([part.theta[r] - x[r][part.indices] for r in range(len(x))])
+        starts = [method.grid.nearest(theta) for theta in part.theta]
+        part.sent.append([starts[r] - x[r][part.indices] for r in range(len(x))])
     for rank, delay in enumerate(method.delays):
         number = (t - delay - part.offset) // sync_every
         if t - delay < part.offset or (t - delay - part.offset) % sync_every:
             continue
         mean = _mean(part, number)
         part.theta[rank] = part.optimizers[rank].step(part.theta[rank], mean)
-        local = x[rank][part.indices]
-        x[rank][part.indices] = method.alpha * local + (1 - method.alpha) * part.theta[rank]
+        target = method.grid.nearest(part.theta[rank])
+        merged = method.alpha * x[rank][part.indices] + (1 - method.alpha) * part.theta[rank]
+        x[rank][part.indices] = method.grid.toward(merged, target) if method.alpha else target
 
 
 def _mean(part: _Fragment, number: int) -> Vector:
@@ -165,7 +202,8 @@ def _turn(part: _Fragment, x: list[Vector], t: int, method: Method) -> None:
     zero = np.zeros(len(part.indices))
     held_from = [part.held_from.get(r, 0) for r in range(num)]
     earlier = [sum((s[r] for s in part.sent[held_from[r] : kept]), zero) for r in range(num)]
-    part.sent.append([part.theta[r] - x[r][part.indices] - earlier[r] for r in range(num)])
+    starts = [method.grid.nearest(theta) for theta in part.theta]
+    part.sent.append([starts[r] - x[r][part.indices] - earlier[r] for r in range(num)])
     weights = part.weights[n]
     gap = method.gap
     if gap == "gap-aware":
@@ -197,11 +235,11 @@ def _turn(part: _Fragment, x: list[Vector], t: int, method: Method) -> None:
             if due >= 0:
                 g = g - part.fresh[due][rank] * part.sent[due][rank]
         elif due < 0:
-            x[rank][part.indices] = part.theta[rank]
+            x[rank][part.indices] = starts[rank]
             continue
         before = part.theta[rank]
         part.theta[rank] = part.optimizers[rank].step(before, g, gamma)
         moved = float(np.linalg.norm(part.theta[rank] - before))
-        x[rank][part.indices] = part.theta[rank]
+        x[rank][part.indices] = method.grid.nearest(part.theta[rank])
     if due >= 0:
         part.norms.append(moved)
