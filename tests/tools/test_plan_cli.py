@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from cli_helpers import check_documented, check_misuse, check_schema, examples, 
 
 import diloco_comm
 from diloco_comm.tools.plan import command as plan_command
+from diloco_comm.tools.plan import losses
 from diloco_comm.tools.plan import model as plan_model
+from diloco_comm.tools.plan.estimate import Prices, make_plan
+from diloco_comm.tools.plan.request import CHOOSABLE, Request
 from diloco_comm.tools.plan.settings import Setting, choose
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
@@ -35,6 +39,7 @@ CHOSEN = {
     "bytes_per_month": float,
     "extra_memory_bytes": float,
     "usd_per_1e9_tokens": ({"gpus": float, "egress": float, "total": float}, None),
+    "why": (str, None),
     "loss": (
         {
             "nats": (float, None),
@@ -263,67 +268,118 @@ def test_published_tables_as_json() -> None:
 
 # ------------------------------------------------------------------------ cost of the settings
 
-# 1e9 tokens are 1e5 steps of 1e4 tokens. Hours of a GPU, GB sent, and parts of the cost by hand.
+# 1e9 tokens are 1e5 steps of 1e4 tokens. The setting, its utilisation, hours of a GPU and GB sent.
 COSTS = [
-    # 4.0625 bits for each of 1e9 parameters, every 10 steps: 1e4 rounds, a wait of 4 ms in 36 s.
+    # 2.0625 bits for each of 1e9 parameters, every 10 steps: 1e4 rounds, 2.0625 s after 36 s.
     (
-        "--step-time 3.6 --gbps 1000 --efficiency 1",
-        36 / 36.0040625,
-        10,
-        100.0 * 36.0040625 / 36,
+        "--step-time 3.6 --gbps 1 --efficiency 1 --target 0.8 --sync-every 10 --wire auto",
+        ("diloco", 0, 10),
+        36 / 38.0625,
+        100.0 * 38.0625 / 36,
+        1e4 * 0.2578125,
+    ),
+    # 4.0625 bits, in eight fragments: each one takes 0.5078 s, and is waited for after 0.36 s.
+    (
+        "--step-time 0.36 --gbps 1 --efficiency 1 --target 0.4 --wire int4",
+        ("streaming", 1, 10),
+        3.6 / (3.6 + 4.0625 - 8 * 0.36),
+        10.0 * 4.7825 / 3.6,
         1e4 * 0.5078125,
     ),
-    # On 1 Gbit/s an exchange lasts 4.0625 s, and 10 steps 36: a utilisation of 0.8986.
+    # int8 on half of the link: DiLoCo reaches 80% with H=50. Streaming with a delay of 1 does with
+    # H=10, but all of H=50 lose no more than DiLoCo; a delay of 5 steps waits for nothing.
     (
-        "--step-time 3.6 --gbps 1 --efficiency 1 --target 0.8",
-        36 / 40.0625,
-        10,
-        100.0 * 40.0625 / 36,
-        1e4 * 0.5078125,
-    ),
-    # Half of that link, and int8: 8.0625e9 bits take 16.125 s, for which 20 steps are enough.
-    (
-        "--step-time 3.6 --gbps 1 --efficiency 0.5 --target 0.8 --wire int8",
-        72 / 88.125,
-        20,
-        100.0 * 88.125 / 72,
-        5e3 * 1.0078125,
+        "--step-time 1.8 --gbps 1 --efficiency 0.5 --target 0.8 --wire int8",
+        ("streaming", 5, 50),
+        1.0,
+        50.0,
+        2e3 * 1.0078125,
     ),
 ]
 
 
-@pytest.mark.parametrize(("words", "share", "sync_every", "gpu_hours", "sent_gb"), COSTS)
+@pytest.mark.parametrize(("words", "setting", "share", "gpu_hours", "sent_gb"), COSTS)
 def test_what_settings_cost_by_hand(
-    words: str, share: float, sync_every: int, gpu_hours: float, sent_gb: float
+    words: str, setting: tuple[str, int, int], share: float, gpu_hours: float, sent_gb: float
 ) -> None:
     """4 GPUs of 2.5 USD an hour in a replica, and 0.09 USD for a GB."""
     own = ["--tokens-per-step", 10_000, "--gpu-usd-per-hour", 2.5, "--gpus-per-replica", 4]
     own += ["--egress-usd-per-gb", 0.09, *words.split()]
     plan = plan_json("--params", "1e9", "--layers", 24, *own)
     chosen = plan["link"]["chosen"]
-    setting = chosen["setting"]
-    assert (setting["method"], setting["sync_every"]) == ("diloco", sync_every)
-    assert setting["utilisation"] == pytest.approx(share)
+    assert tuple(chosen["setting"][key] for key in ("method", "delay", "sync_every")) == setting
+    assert chosen["setting"]["utilisation"] == pytest.approx(share)
     usd = chosen["usd_per_1e9_tokens"]
     assert usd["gpus"] == pytest.approx(gpu_hours * 4 * 2.5)
     assert usd["egress"] == pytest.approx(sent_gb * 0.09)
     assert usd["total"] == pytest.approx(usd["gpus"] + usd["egress"])
-    # A day has 24000 steps of 3.6 s.
-    sent_a_day = 24000 * share * sent_gb * 1e9 / 1e5
+    sent_a_day = 86400 / plan["request"]["step_time"] * share * sent_gb * 1e9 / 1e5
     assert chosen["bytes_per_day"] == pytest.approx(sent_a_day)
     assert chosen["bytes_per_month"] == pytest.approx(30 * sent_a_day)
     # Outer parameters and momentum, and two payloads.
-    payload_bytes = sent_gb / 1e5 * sync_every * 1e9
+    payload_bytes = sent_gb / 1e5 * setting[2] * 1e9
     assert chosen["extra_memory_bytes"] == pytest.approx(8e9 + 2 * payload_bytes)
+
+
+# Traffic dear and machines cheap, the opposite, and both paid.
+@pytest.mark.parametrize("usd", [(0.12, 0.0), (0.0, 3.0), (0.09, 2.5)], ids=str)
+@pytest.mark.parametrize("gbps", [0.5, 3, 100])
+def test_no_listed_setting_with_no_more_loss_is_cheaper_than_the_choice(
+    usd: tuple[float, float], gbps: float
+) -> None:
+    request = Request(1e9, 24, 1.0, rtt_ms=50, efficiency=None)
+    prices = Prices(8192, *usd, gpus=8)
+    link = make_plan(request, gbps, prices=prices)["link"]
+    without = make_plan(request, gbps, with_outer=True)["link"]["chosen"]
+    assert link["chosen"]["loss"]["nats"] <= without["loss"]["nats"]
+    cost = {}
+    for setting in link["settings"]:
+        share, made = setting.pop("utilisation"), dict(setting)
+        one = replace(request, **made)
+        nats = losses.expected(one)["nats"]
+        # A wire below four bits has records of H=10 alone.
+        known = setting["wire"] in ("fp32", "bf16", "int8", "int4") or one.sync_every == 10
+        if setting["method"] in CHOOSABLE and known and nats <= without["loss"]["nats"]:
+            cost[str(setting)] = prices.per_billion_tokens(one, share)["total"]
+    assert cost and link["chosen"]["usd_per_1e9_tokens"]["total"] <= min(cost.values()) * 1.000001
+
+
+@pytest.mark.parametrize(
+    ("egress", "words", "line", "reason"),
+    [
+        # Without prices int4. int1r sends a quarter, and its loss is less than Streaming gains.
+        (
+            0.09,
+            "--step-time 3.6 --target 0.8",
+            'wire="int1r"',
+            "the cheapest of 9 settings that reach 80% and lose no more than the choice without "
+            "prices (diloco, H=10, int4: 1,577.08 USD).",
+        ),
+        # Streaming waits for nothing with H=10, and DiLoCo reaches the target with H=200.
+        (
+            0,
+            "--step-time 0.6 --wire int4",
+            "sync_every=10",
+            "no settings that reach 95% and lose no more are cheaper.",
+        ),
+    ],
+)
+def test_the_choice_by_price_says_why(egress: float, words: str, line: str, reason: str) -> None:
+    own = ["--tokens-per-step", 10_000, "--gpu-usd-per-hour", 2.5, "--gpus-per-replica", 4]
+    own += ["--gbps", 1, "--egress-usd-per-gb", egress, *words.split()]
+    shown = run_cli("plan", "--params", "1e9", "--layers", 24, *own).out
+    assert line in shown and f"Chosen by price: {reason}" in shown
+    assert "Expected loss over DiLoCo on fp32" in shown
 
 
 def test_cost_traffic_and_memory_are_printed_for_the_chosen_settings() -> None:
     own = ["--gpu-usd-per-hour", 2.5, "--egress-usd-per-gb", 0.09, "--target", 0.8]
     words = [*"--params 1e9 --layers 24 --step-time 3.6 --efficiency 1".split(), *PAID, *own]
-    shown = run_cli("plan", *words).out.split("Chosen for this link (utilisation 89.9%)")[1]
-    assert "a replica sends 1.1 TB a day, 32.9 TB in 30 days, and needs 9.02 GB beside" in shown
-    # 122,070.3 steps of 3.6 s / 0.8986 and 2.5 USD; 12,207.03 times 0.5078125 GB and 0.09 USD.
-    assert "1e9 tokens cost 897.51 USD: GPUs 339.61, egress 557.90." in shown
+    words += ["--wire", "int4"]
+    shown = run_cli("plan", *words).out.split("Chosen for this link (utilisation 100.0%)")[1]
+    assert "a replica sends 1.22 TB a day, 36.6 TB in 30 days, and needs 9.02 GB beside" in shown
+    # 122,070.3 steps of 3.6 s and 2.5 USD; 12,207.03 times 0.5078125 GB and 0.09 USD.
+    assert "1e9 tokens cost 863.08 USD: GPUs 305.18, egress 557.90." in shown
 
 
 # ------------------------------------------------------------------------ the loss to expect

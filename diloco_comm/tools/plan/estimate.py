@@ -73,7 +73,8 @@ def make_plan(
         gbps: Bandwidth of a link to look at, Gbit/s.
         target: Compute utilisation that settings for this link must reach, below 1.
         chosen_wires: Wires that settings may be chosen with, the first ones first.
-        prices: Prices that the chosen settings are paid with.
+        prices: Prices that settings are chosen by, among those that lose no more than the choice
+            without prices.
         with_outer: Choose the outer learning rate, too, and say which loss is expected.
 
     Raises:
@@ -127,11 +128,19 @@ def _on_link(
 ) -> dict[str, Any]:
     link = np.array([gbps])
     share = float(request.utilisation(link, "step")[0])
-    tried = dict.fromkeys([*wires.WIRES_TRIED, *chosen_wires])
-    settings = find_settings(request, gbps, target, list(tried))
+    tried = list(dict.fromkeys([*wires.WIRES_TRIED, *chosen_wires]))
+    settings = find_settings(request, gbps, target, tried)
     chosen = choose(settings, chosen_wires)
     if is_auto:
         chosen = request.setting(share) if share >= target else None
+    why = None
+    if chosen is not None and prices is not None:
+        if is_auto:
+            candidates = wires.settings_of_wires(request, gbps, target)
+        else:
+            payable = tried if tuple(chosen_wires) == WIRES_CHOSEN else chosen_wires
+            candidates = wires.choosable_settings(request, gbps, target, payable)
+        chosen, why = _cheapest(request, chosen, candidates, target, prices)
     return {
         "gbps": gbps,
         "rtt_ms": request.rtt_ms,
@@ -141,20 +150,52 @@ def _on_link(
         "lost_s_per_day": (1 - share) * DAY_S,
         "bytes_per_day": request.bytes_per_day(share),
         "target": target,
-        "wires_tried": list(tried),
+        "wires_tried": tried,
         "chosen_wires": list(chosen_wires),
         "settings": [asdict(setting) for setting in settings],
-        "chosen": None if chosen is None else _described(request, chosen, prices, with_outer),
+        "chosen": None
+        if chosen is None
+        else {**_described(request, chosen, prices, with_outer or why is not None), "why": why},
     }
+
+
+def _cheapest(
+    request: Request,
+    first: Setting,
+    candidates: Sequence[Setting],
+    target: float,
+    prices: Prices,
+) -> tuple[Setting, str]:
+    """Return the cheapest candidate that loses no more than the first setting, and why."""
+
+    def cost(setting: Setting) -> float:
+        one = _requested(request, setting)
+        return prices.per_billion_tokens(one, setting.utilisation)["total"]
+
+    allowed = _requested(request, first)
+    fit = [s for s in candidates if losses.loses_no_more(_requested(request, s), allowed)]
+    cheapest = min([first, *fit], key=cost)
+    lose = f"that reach {target:.0%} and lose no more"
+    if cheapest == first:
+        return first, f"Chosen by price: no settings {lose} are cheaper."
+    return cheapest, (
+        f"Chosen by price: the cheapest of {len(fit)} settings {lose} than the choice without "
+        f"prices ({first.words}: {cost(first):,.2f} USD)."
+    )
+
+
+def _requested(request: Request, setting: Setting) -> Request:
+    """Return the request with the method, the wire and the H of a setting."""
+    names = ("method", "delay", "sync_every", "fragment_layers")
+    own = {name: getattr(setting, name) for name in names}
+    return replace(wires.with_wire(request, setting.wire), **own)
 
 
 def _described(
     request: Request, chosen: Setting, prices: Prices | None, with_outer: bool
 ) -> dict[str, Any]:
     """Return the chosen settings as arguments, with their traffic, memory, cost and loss."""
-    names = ("method", "delay", "sync_every", "fragment_layers")
-    one = replace(wires.with_wire(request, chosen.wire), **{n: getattr(chosen, n) for n in names})
-    share = chosen.utilisation
+    one, share = _requested(request, chosen), chosen.utilisation
     outer = losses.outer_of(chosen.wire) if with_outer else None
     return {
         **as_arguments(chosen, request.block_size, outer),

@@ -99,6 +99,22 @@ def expected(request: Request) -> dict[str, Any]:
     }
 
 
+def loses_no_more(request: Request, first: Request) -> bool:
+    """Tell whether the records let expect at most the loss of the first request.
+
+    False where the records do not say: of two wires one was never run, or a wire below four bits
+    has longer rounds than the recorded rounds, and than the first request on the same wire.
+    """
+    own, allowed, most_steps = _of_wire(request), _of_wire(first), LOSS_OF_STEPS[0][0]
+    if request.wire == first.wire:
+        own, allowed, most_steps = 0.0, 0.0, max(most_steps, first.sync_every)
+    is_recorded = request.wire_format.has_element_codes or request.sync_every <= most_steps
+    if own is None or allowed is None or not is_recorded:
+        return False
+    lost, most = (_of_steps(one.sync_every) + _of_delay(one) for one in (request, first))
+    return lost + own <= most + allowed
+
+
 def _of_steps(sync_every: int) -> float:
     """Return the loss of a number of inner steps a round.
 

@@ -190,6 +190,8 @@ def _what_it_takes(chosen: dict[str, Any]) -> Iterator[str]:
             f"1e9 tokens cost {usd['total']:,.2f} USD: GPUs {usd['gpus']:,.2f}, egress "
             f"{usd['egress']:,.2f}."
         )
+    if chosen["why"]:
+        yield chosen["why"]
     if loss := chosen["loss"]:
         yield from _loss_lines(loss)
 

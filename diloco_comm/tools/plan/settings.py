@@ -36,6 +36,11 @@ class Setting:
     fragment_layers: int
     utilisation: float
 
+    @property
+    def words(self) -> str:
+        late = f" with a delay of {self.delay}" if self.method == "streaming" else ""
+        return f"{self.method}{late}, H={self.sync_every}, {self.wire}"
+
 
 def choose(settings: Sequence[Setting], wires: Sequence[str] = WIRES_CHOSEN) -> Setting | None:
     """Return the first setting that exchanges at least every ``MOST_STEPS`` inner steps.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
 from .losses import over_fp32
-from .request import AUTO, Request
+from .request import AUTO, CHOOSABLE, Request
 from .settings import Setting
 
 # From the most precise to the coarsest, without wires that cost more and gain nothing: the recorded
@@ -115,26 +116,48 @@ def find_settings(
     In ``step`` granularity; ``sync_every`` is 1 for data parallel. Other arguments, such as the
     round trip, are the request's.
     """
+    return [
+        setting
+        for way in _ways(request, tried)
+        for setting in itertools.islice(_reaching(way, gbps, target), 1)
+    ]
+
+
+def choosable_settings(
+    request: Request, gbps: float, target: float, tried: Sequence[str]
+) -> list[Setting]:
+    """Find all settings of DiLoCo and Streaming that reach the target.
+
+    Each way and wire has every H of ``ROUNDS_TRIED`` that reaches the target.
+    """
+    ways = [way for way in _ways(request, tried) if way[0].method in CHOOSABLE]
+    return [setting for way in ways for setting in _reaching(way, gbps, target)]
+
+
+def settings_of_wires(request: Request, gbps: float, target: float) -> list[Setting]:
+    """Return the request as a setting, on each wire of ``--wire auto`` that reaches the target."""
+    requests = [with_wire(request, wire) for wire in _CANDIDATES]
+    settings = [one.setting(_utilisation(one, gbps)) for one in requests]
+    return [setting for setting in settings if setting.utilisation >= target]
+
+
+def _ways(request: Request, tried: Sequence[str]) -> Iterator[list[Request]]:
+    """Yield, for each method and wire, the requests that are tried, the smallest H first."""
     fragment = request.fragment_layers or min(3, request.layers)
     ways = [("diloco", 0, 0), ("streaming", 1, fragment), ("streaming", 5, fragment)]
     ways += [("eager", 0, request.fragment_layers)]
-    found = []
     for wire in tried:
         base = with_wire(request, wire)
-        candidates = [[replace(base, method="dp", delay=0, fragment_layers=0)]]
+        yield [replace(base, method="dp", delay=0, fragment_layers=0)]
         for method, delay, layers in ways:
             steps = [h for h in ROUNDS_TRIED if h > delay]
             change = {"method": method, "delay": delay, "fragment_layers": layers}
-            candidates.append([replace(base, sync_every=h, **change) for h in steps])  # type: ignore[arg-type]
-        for way in candidates:
-            found += _first_that_reaches(way, gbps, target)
-    return found
+            yield [replace(base, sync_every=h, **change) for h in steps]  # type: ignore[arg-type]
 
 
-def _first_that_reaches(tried: list[Request], gbps: float, target: float) -> list[Setting]:
+def _reaching(tried: list[Request], gbps: float, target: float) -> Iterator[Setting]:
     for way in tried:
         share = _utilisation(way, gbps)
         if share >= target:
             steps = way.steps_a_round
-            return [Setting(way.method, way.delay, way.wire, steps, way.fragment_layers, share)]
-    return []
+            yield Setting(way.method, way.delay, way.wire, steps, way.fragment_layers, share)
