@@ -271,6 +271,17 @@ def test_a_report_that_is_refused_in_a_flush_is_called_for_again() -> None:
     assert shared_by(server) == {-1.0}
 
 
+def test_a_block_says_which_steps_are_in_no_shared_model() -> None:
+    """The syncer refuses every report until the flush at the end of the block gives up."""
+    with make_server({**CARRY, "sync_every": 50}) as server:
+        pair = attach(server.address, "a", timeout=1.0)
+        spoiled(pair[1], 1_000_000)
+        with pytest.warns(RuntimeWarning, match="learner a .* is lost, up to inner step 7"):
+            with pair[1]:
+                train(pair, 7)
+    assert shared_by(server) == {0.0}
+
+
 def test_a_flush_says_that_a_commit_has_replaced_steps() -> None:
     """The receipt ``overwrite`` keeps no progress that is in no merged report."""
     with make_server({"fragments": 1, "sync_every": 50, "receipt": "overwrite"}) as server:

@@ -25,6 +25,7 @@ from diloco_comm import SyncError
 from diloco_comm.exchange.membership import regroup
 from diloco_comm.exchange.membership.meeting import attendance
 from diloco_comm.exchange.membership.meeting.attendance import Attendance, Limits, OwnTime, Pulses
+from diloco_comm.exchange.membership.stores import read_known
 
 H = 4
 PREFIX = "run/diloco_comm/default"
@@ -302,6 +303,40 @@ def test_a_far_store_does_not_stretch_the_limits(
         )
     # To come and to go costs a call for each member, and a look a few, however many there are.
     assert 6.0 <= now[0] - 100.0 <= 6.0 + (16 + 16 + 20) * delay_s + 0.1
+
+
+def test_keys_that_exist_are_read_though_others_are_absent() -> None:
+    """A replica that has come is seen before all have, and a key is looked for once."""
+    now = [0.0]
+    store: Any = FarStore(now, 1.0)
+    known: set[str] = set()
+    keys = [f"accepted/{replica}" for replica in range(4)]
+    assert read_known(store, keys, known) == {} and known == set()
+    for replica in (3, 1):
+        store.store.set(f"accepted/{replica}", str(replica))
+    assert read_known(store, keys, known) == {"accepted/1": b"1", "accepted/3": b"3"}
+    for replica in (0, 2):
+        store.store.set(f"accepted/{replica}", str(replica))
+    before = now[0]
+    found = read_known(store, keys, known)
+    assert list(found.items()) == [(key, str(i).encode()) for i, key in enumerate(keys)]
+    # One check of the two new keys, and one read of all; then one read.
+    assert now[0] - before == 2.0
+    assert read_known(store, keys, known) == found and now[0] - before == 3.0
+
+
+def test_a_counter_is_a_sign_of_life_though_another_replica_never_beat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(attendance.time, "monotonic", lambda: now[0])
+    store = dist.HashStore()
+    pulses = Pulses(store, lambda: (3, [1, 2]), 4.0)
+    for beat in range(3):
+        store.set("3/board/beat/1", str(beat))
+        now[0] += 1.0
+        pulses.look([1, 2])
+    assert pulses.lives(1) and not pulses.lives(2)
 
 
 def test_a_hello_from_before_is_no_sign_of_life() -> None:

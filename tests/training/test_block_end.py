@@ -96,6 +96,30 @@ def test_a_caught_error_of_bad_values_does_not_keep_a_block_from_sharing(workers
     assert is_shared
 
 
+def ended_with_bad_values(rank: int, world: int, is_caught: bool) -> str:
+    """Replica 1 has a NaN when its block ends; return the error that leaves the block."""
+    model, optimizer, diloco = attach(sync_every=3, on_nonfinite="raise", timeout=30)
+    try:
+        with diloco:
+            for step in range(NUM_STEPS):
+                train_step(model, optimizer, rank, step)
+            if rank == 1:
+                next(model.parameters()).data.fill_(math.nan)
+            if is_caught:
+                with pytest.raises(NonFiniteError):
+                    train_step(model, optimizer, rank, NUM_STEPS)
+    except NonFiniteError as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize(("is_caught", "left_by"), [(True, ""), (False, "NonFiniteError")])
+def test_bad_values_leave_a_block_unless_the_program_knows_of_them(
+    is_caught: bool, left_by: str, workers
+) -> None:
+    assert workers(2).run(ended_with_bad_values, is_caught) == [left_by, left_by]
+
+
 def test_a_block_of_one_replica_applies_the_rest() -> None:
     model, optimizer, diloco = attach(sync_every=3, outer=Nesterov(0.7, 0.9))
     with diloco:
