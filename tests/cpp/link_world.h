@@ -194,6 +194,13 @@ inline std::string error_of_connect(const LinkPtr& link, int rank, const Places&
     return "";
 }
 
+// Calls a connect() that fails with a limit, until the call has said enough. A connect() tries
+// until its limit; the second one has more time, which a slow machine may need to hear the reason.
+template <class Call>
+void call_twice(milliseconds limit, Call has_said) {
+    if (!has_said(limit)) has_said(milliseconds{5000});
+}
+
 inline bool says(const std::string& text, const std::string& part) {
     if (text.find(part) != std::string::npos) return true;
     std::fprintf(stderr, "\"%s\" does not say \"%s\"\n", text.c_str(), part.c_str());
