@@ -637,11 +637,33 @@ def open_new(path: Path, mode: int) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
+# Error numbers of file systems that do not know an operation, such as CIFS and several of FUSE.
+WITHOUT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+_unsynced: set[Path] = set()
+
+
 def sync_folder(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
+    """Write the names in a folder to the disk.
+
+    A word in the log, once for each folder, where the file system cannot do that for a folder: the
+    files are on its disk, and a crash of its host may lose their names.
+
+    Raises:
+        OSError: If the disk has not taken the names.
+    """
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
+    except OSError as error:
+        if error.errno not in WITHOUT:
+            raise
+        if folder not in _unsynced:
+            _unsynced.add(folder)
+            logger.warning(
+                "the file system of the folder %s cannot fsync a folder (%s): the files in it are "
+                "on the disk, and a crash of its host may lose a new name",
+                *(folder, error.strerror),
+            )
     finally:
         os.close(file)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +15,9 @@ from small_disk import disk_of
 from torch import Tensor
 
 from diloco_comm.base import log as module
-from diloco_comm.base.log import ChangedLog, DamagedLog, DoubtfulWrite, Log, truncate
+from diloco_comm.base.log import ChangedLog, DamagedLog, DoubtfulWrite, Log, sync_folder, truncate
 from diloco_comm.base.service.folder_lock import FolderLock
+from diloco_comm.elastic.registry.journal import Journal
 
 
 def load(path: Path) -> list[tuple[bytes, int]]:
@@ -216,3 +219,57 @@ def test_a_cut_on_a_full_disk_cuts_nothing(log: Log) -> None:
     assert full.value.filename == str(log.path.with_name(f"log.cut-{caught.value.offset}-1"))
     assert log.path.read_bytes() == data
     assert [path.name for path in log.path.parent.iterdir()] == ["log"]
+
+
+# ------------------------------------------------------------------------- the fsync of a folder
+
+
+@pytest.fixture
+def folders_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``folders_answer(number)``: the fsync of a folder gives this error number from now on."""
+    answers, fsync = [0], os.fsync
+
+    def syncing(number: int) -> None:
+        if answers[0] and stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(answers[0], os.strerror(answers[0]))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    return lambda number: answers.__setitem__(0, number)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS])
+def test_a_folder_that_its_file_system_cannot_fsync_is_a_word_in_the_log_once(
+    tmp_path: Path,
+    folders_answer: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    folders_answer(number)
+    for name in ("log", "another"):
+        Log.create(tmp_path / name, "test").close()
+    journal = Journal(tmp_path / "registry")
+    journal.append([("a", b"1")])
+    journal.close()
+    assert Journal(tmp_path / "registry").records == {"a": b"1"}
+    said = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage().partition(" cannot fsync")[0] for record in said] == [
+        f"the file system of the folder {folder}" for folder in (tmp_path, tmp_path / "registry")
+    ]
+
+
+def test_a_file_system_without_a_disk_is_such_a_one(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        sync_folder(Path("/proc"))
+    assert caplog.text.count("the file system of the folder /proc cannot fsync a folder") == 1
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_does_not_take_the_names_in_a_folder_is_an_error(
+    tmp_path: Path, folders_answer: Callable[[int], None], number: int
+) -> None:
+    folders_answer(number)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        Log.create(tmp_path / "log", "test")
+    with pytest.raises(OSError, match=os.strerror(number)):
+        Journal(tmp_path / "registry")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,8 +46,8 @@ class PayloadFile:
 
     def split(self, sizes: Sequence[int]) -> list[PayloadFile]:
         """Divide the file into payloads of these sizes."""
-        offsets = [self._offset + sum(sizes[:index]) for index in range(len(sizes))]
-        return [PayloadFile(self._file, *at) for at in zip(offsets, sizes, strict=True)]
+        offsets = accumulate(sizes, initial=self._offset)
+        return [PayloadFile(self._file, *at) for at in zip(offsets, sizes, strict=False)]
 
     def write(self, begin: int, body: memoryview | bytes) -> None:
         """Set the bytes from ``begin`` on."""
@@ -54,15 +55,9 @@ class PayloadFile:
         while done < len(view):
             done += os.pwrite(self._file.fileno(), view[done:], self._offset + begin + done)
 
-    def write_out(self) -> None:
-        """Write the file to the disk, and drop the file from the page cache where possible.
-
-        Raises:
-            OSError: If the disk has not taken all bytes.
-        """
-        number = self._file.fileno()
-        os.fsync(number)
-        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+    def fileno(self) -> int:
+        """Return the descriptor of the file, which payloads of one update share."""
+        return self._file.fileno()
 
 
 Payload = Tensor | PayloadFile
@@ -123,6 +118,8 @@ def blocks(payload: Payload) -> Iterator[Tensor]:
 def read_back(payloads: Sequence[Payload]) -> None:
     """Write payload files to the disk and read them back, so that disk errors are raised here.
 
+    A file of many payloads is written out once, and dropped from the page cache where possible.
+
     Bytes that the system keeps in memory are not read from the disk (tmpfs has no disk). A disk may
     still fail after this call.
 
@@ -130,8 +127,9 @@ def read_back(payloads: Sequence[Payload]) -> None:
         OSError: If a file cannot be written or read.
     """
     files = [payload for payload in payloads if isinstance(payload, PayloadFile)]
-    for payload in files:
-        payload.write_out()
+    for number in dict.fromkeys(payload.fileno() for payload in files):
+        os.fsync(number)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
     for payload in files:
         for _ in blocks(payload):
             pass

@@ -10,12 +10,9 @@ import socket
 import weakref
 from pathlib import Path
 
-from ..log import expect_regular
+from ..log import WITHOUT, expect_regular
 
 logger = logging.getLogger(__name__)
-
-# Error numbers of file systems without locks.
-_WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 class FolderInUse(OSError):
@@ -52,7 +49,7 @@ class FolderLock:
                 f"{holder or 'whose process is not known'}: each server needs a folder of its own"
             ) from None
         except OSError as error:
-            if error.errno not in _WITHOUT:
+            if error.errno not in (errno.ENOLCK, *WITHOUT):
                 raise
             logger.warning("the %s %s cannot be locked: %s", name, folder, error.strerror)
             self._end()
