@@ -13,6 +13,7 @@ from async_helpers import (
     attach,
     serving,
 )
+from descriptors import silent_strangers
 
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.worker.link import ServerLost, ServerRefused, read_status
@@ -50,6 +51,27 @@ def test_a_worker_whose_key_is_removed_is_out(tmp_path: Path) -> None:
         report = read_status(server.address, keys=tmp_path, key_name="one", timeout=20.0)
         present = {name for name, one in report["workers"].items() if one["connected"]}
         assert present == {"a"}
+        kept.close()
+
+
+def test_strangers_that_use_up_the_descriptors_end_no_server(tmp_path: Path) -> None:
+    """Honest workers go on, and a key that is removed meanwhile counts."""
+    make_keys(tmp_path, ["one", "two"])
+    with serving(keys=tmp_path, parameters=[torch.ones(7)]) as server:
+        model, kept = attach(server.address, "a", keys=tmp_path, key_name="one")
+        other, removed = attach(server.address, "b", keys=tmp_path, key_name="two")
+        with silent_strangers(server.address):
+            time.sleep(1.5)
+            (tmp_path / "allowed" / "two.key").unlink()
+            end = time.monotonic() + 4.0
+            while time.monotonic() < end:
+                model.descend(torch.ones(7))
+                kept.step()
+            with pytest.raises(ServerRefused, match="the key of this client is not among"):
+                other.descend(torch.ones(7))
+                removed.step()
+                removed.flush()
+        kept.flush()
         kept.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import resource
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ from diloco_comm.base.service.keys import (
     allow,
     make_keys,
     make_pairs,
+    protect_server,
+    protect_worker,
+    read_secret,
     remove,
 )
 
@@ -502,3 +506,124 @@ def test_an_older_key_among_the_allowed_is_named(
     assert (
         "lima.key is of an older version" in line and "`diloco-comm keys make FOLDER lima`" in line
     )
+
+
+# ------------------------------------------------------------------------- the modes of secrets
+
+
+def _of_a_link(folder: Path) -> object:
+    return LinkKeys.read(folder / "server.key_secret")
+
+
+def _of_a_server(folder: Path) -> object:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        return protect_server(context, socket, folder).stop()
+
+
+def _of_a_client(folder: Path) -> object:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        return protect_worker(socket, folder, "server")
+
+
+READERS = [_of_a_link, _of_a_server, _of_a_client]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("wrong", [0o604, 0o644, 0o660, 0o620, 0o640, 0o444, 0o441])
+def test_a_secret_that_others_may_use_is_refused_at_each_door(
+    tmp_path: Path, read: Callable[[Path], object], wrong: int
+) -> None:
+    make_keys(tmp_path, ["tokyo"])
+    read(tmp_path)
+    secret = tmp_path / "server.key_secret"
+    secret.chmod(wrong)
+    text = f"others than the owner may use {secret}, which has mode {wrong:03o}: run `chmod 600 "
+    with pytest.raises(ValueError, match=re.escape(text)):
+        read(tmp_path)
+
+
+def _as_user(user: int, groups: list[int], what: Callable[[], object]) -> str:
+    """Return the error of a function that a child process of another user calls, "" for none."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = ""
+        try:
+            os.setgroups(groups)
+            os.setgid(user)
+            os.setuid(user)
+            what()
+        except BaseException as error:
+            said = str(error)
+        os.write(theirs, said.encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as file:
+        said = file.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of another owner need root")
+def test_a_secret_as_kubernetes_mounts_it_is_taken(tmp_path: Path) -> None:
+    """A pod with fsGroup: links to files of mode 0440 that are root's, and the pod's group's."""
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    make_keys(tmp_path / "made", ["tokyo"])
+    (tmp_path / "made").rename(tmp_path / "..data")
+    (tmp_path / "keys").symlink_to("..data")
+    for path in (tmp_path / "..data", *(tmp_path / "..data").rglob("*")):
+        os.chown(path, 0, 10001)
+        path.chmod(0o750 if path.is_dir() else 0o440)
+    folder = tmp_path / "keys"
+    for read in READERS:
+        read(folder)
+    secret = folder / "server.key_secret"
+    assert _as_user(10001, [], lambda: read_secret(secret)) == ""
+    assert _as_user(10002, [10001], lambda: LinkKeys.read(secret)) == ""
+    # A group of another process, and an owner who could have closed the file.
+    (tmp_path / "..data").chmod(0o755)
+    assert "cannot be read: Permission denied" in _as_user(10003, [], lambda: read_secret(secret))
+    os.chown(secret, 10001, 10001)
+    refused = _as_user(10001, [], lambda: read_secret(secret))
+    assert f"others than the owner may use {secret}, which has mode 440" in refused
+
+
+# --------------------------------------------------------- a folder that cannot be read for now
+
+
+def test_the_last_keys_stay_while_no_descriptor_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_keys(tmp_path, ["tokyo", "lima"])
+    allowed = Allowed(tmp_path / "allowed", lambda keys: keys.curve.encode())
+    before = allowed.present()
+    assert len(before) == 2
+    (tmp_path / "allowed" / "lima.key").unlink()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        for _ in range(3):
+            assert allowed.present(at_once=True) == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"the folder {tmp_path}/allowed cannot be read (Too many open files)")
+    assert len(allowed.present(at_once=True)) == 1
+
+
+def test_a_key_whose_file_cannot_be_read_again_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_keys(tmp_path, ["tokyo", "lima"])
+    allowed = Allowed(tmp_path / "allowed", lambda keys: keys.curve.encode())
+    before = allowed.present()
+    # Reading a folder as a file is an error for root too.
+    (tmp_path / "allowed" / "lima.key").unlink()
+    (tmp_path / "allowed" / "lima.key").mkdir()
+    for _ in range(3):
+        assert allowed.present(at_once=True) == before
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "allowed cannot be read (Is a directory)" in line
+    (tmp_path / "allowed" / "lima.key").rmdir()
+    assert len(allowed.present(at_once=True)) == 1

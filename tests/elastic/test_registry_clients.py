@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from descriptors import silent_strangers
 from registries import serving
 from torch.distributed import HashStore
 
@@ -145,6 +146,27 @@ def test_a_key_counts_from_and_until_a_second_after_its_file(
         # A file that is no key lets nobody in, and locks nobody out.
         (tmp_path / "allowed" / "broken.key").write_text("no key")
         time.sleep(2.0)
+        assert paris.swap(b"x", b"y")
+
+
+def test_strangers_that_use_up_the_descriptors_end_no_registry(tmp_path: Path) -> None:
+    """Members go on, and a key that is removed meanwhile counts."""
+    make_keys(tmp_path / "keys", ["paris", "tokyo"])
+    with serving(keys=tmp_path / "keys", journal=tmp_path / "journal") as server:
+        paris, tokyo = (
+            connect(server.address, run="r", timeout_s=20, key=tmp_path / f"keys/{name}.key_secret")
+            for name in ("paris", "tokyo")
+        )
+        assert tokyo.read() == b""
+        with silent_strangers(server.address):
+            time.sleep(1.5)
+            assert paris.swap(b"", b"x")
+            (tmp_path / "keys" / "allowed" / "tokyo.key").unlink()
+            end = time.monotonic() + 4.0
+            while time.monotonic() < end:
+                assert paris.read() == b"x"
+            with pytest.raises(KeyRefused, match="the key of this client is not"):
+                tokyo.read()
         assert paris.swap(b"x", b"y")
 
 

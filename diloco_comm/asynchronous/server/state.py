@@ -38,7 +38,7 @@ SMALL_BYTES = 8 * 2**20
 MIN_ROOM = 0.5
 # Seconds between two attempts to make a file for an update on a full disk.
 FILE_RETRY_S = 1.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 
 class ServerState:

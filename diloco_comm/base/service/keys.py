@@ -13,6 +13,7 @@ A running process reads ``allowed`` again: a key that is added or removed counts
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,12 @@ REVOKED = "the key of this client is not among the server's allowed keys any mor
 PUBLIC, SECRET = ".key", ".key_secret"
 # Seconds between two looks at the folder of allowed keys.
 LOOK_S = 1.0
+# Error numbers of a process, or a host, that has no descriptor left.
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+# Trouble that comes and goes is said once in so many seconds.
+_QUIET_S = 60.0
+# The mode in which Kubernetes mounts a Secret for a pod with fsGroup: root's, for the pod's group.
+_OF_A_SECRET = 0o440
 # ZeroMQ's text of 32 bytes.
 _Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HEX = re.compile("[0-9a-f]{64}")
@@ -339,32 +346,55 @@ def remove(folder: Path, name: str) -> Path:
     return path
 
 
-def readable_keys(folder: Path) -> dict[Path, Keys]:
-    """Return the public keys in a folder by file; a word in the log for each unreadable file."""
+def readable_keys(folder: Path, known: Mapping[Path, Keys] | None = None) -> dict[Path, Keys]:
+    """Return the public keys in a folder by file; a word in the log for each unreadable file.
+
+    Args:
+        known: The keys of each file as they were read before.
+
+    Raises:
+        OSError: If the folder, or a file in ``known``, cannot be read now.
+    """
     found = {}
-    for path in sorted(folder.glob(f"*{PUBLIC}")):
+    for path in _public_files(folder) if folder.is_dir() else ():
         try:
             found[path] = Keys.read(path)
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
+            logger.warning("%s lets nobody in: %s", path, error)
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTOR or path in (known or {}):
+                raise
             logger.warning("%s lets nobody in: %s", path, error)
     return found
+
+
+def _public_files(folder: Path) -> list[Path]:
+    return [folder / name for name in sorted(os.listdir(folder)) if name.endswith(PUBLIC)]
 
 
 class Allowed:
     """The keys of one kind in a folder as it is now: the folder is looked at once a second.
 
+    While the folder cannot be read, the last keys stay.
+
     Args:
         folder: With a file ``NAME.key`` for each client.
         key_of: Returns the key that counts of those in a file, or None.
+        spare: Entered for a look where this process has no descriptor left.
     """
 
-    def __init__(self, folder: Path, key_of: Callable[[Keys], bytes | None]) -> None:
-        self._folder, self._key_of = folder, key_of
+    def __init__(
+        self,
+        folder: Path,
+        key_of: Callable[[Keys], bytes | None],
+        spare: AbstractContextManager[object] | None = None,
+    ) -> None:
+        self._folder, self._key_of, self._spare = folder, key_of, spare or nullcontext()
         self._keys: frozenset[bytes] = frozenset()
         self._files: dict[Path, Keys] = {}
         self._seen: Sequence[tuple[object, ...]] = ()
         self._look_at = 0.0
-        self._is_missing = False
+        self._trouble, self._said_at = "", 0.0
 
     def present(self, *, at_once: bool = False) -> frozenset[bytes]:
         """Return the keys that are let in.
@@ -375,17 +405,31 @@ class Allowed:
         now = time.monotonic()
         if now >= self._look_at or at_once:
             self._look_at = now + LOOK_S
-            if not self._folder.is_dir():
-                # The file is about to be replaced, such as by a copy of another host's.
-                self._note_missing()
-                return self._keys
-            self._is_missing = False
-            seen = [_stamp(path) for path in sorted(self._folder.glob(f"*{PUBLIC}"))]
-            if seen != self._seen:
-                self._files = readable_keys(self._folder)
-                keys = map(self._key_of, self._files.values())
-                self._keys, self._seen = frozenset(filter(None, keys)), seen
+            try:
+                self._look()
+            except OSError as error:
+                self._note(error)
+            else:
+                if self._trouble and now > self._said_at + _QUIET_S:
+                    logger.warning("the folder %s can be read again", self._folder)
+                    self._trouble = ""
         return self._keys
+
+    def _look(self) -> None:
+        try:
+            self._read()
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+            with self._spare:
+                self._read()
+
+    def _read(self) -> None:
+        seen = [_stamp(path) for path in _public_files(self._folder)]
+        if seen != self._seen:
+            self._files = readable_keys(self._folder, self._files)
+            keys = map(self._key_of, self._files.values())
+            self._keys, self._seen = frozenset(filter(None, keys)), seen
 
     def bindings(self, key: bytes) -> dict[Path, tuple[int, ...]]:
         """Return the files that bind a key, each with its numbers, as of the last look."""
@@ -395,13 +439,17 @@ class Allowed:
             if keys.replicas is not None and self._key_of(keys) == key
         }
 
-    def _note_missing(self) -> None:
-        if not self._is_missing:
-            self._is_missing = True
+    def _note(self, error: OSError) -> None:
+        """Say once that the folder cannot be read, or is gone, such as before a copy takes over."""
+        trouble, remedy = f"cannot be read ({error.strerror})", "a removed key counts after that"
+        if not self._folder.is_dir():
+            trouble = "is gone"
+            remedy = "make the folder again, without the keys that are to be refused"
+        if trouble != self._trouble:
+            self._trouble, self._said_at = trouble, time.monotonic()
             logger.warning(
-                "the folder %s is gone: the clients that it named before stay allowed; make the "
-                "folder again, without the keys that are to be refused",
-                self._folder,
+                "the folder %s %s: the clients that it named before stay allowed; %s",
+                *(self._folder, trouble, remedy),
             )
 
 
@@ -430,16 +478,7 @@ class LinkKeys:
             ValueError: If the keys are not there, not whole or not secret, or let nobody in.
         """
         path = _own_secret(Path(place))
-        try:
-            mode = path.stat().st_mode
-            seed = Keys.read(path).link_secret
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ValueError(
-                f"others than the owner may use {path}, which has mode {stat.S_IMODE(mode):03o}: "
-                f"run `chmod 600 {path}`"
-            )
+        seed = read_secret(path).link_secret
         folder, name = path.parent, path.stem
         if seed is None:
             raise ValueError(
@@ -484,6 +523,32 @@ class LinkKeys:
 
         if why := self.refusal_of(replica, _C.link_public_key(self.seed), replica):
             raise ValueError(why)
+
+
+def read_secret(path: Path) -> Keys:
+    """Read a file of secret keys; whatever the keys are for, nobody else may use the file.
+
+    Raises:
+        ValueError: If the file cannot be read, is no file of keys, or may be used by others.
+    """
+    try:
+        found, keys = path.stat(), Keys.read(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO) and not (mode == _OF_A_SECRET and _is_roots(found)):
+        raise ValueError(
+            f"others than the owner may use {path}, which has mode {mode:03o}: run `chmod 600 "
+            f"{path}`, or give the volume of a Secret in Kubernetes `defaultMode: 0440`, and the "
+            "pod fsGroup"
+        )
+    return keys
+
+
+def _is_roots(found: os.stat_result) -> bool:
+    """Whether a file is root's, and its group is one of this process."""
+    groups = {os.getegid(), *os.getgroups()}
+    return found.st_uid == 0 and (os.geteuid() == 0 or found.st_gid in groups)
 
 
 def link_keys(place: str | Path | None) -> LinkKeys | None:
@@ -597,7 +662,11 @@ class Guard:
     def __init__(self, context: zmq.Context, folder: Path) -> None:
         from zmq.auth.thread import ThreadAuthenticator
 
-        self.allowed = Allowed(folder, lambda keys: keys.curve.encode())
+        from .sockets import SpareDescriptors
+
+        self._spare = SpareDescriptors()
+        self.allowed = Allowed(folder, lambda keys: keys.curve.encode(), self._spare)
+        self.allowed.present()
         self._thread = ThreadAuthenticator(context)
         self._thread.start()
         # New connections are checked on that thread.
@@ -614,6 +683,7 @@ class Guard:
     def stop(self) -> None:
         """End the thread; idempotent."""
         self._thread.stop()
+        self._spare.close()
 
 
 def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> Guard:
@@ -649,19 +719,24 @@ def protect_worker(socket: zmq.Socket, folder: Path, name: str = WORKER) -> None
 
 def _curve_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
     path = folder / f"{name}{SECRET}"
-    keys = _load(path)
+    _expect(path)
+    keys = read_secret(path)
     if keys.curve_secret is None:
         raise ValueError(f"{path} holds no secret key")
     return keys.curve.encode(), keys.curve_secret.encode()
 
 
-def _load(path: Path) -> Keys:
+def _expect(path: Path) -> None:
     if path.name == f"{SERVER}{PUBLIC}" and not path.is_file():
         raise ValueError(
             f"there is no key {path}: copy {path.name} from the server's folder of keys"
         )
     if not path.is_file():
         raise ValueError(f"there is no key {path}: `diloco-comm keys make` makes one")
+
+
+def _load(path: Path) -> Keys:
+    _expect(path)
     try:
         return Keys.read(path)
     except OSError as error:

@@ -48,6 +48,7 @@ def serve_until_signal(server: Server, announce: Callable[[str], None]) -> str:
     Args:
         announce: Called with the server's address.
     """
+    raise_descriptors()
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -68,7 +69,7 @@ def relay_beside(host: str, port: int | None) -> Iterator[None]:
         yield
         return
     # The other server keeps most of the descriptors.
-    server = opened_relay(host, port, _descriptors() // 16)
+    server = opened_relay(host, port, raise_descriptors() // 16)
     thread = threading.Thread(target=server.serve, name="relay", daemon=True)
     thread.start()
     print(f"diloco-comm: a relay listens at {server.address}", file=sys.stderr)
@@ -84,11 +85,11 @@ def opened_relay(host: str, port: int, connections: int) -> Relay:
     from ...base.service.relay import Relay
 
     # A pair has two connections, and strangers and the process itself need descriptors, too.
-    most = min(connections, _descriptors() // 4)
+    most = min(connections, raise_descriptors() // 4)
     if most < connections:
         print(
             f"diloco-comm: the relay takes {most} connections, because this process may have "
-            f"{_descriptors()} open files",
+            f"{raise_descriptors()} open files",
             file=sys.stderr,
         )
     try:
@@ -97,8 +98,9 @@ def opened_relay(host: str, port: int, connections: int) -> Relay:
         fail(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
-def _descriptors() -> int:
+def raise_descriptors() -> int:
     """Raise the limit of open files as far as allowed, and return the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return 1 << 20 if hard == resource.RLIM_INFINITY else hard

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ...base.service.keys import LinkKeys
 from ...base.store_host import open_store
+from .hosting import raise_descriptors
 
 
 def host_store(
@@ -21,6 +22,7 @@ def host_store(
     Returns:
         The name of the signal.
     """
+    raise_descriptors()
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: received.put(number))
