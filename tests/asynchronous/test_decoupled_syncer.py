@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -167,3 +169,148 @@ def test_merges_beyond_the_most_stay_due() -> None:
         (commit,) = syncer.advance(2.0, most_merges=1)
         assert isinstance(commit, Commit) and (commit.fragment, commit.version) == (index, 1)
     assert syncer.advance(2.0, most_merges=1) == []
+
+
+# ------------------------------------------------------------------- fragments without a change
+
+
+class LooksAtAll(Syncer):
+    """The plain version of ``advance``: it looks at all fragments at each call."""
+
+    def advance(self, now: float, most_merges: int | None = None) -> list[Call | Commit]:
+        messages: list[Call | Commit] = []
+        for index, each in enumerate(self.rounds):
+            merge = None if most_merges == 0 else each.merge(now)
+            if merge is not None:
+                messages.append(self._commit(index, merge, now))
+                most_merges = None if most_merges is None else most_merges - 1
+            is_due = self._is_due(index)
+            if is_due or self._is_wanted(index):
+                each.call(now)
+                if is_due:
+                    self._called[index].update(self._steps)
+                messages.append(Call(index, each.version))
+        return messages
+
+    @property
+    def deadline(self) -> float | None:
+        return min((r.deadline for r in self.rounds if r.deadline is not None), default=None)
+
+
+class Pair:
+    """A syncer and its plain version, to which the same things happen."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.num_fragments = self.random.choice([1, 3, 7])
+        rule = QuorumRule(
+            quorum=self.random.choice([1, 2, 3]), gamma=self.random.choice([0.0, 1.0]), delay=4
+        )
+        sync_every, offsets = self.random.choice([1, 3, 8]), None
+        if sync_every == 1:
+            offsets = [1] * self.num_fragments
+        self.syncers = [
+            kind(
+                [
+                    SharedFragment(
+                        [torch.zeros(SIZE)],
+                        [Piece((0,), SIZE, "mean")],
+                        WireFormat("fp32"),
+                        SGD(1.0),
+                    )
+                    for _ in range(self.num_fragments)
+                ],
+                rule,
+                sync_every=max(sync_every, self.num_fragments) if offsets is None else sync_every,
+                offsets=offsets,
+                sync_s=0.1,
+            )
+            for kind in (Syncer, LooksAtAll)
+        ]
+        self.now, self.seq, self.num_messages = 0.0, 0, 0
+        self.steps = dict.fromkeys("abcd", 0)
+
+    def event(self) -> None:
+        draw, new = self.random, self.syncers[0]
+        name = draw.choice("abcd")
+        kind = draw.choices(
+            ["step", "report", "rest", "join", "leave", "wait"], [8, 12, 2, 2, 0.5, 4]
+        )[0]
+        if kind == "step":
+            # A learner may come back with fewer steps.
+            steps = self.steps[name] + draw.choice([0, 1, 1, 2, 5, 30, -3])
+            self.steps[name] = max(0, steps)
+            for each in self.syncers:
+                each.stepped(name, self.steps[name], 1.0)
+        elif kind == "report":
+            index = draw.randrange(self.num_fragments)
+            self.seq += 1
+            report = Report(name, self.seq, new.rounds[index].version, 1, 10)
+            payloads = payload_of(new, *(draw.random() for _ in range(SIZE)))
+            said = [each.report(index, report, payloads, self.now) for each in self.syncers]
+            assert said[0] == said[1]
+        elif kind == "rest":
+            progress = [draw.choice([-1, each.version, each.version + 1]) for each in new.rounds]
+            for each in self.syncers:
+                each.rest(name, progress, self.now)
+        elif kind == "join":
+            for each in self.syncers:
+                if name in each.learners:
+                    each.leave(name, self.now)
+                each.join(name, self.steps[name])
+        elif kind == "leave":
+            for each in self.syncers:
+                each.leave(name, self.now)
+        else:
+            self.now += draw.choice([0.2, 1.0, 5.0])
+
+    def compare(self) -> None:
+        """Both say the same, in the same order, and open the same windows."""
+        most = self.random.choice([None, None, 1, 0])
+        new, plain = (each.advance(self.now, most) for each in self.syncers)
+        assert [_shown(each) for each in new] == [_shown(each) for each in plain]
+        assert self.syncers[0].deadline == self.syncers[1].deadline
+        self.num_messages += len(new)
+
+
+def _shown(message: Call | Commit) -> object:
+    if isinstance(message, Call):
+        return message
+    values = [each.tolist() for each in message.values]
+    return message.fragment, message.version, message.merged, values, message.merge
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_fragment_is_looked_at_whenever_something_may_be_due(seed: int) -> None:
+    pair = Pair(seed)
+    for _ in range(1500):
+        pair.event()
+        if pair.random.random() < 0.7:
+            pair.compare()
+    assert pair.num_messages > 50
+
+
+def test_the_looks_at_fragments_are_as_many_as_the_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A flush of many fragments, each of which is reported and merged by itself."""
+    looks, size = [0], 300
+    is_due = Syncer._is_due
+
+    def counted(self: Syncer, index: int) -> bool:
+        looks[0] += 1
+        return is_due(self, index)
+
+    syncer = called_syncer("mean", num_fragments=size)
+    monkeypatch.setattr(Syncer, "_is_due", counted)
+    good = payload_of(syncer, 1.0, 2.0, 3.0, 4.0)
+    for index in range(size):
+        assert not any(send(syncer, name, good, index) for name in "ab")
+        (commit,) = syncer.advance(2.0)
+        assert isinstance(commit, Commit) and syncer.advance(2.0) == []
+        assert syncer.deadline is None
+    syncer.stepped("a", 2, 1.0)
+    assert syncer.advance(3.0) == []
+    syncer.stepped("b", 2, 1.0)
+    assert len(syncer.advance(3.0)) == size
+    assert size <= looks[0] <= 4 * size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -198,6 +199,8 @@ class Learner:
             LearnerFragment([LearnerPiece(tensors, p, wire, error_feedback) for p in each])
             for tensors, each in zip(fragments, pieces, strict=True)
         ]
+        # Every piece draws its own random numbers: pieces count through all fragments.
+        self._first = list(accumulate(map(len, pieces), initial=0))
         self.num_steps = 0
         self._is_stochastic, self._seed = is_stochastic, seed
         self.rename(name)
@@ -252,10 +255,10 @@ class Learner:
 
     def _report(self, index: int, part: LearnerFragment) -> Report:
         part.seq += 1
-        # Every piece draws its own random numbers: pieces count through all fragments.
-        first = sum(len(each.pieces) for each in self.fragments[:index])
         for offset, piece in enumerate(part.pieces):
-            key = rng_key(self._seed, self._number, STAGE_ENCODE, part.seq, first + offset)
+            key = rng_key(
+                self._seed, self._number, STAGE_ENCODE, part.seq, self._first[index] + offset
+            )
             if not piece.encode(key, self._is_stochastic, self.impl):
                 raise ValueError(
                     f"learner {self.name!r} cannot report on fragment {index}: a value is not "

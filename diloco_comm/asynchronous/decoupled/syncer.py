@@ -1,13 +1,15 @@
 """The syncer: calls for reports, merges what a quorum reports, commits to all learners.
 
 The syncer reads no clock and knows no connection: times are arguments, and ``advance`` returns the
-messages that every learner is to get.
+messages that every learner is to get. The work is proportional to what has changed: a fragment is
+looked at when its grace window is over, and after an event that may let the fragment be called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from torch import Tensor
 
@@ -83,6 +85,16 @@ class Syncer:
         self._called: list[dict[str, int]] = [{} for _ in self.fragments]
         self._gathered = [Gathered(each.pieces, each.layouts, each.impl) for each in self.fragments]
         self._unsent: list[Call | Commit] = []
+        # Ends of grace windows, each with its fragment; those that differ from the round's are old.
+        self._windows: list[tuple[float, int]] = []
+        # Fragments whose window is over, and fragments that may be called: heaps of numbers.
+        self._over: list[int] = []
+        self._changed: list[int] = []
+        self._is_changed: set[int] = set()
+        # By learner: its steps at which a fragment may be due, with the fragment, at most once in
+        # vain; and the fragments of which that was said.
+        self._due_at: dict[str, list[tuple[int, int]]] = {}
+        self._is_said: dict[str, set[int]] = {}
 
     @property
     def learners(self) -> frozenset[str]:
@@ -114,7 +126,63 @@ class Syncer:
     @property
     def deadline(self) -> float | None:
         """The end of the next grace window, in seconds; None if none is open."""
-        return min((r.deadline for r in self.rounds if r.deadline is not None), default=None)
+        while self._windows and self._is_old(*self._windows[0]):
+            heappop(self._windows)
+        ends = [self.rounds[index].deadline for index in self._over]
+        ends += [end for end, _ in self._windows[:1]]
+        return min((end for end in ends if end is not None), default=None)
+
+    def _is_old(self, end: float, index: int) -> bool:
+        """Whether a grace window has another end by now, or is no more open."""
+        return self.rounds[index].deadline != end
+
+    def _window(self, index: int, before: float | None) -> None:
+        """Note the end of a fragment's grace window, unless the end is the same as before."""
+        end = self.rounds[index].deadline
+        if end is not None and end != before:
+            heappush(self._windows, (end, index))
+
+    def _change(self, index: int) -> None:
+        """Look at a fragment in the next ``advance``: the fragment may be called."""
+        if index not in self._is_changed:
+            self._is_changed.add(index)
+            heappush(self._changed, index)
+
+    def _change_all(self) -> None:
+        """Look at all fragments in the next ``advance``: other learners are waited for."""
+        self._changed = list(range(len(self.rounds)))
+        self._is_changed = set(self._changed)
+
+    def _plan(self, learner: str) -> None:
+        """Note the steps of a learner at which each fragment may be due."""
+        due_at = [
+            (called[learner] + self.sync_every, index) for index, called in enumerate(self._called)
+        ]
+        heapify(due_at)
+        self._due_at[learner], self._is_said[learner] = due_at, set()
+        self._count(learner)
+
+    def _count(self, learner: str) -> None:
+        """Look at the fragments that the steps of a learner may have made due."""
+        due_at, steps = self._due_at[learner], self._steps[learner]
+        while due_at and due_at[0][0] <= steps:
+            _, index = heappop(due_at)
+            at = self._called[index][learner] + self.sync_every
+            if at > steps:  # The fragment was called since.
+                heappush(due_at, (at, index))
+            else:
+                self._is_said[learner].add(index)
+                self._change(index)
+
+    def _note_call(self, index: int) -> None:
+        """Note the steps of all learners at the call of a fragment."""
+        called = self._called[index]
+        for learner, steps in self._steps.items():
+            is_said, before = self._is_said[learner], called[learner]
+            called[learner] = steps
+            if index in is_said or steps < before:
+                is_said.discard(index)
+                heappush(self._due_at[learner], (steps + self.sync_every, index))
 
     def join(self, learner: str, steps: int = 0) -> None:
         """Let a learner take part that has taken ``steps`` inner steps."""
@@ -124,16 +192,23 @@ class Syncer:
             is_first = each.version == 0 and each.phase is Phase.IDLE and steps == 0
             ahead = self.sync_every - self.offsets[index] if is_first else 0
             self._called[index][learner] = steps - ahead
+        self._plan(learner)
+        self._change_all()
 
     def leave(self, learner: str, now: float) -> None:
         """Forget a learner that is gone."""
         self._steps.pop(learner, None)
         self._step_s.pop(learner, None)
         self._resting.pop(learner, None)
+        self._due_at.pop(learner, None)
+        self._is_said.pop(learner, None)
         for called in self._called:
             called.pop(learner, None)
-        for each in self.rounds:
+        for index, each in enumerate(self.rounds):
+            before = each.deadline
             each.leave(learner, now, self.step_s, self.sync_s)
+            self._window(index, before)
+        self._change_all()
 
     def stepped(self, learner: str, steps: int, seconds: float) -> None:
         """Note how many inner steps a learner has taken, and the seconds of the last one."""
@@ -141,7 +216,12 @@ class Syncer:
             if steps != self._steps[learner] and self._resting.pop(learner, None) is not None:
                 for each in self.rounds:
                     each.wake(learner)
+                self._change_all()
+            is_back = steps < self._steps[learner]
             self._steps[learner], self._step_s[learner] = steps, seconds
+            if is_back:
+                self._plan(learner)
+            self._count(learner)
 
     def rest(self, learner: str, progress: Sequence[int], now: float) -> None:
         """Note that a learner takes no inner step for now; its next step ends the rest.
@@ -155,12 +235,17 @@ class Syncer:
         """
         if learner not in self._steps:
             return
+        if learner not in self._resting:
+            self._change_all()
         self._resting[learner] = list(progress)
-        for each, version in zip(self.rounds, progress, strict=True):
+        for index, (each, version) in enumerate(zip(self.rounds, progress, strict=True)):
             if version < 0:
+                before = each.deadline
                 each.rest(learner, now, self.step_s, self.sync_s)
+                self._window(index, before)
             else:
                 each.wake(learner)
+                self._change(index)
 
     def report(self, fragment: int, report: Report, payloads: list[Tensor], now: float) -> str:
         """Take a report with the payload of each piece; return why it is refused, or "".
@@ -169,7 +254,12 @@ class Syncer:
         """
         here = self.rounds[fragment]
         refusal = here.refusal(report) or self._gathered[fragment].add(report.learner, payloads)
-        return refusal or here.report(report, now, self.step_s, self.sync_s)
+        if refusal:
+            return refusal
+        before = here.deadline
+        refusal = here.report(report, now, self.step_s, self.sync_s)
+        self._window(fragment, before)
+        return refusal
 
     def advance(self, now: float, most_merges: int | None = None) -> list[Call | Commit]:
         """Merge and call what is due, and return the messages to all learners, in order.
@@ -182,20 +272,48 @@ class Syncer:
         stay: the next ``advance`` merges these reports, and returns these messages too. If the step
         itself raises, half of it may be taken: the fragment is neither merged nor called any more.
         """
-        messages, num_merges = self._unsent, 0
-        for index, each in enumerate(self.rounds):
-            merge = None if num_merges == most_merges else each.merge(now)
+        for message in self.messages(now, most_merges):
+            self._unsent.append(message)
+        messages, self._unsent = self._unsent, []
+        return messages
+
+    def messages(self, now: float, most_merges: int | None = None) -> Iterator[Call | Commit]:
+        """Yield what ``advance`` returns: each merge is made after the message before was taken.
+
+        A caller that stops early finds the rest in the next call. If a merge raises, the messages
+        before were taken.
+        """
+        while self._windows and self._windows[0][0] <= now:
+            end, ended = heappop(self._windows)
+            if not self._is_old(end, ended):
+                heappush(self._over, ended)
+        while (index := self._next(now, with_merges=most_merges != 0)) is not None:
+            each = self.rounds[index]
+            merge = None if most_merges == 0 else each.merge(now)
             if merge is not None:
-                messages.append(self._commit(index, merge, now))
-                num_merges += 1
+                most_merges = None if most_merges is None else most_merges - 1
+                self._change(index)
+                yield self._commit(index, merge, now)
+            self._is_changed.discard(index)
             is_due = self._is_due(index)
             if is_due or self._is_wanted(index):
                 each.call(now)
                 if is_due:
-                    self._called[index].update(self._steps)
-                messages.append(Call(index, each.version))
-        self._unsent = []
-        return messages
+                    self._note_call(index)
+                yield Call(index, each.version)
+
+    def _next(self, now: float, *, with_merges: bool) -> int | None:
+        """Return the first fragment to look at, or None."""
+        found: list[int] = []
+        while with_merges and self._over and not found:
+            end = self.rounds[self._over[0]].deadline
+            if end is not None and end <= now:
+                found = [self._over[0]]
+            else:
+                self._window(heappop(self._over), None)
+        while self._changed and self._changed[0] not in self._is_changed:
+            heappop(self._changed)
+        return min(found + self._changed[:1], default=None)
 
     def _commit(self, index: int, merge: Merge, now: float) -> Commit:
         gathered, fragment = self._gathered[index], self.fragments[index]
@@ -208,6 +326,7 @@ class Syncer:
             # A step that broke off has moved some pieces: a second one would move them twice.
             if fragment.num_merges == before:
                 self.rounds[index].reopen(now)
+                self._window(index, None)
             raise
         merged = {report.learner: report.seq for report in merge.reports}
         values = fragment.copy_values(room)

@@ -309,9 +309,7 @@ class DecoupledDiLoCo:
     # A Ctrl-C in the middle could leave a report that is never sent. The method never waits.
     @deferred_interrupts()
     def _answer_calls(self) -> None:
-        owners: dict[int, tuple[Courier, int]] = {}
         for shard in self._shards:
-            owners |= {index: (shard.carrier, p) for p, index in enumerate(shard.fragments)}
             for p, version in shard.carrier.calls():
                 part = self._learner.fragments[shard.fragments[p]]
                 if version == part.version and not part.is_under_way:
@@ -328,6 +326,9 @@ class DecoupledDiLoCo:
             reports = self._learner.reports()
         except ValueError as error:
             raise NonFiniteError(f"{error}; nothing was sent") from None
+        owners: dict[int, tuple[Courier, int]] = {}
+        for shard in self._shards:
+            owners |= {index: (shard.carrier, p) for p, index in enumerate(shard.fragments)}
         for index, report, payloads in reports:
             self._reports += 1
             courier, p = owners[index]

@@ -18,6 +18,7 @@ from torch import Tensor
 from ....base.background import batch_threads
 from ....ops.wire import Layout
 from ...protocol.messages import NAME_TAKEN, Kind, Message
+from ...protocol.window import WINDOW_FRAGMENTS
 from ...worker.link import RETRY_S, Link, ServerLost, Silence
 from ..pieces import Piece
 from ..settings import DecoupledSettings
@@ -131,11 +132,27 @@ class Courier(Postbox):
             return
         self._send_steps(now)
         with self._lock:
-            offers = [(p, o) for p, part in enumerate(self._parts) if (o := part.outgoing)]
+            offers = self._next_offers()
         for p, outgoing in offers:
-            if not outgoing.is_taken and now - outgoing.asked_at >= RETRY_S:
+            if now - outgoing.asked_at >= RETRY_S:
                 self._offer(p, outgoing, now)
         self._fetch_next(now)
+
+    def _next_offers(self) -> list[tuple[int, Outgoing]]:
+        """Return the first reports whose runs may be on their way: a window of pieces."""
+        offers, num_pieces, over = [], 0, []
+        for p in self._offered:
+            outgoing = self._parts[p].outgoing
+            if outgoing is None or outgoing.is_taken:
+                over.append(p)
+                continue
+            if num_pieces >= WINDOW_FRAGMENTS:
+                break
+            num_pieces += len(self._parts[p].layouts)
+            offers.append((p, outgoing))
+        for p in over:
+            del self._offered[p]
+        return offers
 
     def _send_steps(self, now: float) -> None:
         with self._lock:
@@ -167,7 +184,11 @@ class Courier(Postbox):
                 self._fetched_at = now
                 self._fetch.ask(again=True)
             return
-        for p, part in enumerate(self._parts):
+        while self._fetchable:
+            with self._lock:
+                p = next(iter(self._fetchable))
+                del self._fetchable[p]
+            part = self._parts[p]
             if part.told is None or part.told[0] == part.have or part.arrival is not None:
                 continue
             version, merged, is_coded = part.told
@@ -211,6 +232,8 @@ class Courier(Postbox):
                 message.version,
             ):
                 self._fetch = None
+                with self._lock:
+                    self._fetchable[message.fragment] = None
         elif kind == Kind.NOTED:
             with self._lock:
                 if message.run != _NO_TOKEN:
@@ -233,6 +256,7 @@ class Courier(Postbox):
                     )
                     part.have, part.arrival = -1, None
                 part.told = (message.version, message.number, bool(message.count))
+                self._fetchable[message.fragment] = None
             elif message.kind == Kind.CALL:
                 part.called = message.version
             elif message.kind == Kind.VERDICT and part.outgoing is not None:
@@ -275,13 +299,15 @@ class Courier(Postbox):
                 if part.outgoing is not None:
                     # The server may have lost the report: offer it once more.
                     part.outgoing.is_taken, part.outgoing.asked_at = False, 0.0
+            self._offered = {p: None for p, part in enumerate(self._parts) if part.outgoing}
         self._fetch, self._told_steps, self._parameters = None, -1, None
 
     def _begin_anew(self) -> None:
         """Forget what was fetched and what is to be reported: take the shared model as it is."""
         with self._lock:
-            for part in self._parts:
+            for p, part in enumerate(self._parts):
                 part.have, part.arrival, part.outgoing = -1, None, None
+                self._fetchable[p] = None
 
     def _send_runs(self, want: Message) -> None:
         if not want.number:

@@ -6,6 +6,7 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -86,16 +87,19 @@ class Postbox:
     """
 
     def __init__(self, settings: DecoupledSettings, pieces: list[list[Piece]]) -> None:
-        counts = [len(each) for each in pieces]
+        firsts = accumulate(map(len, pieces), initial=0)
         self._parts = [
             PartBox(
-                sum(counts[:p]),
+                first,
                 [layout_of(piece.num_elements, settings.up) for piece in each],
                 [layout_of(piece.num_elements, FP32) for piece in each],
                 [layout_of(piece.num_elements, settings.down) for piece in each],
             )
-            for p, each in enumerate(pieces)
+            for first, each in zip(firsts, pieces, strict=False)
         ]
+        # Fragments with a report that the server may not have, and those to fetch, in order.
+        self._offered: dict[int, None] = {}
+        self._fetchable: dict[int, None] = {}
         self._lock = threading.Condition()
         self._refused: list[tuple[int, int, str]] = []
         self._steps, self._step_s = 0, 0.0
@@ -118,6 +122,7 @@ class Postbox:
         """Leave a report with the courier; the caller calls ``ring`` afterwards."""
         with self._lock:
             self._parts[fragment].outgoing = Outgoing(report, payloads)
+            self._offered[fragment] = None
 
     def arrivals(self) -> list[Arrival]:
         """Return the versions that have arrived; at most one for each fragment."""
@@ -134,6 +139,7 @@ class Postbox:
             # The courier may have brought another version since, of another run.
             if part.arrival is arrival:
                 part.arrival = None
+                self._fetchable[arrival.fragment] = None
 
     def refusals(self) -> list[tuple[int, int, str]]:
         """Return and forget the refused reports: fragment, number, reason."""

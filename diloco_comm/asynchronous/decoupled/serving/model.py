@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class ServedModel:
         self.syncer = Syncer(shared, settings.rule, sync_every=settings.sync_every, offsets=offsets)
         counts = [len(each) for each in self.pieces]
         self.places = [(p, i) for p, count in enumerate(counts) for i in range(count)]
-        self.first = [sum(counts[:p]) for p in range(len(counts))]
+        self.first = list(accumulate(counts, initial=0))[:-1]
         self.sizes = [piece.num_elements for each in self.pieces for piece in each]
         self.down = [layout_of(size, settings.down) for size in self.sizes]
         self.whole = [layout_of(size, FP32) for size in self.sizes]
@@ -222,7 +222,7 @@ def pieces_from(sizes: Sequence[int], counts: Sequence[int], alone: Sequence[int
             f"{len(sizes)} sizes, {sum(counts)} pieces and {len(alone)} of {len(counts)} fragments "
             "do not go together"
         )
-    ends = [sum(counts[:p]) for p in range(len(counts) + 1)]
+    ends = accumulate(counts, initial=0)
     return [
         [Piece((), n, "rda" if i < alone[p] else "mean") for i, n in enumerate(sizes[begin:end])]
         for p, (begin, end) in enumerate(pairwise(ends))

@@ -113,7 +113,7 @@ class DecoupledServer(Service):
         self._handlers = {
             Kind.STEP: self._step,
             Kind.REST: self._step,
-            Kind.OFFER: self._receiver.offer,
+            Kind.OFFER: self._offer,
             Kind.RUN: self._receiver.receive_run,
             Kind.START: self._receiver.start,
             Kind.GET: self._teller.get,
@@ -159,13 +159,18 @@ class DecoupledServer(Service):
             self._after_messages()
             self._send(session.peer, Message(Kind.NOTED, run=message.run))
 
+    def _offer(self, session: Session, message: Message) -> None:
+        self._teller.answered(session.peer, message.fragment)
+        self._receiver.offer(session, message)
+
     def _due_at(self) -> float | None:
-        return self.state.due_at
+        times = [at for at in (self.state.due_at, self._teller.due_at) if at is not None]
+        return min(times, default=None)
 
     def _after_messages(self) -> None:
         """Merge and call what is due, and tell the learners."""
         self.state.advance(time.monotonic())
-        self._teller.tell_all()
+        self._teller.tell()
 
     def _housekeeping(self) -> None:
         self._receiver.drop_stalled(time.monotonic())

@@ -19,7 +19,7 @@ from ...server.status import Status
 from ...server.uploads import PayloadMemory
 from ..fragment_round import Report
 from ..settings import MAX_FRAGMENTS, DecoupledSettings
-from ..syncer import Commit
+from ..syncer import Call, Commit
 from .model import KEPT_MODELS, MAX_OLDER, Published, ServedModel, pieces_from
 from .storage import CommitStorage
 
@@ -36,6 +36,8 @@ class Told:
     Attributes:
         commits, calls: The newest version that was told, and called; -1 for none.
         at: When the newest version was told, in seconds.
+        news: The fragments of which there may be something to tell, in the order of the telling.
+        on_way: When each fragment was told of that the learner has not asked for since, in seconds.
         reading: The version that the learner fetches.
         sync_s: Seconds that the newest commit took to the learner.
     """
@@ -43,6 +45,8 @@ class Told:
     commits: list[int]
     calls: list[int]
     at: list[float]
+    news: dict[int, None] = field(default_factory=dict)
+    on_way: dict[int, float] = field(default_factory=dict)
     reading: dict[int, Published] = field(default_factory=dict)
     sync_s: float = 0.0
 
@@ -68,6 +72,8 @@ class SyncerState:
         history: A random number that tells learners whether the process was restarted.
         run: A random number of the shared model, kept in the snapshot.
         told: What each connection was told.
+        is_news: A connection has been told nothing yet.
+        with_news: The connections to which there may be something to tell.
         held: The payloads of reports that wait for their merge, by fragment, learner and number.
         merged: Reports merged since the process started, by learner.
         seqs: Highest number of the reports of a learner on a fragment.
@@ -95,6 +101,7 @@ class SyncerState:
         self.merged: Counter[str] = Counter()
         self.seqs: dict[tuple[str, int], int] = {}
         self.is_news = False
+        self.with_news: set[bytes] = set()
         # Inner steps at which a learner is called again, whose report was refused.
         self._again: dict[tuple[str, int], int] = {}
         self._instances: dict[str, int] = {}
@@ -210,6 +217,7 @@ class SyncerState:
     def release(self, session: Session) -> None:
         """Keep nothing for a connection any more."""
         self.told.pop(session.peer, None)
+        self.with_news.discard(session.peer)
         self._shapes.pop(session.peer, None)
 
     def leave(self, worker: str) -> None:
@@ -251,7 +259,7 @@ class SyncerState:
                 del self._again[key]
                 if told is not None:
                     told.calls[key[1]] = -1
-                    self.is_news = True
+                    self._note(key[1], session.peer)
 
     def rest(self, session: Session, progress: Sequence[int]) -> None:
         """Note that a learner rests, and what it has to report, see ``Syncer.rest``."""
@@ -265,7 +273,12 @@ class SyncerState:
             # The open round may have refused a report of this learner, which can send another one.
             if told is not None and is_missing and version == here.version:
                 told.calls[p] = -1
-                self.is_news = True
+                self._note(p, session.peer)
+
+    def _note(self, fragment: int, peer: bytes) -> None:
+        """Let a connection be told what is new of a fragment."""
+        self.told[peer].news[fragment] = None
+        self.with_news.add(peer)
 
     @property
     def due_at(self) -> float | None:
@@ -274,21 +287,26 @@ class SyncerState:
 
     def advance(self, now: float) -> None:
         """Merge and call what is due. A commit is published once it is on the disk."""
-        is_published = self.model is not None and self._write_out()
-        while is_published and self._merge_next(now):
-            is_published = self._write_out()
-
-    def _merge_next(self, now: float) -> bool:
-        """Merge one fragment that is due, and call what is due; return whether one was merged."""
-        assert self.model is not None
+        if self.model is None or not self._write_out():
+            return
         begin = time.perf_counter()
-        messages = self.model.syncer.advance(now, most_merges=1)
-        if messages:
+        for message in self.model.syncer.messages(now):
             self.status.apply_s += time.perf_counter() - begin
-            self.is_news = True
-        commits = [message for message in messages if isinstance(message, Commit)]
-        self._unsaved += commits
-        return bool(commits)
+            if not self._take(message):
+                break
+            begin = time.perf_counter()
+        # The disk takes no merge: what may be called is called all the same.
+        for message in self.model.syncer.messages(now, most_merges=0) if self._unsaved else ():
+            self._take(message)
+
+    def _take(self, message: Call | Commit) -> bool:
+        """Let learners be told of a call, or publish a commit; False while the disk takes none."""
+        if isinstance(message, Commit):
+            self._unsaved.append(message)
+            return self._write_out()
+        for peer in self.told:
+            self._note(message.fragment, peer)
+        return True
 
     def _write_out(self) -> bool:
         """Write merges to the journal and publish them; False while the disk takes none."""
@@ -305,7 +323,8 @@ class SyncerState:
             self._unsaved.popleft()
             self.merged.update(report.learner for report in commit.merge.reports)
             self._drop_old_readers(commit.fragment)
-            self.is_news = True
+            for peer in self.told:
+                self._note(commit.fragment, peer)
             for key in keys:
                 self.memory.give_back(self.held.pop(key))
         return True
