@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..options import DEFAULTS, check_names, choices_of, in_groups, with_defaults
 from ..replica.sharding import is_sharded, local
-from ..rounds.handshake import check_place, gather_json
+from ..rounds.handshake import gather_json
 from ..rounds.nonfinite import check_on_reset
 from ..rounds.part import SyncedFragment
 from ..training.arguments import check_arguments, seconds_of, settings_of, weight_of
@@ -71,7 +71,6 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
         given = choices_of({**everything, **bound}, owner.__name__)
         checked = {name: given[name] for name in ("norms", "attach", "checks", "init", "offload")}
         check_arguments(nn.Module(), given, **checked)
-        check_place(*(given[name] for name in ("store", "replica", "num_replicas", "members")))
         weight_of(given["weight"])
         seconds_of(given["timeout"])
     if base is DiLoCo:

@@ -55,8 +55,9 @@ def _unwrap(optimizer: Any, attach: bool) -> Optimizer:
     while id(inner) not in seen:
         seen.add(id(inner))
         refuse_second_weights(inner)
-        # A wrapper may subclass Optimizer without running its __init__ and then cannot be hooked.
-        if isinstance(inner, Optimizer) and hasattr(inner, "_optimizer_step_post_hooks"):
+        # A wrapper may pass for an Optimizer without its __init__, and even show the inner one's
+        # hooks. Only an object with hooks of its own is handed to these hooks.
+        if isinstance(inner, Optimizer) and "_optimizer_step_post_hooks" in vars(inner):
             return inner
         inner = getattr(inner, "optimizer", inner)
     if attach:

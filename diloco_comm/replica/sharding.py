@@ -206,6 +206,14 @@ def around(model: nn.Module, optimizers: Iterable[Any] = ()) -> Iterator[Wrapper
             yield _over(name, optimizer.process_group, does="divides one optimizer step among")
 
 
+def batch_norms(model: nn.Module) -> Iterator[Wrapper]:
+    """Find the layers that average over ranks what they measure in each batch."""
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            group = module.process_group or dist.group.WORLD
+            yield _over("SyncBatchNorm", group, does="averages the statistics of each batch over")
+
+
 def _over(name: str, *groups: Any, does: str = Wrapper.does) -> Wrapper:
     ranks = [rank for group in groups for rank in dist.get_process_group_ranks(group)]
     return Wrapper(name, "process_group", frozenset(ranks), groups, does)

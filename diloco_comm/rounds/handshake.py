@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import _C
 from ..base import launch
 from ..base.checks import MOST_INT32, first_of, integer, timeout_seconds, warn
 from ..base.errors import ReplicaMismatch
@@ -86,14 +88,20 @@ def connected_store(
     """
     if store is None or isinstance(store, dist.Store):
         return store
-    if not isinstance(store, str):
-        raise TypeError(f"store must be a Store or 'tcp://host:port', got {store!r}")
-    try:
-        place = parse_address(store)
-    except ValueError:
-        raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}") from None
+    place = _address_of(store)
     seconds = timeout_seconds(timeout)
     return call_patiently(lambda: dial_store(*place, seconds, keys, proxy), f"the store at {store}")
+
+
+def _address_of(store: Any) -> tuple[str, int]:
+    """Return host and port of a store that is given by address."""
+    problem = f"store must be a Store or 'tcp://host:port', got {store!r}"
+    if not isinstance(store, str):
+        raise TypeError(problem)
+    try:
+        return parse_address(store)
+    except ValueError:
+        raise ValueError(problem) from None
 
 
 def replica_group(
@@ -164,9 +172,10 @@ def make_exchange(
     Raises:
         ValueError: If the arguments do not go together.
     """
-    check_place(store, replica, num_replicas, members)
+    everyone = check_place(store, replica, num_replicas, members)
     if store is not None:
-        return _from_store(store, replica, num_replicas, members, options)
+        assert replica is not None
+        return Exchange(store, replica, everyone, **options)
     if group is None:
         return Exchange(dist.HashStore(), 0, [0], **options)
     return Exchange.from_group(group, **options)
@@ -177,40 +186,44 @@ def check_place(
     replica: int | None,
     num_replicas: int | None,
     members: Sequence[int] | None,
-) -> None:
-    """Raise ValueError if these arguments of ``DiLoCo`` do not go together."""
+    name: str = "default",
+) -> list[int]:
+    """Check the numbers of ``StorePeers``; return all members, in order, [] without a store.
+
+    Raises:
+        ValueError: If these arguments of ``DiLoCo`` do not go together, or a number cannot be.
+        TypeError: If the store is none, the members are no numbers, or the name is no text.
+    """
+    if not isinstance(store, dist.Store | None):
+        _address_of(store)
     if store is not None and (replica is None or (num_replicas is None) == (members is None)):
         raise ValueError("StorePeers needs replica=, and one of of= and members=")
     has_number = replica is not None or num_replicas not in (None, 1) or members is not None
     if store is None and has_number:
         raise ValueError("replica, num_replicas and members need store=")
-
-
-def _from_store(
-    store: dist.Store,
-    replica: int | None,
-    num_replicas: int | None,
-    members: Sequence[int] | None,
-    options: dict[str, Any],
-) -> Exchange:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a text that is not empty, got {name!r}")
+    if store is None:
+        return []
     replica = integer("replica", replica, 0, most=MOST_INT32)
     if members is None:
-        everyone = list(range(integer("num_replicas", num_replicas, 1)))
+        everyone = list(range(integer("of", num_replicas, 1, most=_C.MAX_REPLICAS)))
+    elif isinstance(members, str) or not isinstance(members, Iterable):
+        raise TypeError(f"members must be the numbers of the replicas, got {members!r}")
     else:
-        everyone = sorted(
-            {integer("each of members", member, 0, most=MOST_INT32) for member in members}
-        )
+        each = [integer("each of members", member, 0, most=MOST_INT32) for member in members]
+        everyone = sorted(set(each))
     if replica not in everyone:
         raise ValueError(f"replica must be one of the members {everyone}, got {replica}")
-    return Exchange(store, replica, everyone, **options)
+    return everyone
 
 
 def warn_if_spans_replicas(
     model: nn.Module, optimizers: Sequence[Any], group: dist.ProcessGroup
 ) -> None:
-    """Warn when DDP, FSDP or ZeRO joins ranks of other replicas at every step."""
+    """Warn when DDP, FSDP, ZeRO or SyncBatchNorm joins ranks of other replicas at every step."""
     replicas = set(dist.get_process_group_ranks(group))
-    for wrapper in sharding.around(model, optimizers):
+    for wrapper in chain(sharding.around(model, optimizers), sharding.batch_norms(model)):
         shared = sorted(wrapper.ranks & replicas)
         if len(shared) > 1:
             warn(

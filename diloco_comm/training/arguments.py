@@ -16,6 +16,7 @@ from ..base.service.keys import LinkKeys
 from ..methods.settings import Config, Settings, merge, read_config
 from ..options import ALONE, Link, NonFinite, StorePeers, Wire, choices_in
 from ..replica.model_watch import CHECKS
+from ..rounds.handshake import check_place
 from ..rounds.runner import Weight
 
 if TYPE_CHECKING:
@@ -97,8 +98,14 @@ def check_arguments(
     choice("offload", offload, (None, "cpu"))
     of_link = ("listen", "advertise", "link_keys", "relay", "proxy")
     check_link(backend_of(chosen), *(chosen[name] for name in of_link))
+    for name in ("join_timeout", "suspect_after"):
+        if chosen[name] is not None:
+            timeout_seconds(chosen[name], name)
     if chosen["membership"] is not None:
         _check_membership(chosen, init)
+    else:
+        place = ("store", "replica", "num_replicas", "members", "name")
+        check_place(*(chosen[name] for name in place))
     if chosen["link_keys"] is not None:
         # Before the others wait for this replica.
         keys = LinkKeys.read(chosen["link_keys"])

@@ -22,7 +22,9 @@ from diloco_comm import (
     CO2,
     DiLoCo,
     Eager,
+    Link,
     Nesterov,
+    StorePeers,
     Streaming,
 )
 from diloco_comm.ops.wire import WireFormat
@@ -50,6 +52,34 @@ def test_wrapped_optimizers_are_found() -> None:
     with DiLoCo(model, Wrapper(Wrapper(optimizer)), sync_every=1) as diloco:
         train_step(model, optimizer, 0, 0)
         assert diloco.inner_step == 1
+
+
+class Imitation:
+    """A wrapper as Fabric has: an Optimizer by its class, whose attributes are the inner one's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Imitation", (type(self), type(optimizer)), {})
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, Wrapper])
+def test_steps_of_an_imitated_optimizer_count(wrap: Callable[[Any], Any]) -> None:
+    model = Regression()
+    optimizer: Any = Imitation(torch.optim.SGD(model.parameters(), lr=0.01))
+    with DiLoCo(model, wrap(optimizer), sync_every=1) as diloco:
+        for step in range(2):
+            train_step(model, optimizer, 0, step)
+        assert diloco.inner_step == 2
 
 
 @pytest.mark.parametrize("optimizer", [Unhookable(), Wrapper(Unhookable()), object()])
@@ -220,7 +250,14 @@ def test_what_cannot_be_called_is_no_callback() -> None:
         (
             {"store": dist.HashStore(), "replica": 0, "num_replicas": 1.5},
             ValueError,
-            r"num_replicas must be an integer of at least 1, got 1\.5",
+            r"of must be an integer of at least 1, got 1\.5",
+        ),
+        ({"store": dist.HashStore(), "replica": 0, "members": 2}, TypeError, "members must be"),
+        ({"store": dist.HashStore(), "replica": 0, "num_replicas": 9**9}, ValueError, "at most"),
+        (
+            {"store": dist.HashStore(), "replica": 0, "num_replicas": 1, "name": ""},
+            TypeError,
+            "name must be a text that is not empty, got ''",
         ),
         ({"peers": "x"}, TypeError, "peers must be a ProcessGroup, a DeviceMesh, StorePeers"),
         ({"config": {"lr": 1}}, ValueError, r"config has unknown arguments \['lr'\]"),
@@ -230,6 +267,32 @@ def test_what_cannot_be_called_is_no_callback() -> None:
 def test_arguments_that_cannot_be(arguments: Any, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         attach(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"peers": {"replica": 2, "of": 2}}, r"replica must be one of the members \[0, 1\], got 2"),
+        ({"peers": {"replica": -1, "of": 2}}, "replica must be an integer of at least 0, got -1"),
+        ({"peers": {"replica": True, "of": 2}}, "replica must be an integer .*, got True"),
+        ({"peers": {"replica": 0, "of": 0}}, "of must be an integer of at least 1, got 0"),
+        ({"peers": {"replica": 0, "members": [0, 1.5]}}, "each of members must be .*, got 1.5"),
+        ({"link": {"join_timeout": 0}}, "join_timeout must be positive, got 0"),
+        ({"link": {"suspect_after": math.inf}}, "suspect_after must be finite, got inf"),
+    ],
+)
+def test_numbers_are_checked_before_a_store_is_dialled(
+    arguments: dict[str, dict[str, Any]], sentence: str
+) -> None:
+    """Nothing listens at this store, and the attempt to connect would take 20 seconds."""
+    numbers = arguments.get("peers", {"replica": 0, "of": 2})
+    link = Link("tcp", timeout=20.0, **arguments.get("link", {}))
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    peers, began = StorePeers("tcp://127.0.0.1:1", **numbers), time.monotonic()
+    with pytest.raises(ValueError, match=sentence):
+        DiLoCo(model, optimizer, sync_every=1, peers=peers, link=link)
+    assert time.monotonic() - began < 10
 
 
 def test_numbers_of_numpy_are_as_good_as_those_of_python() -> None:
@@ -325,3 +388,25 @@ def ddp_over_replicas(rank: int, world: int) -> list[str]:
 def test_ddp_over_the_replicas_draws_a_warning(workers) -> None:
     for spans, own in workers(2).run(ddp_over_replicas):
         assert "averages gradients over ranks [0, 1] at every step" in spans and own == ""
+
+
+def batch_norms_over_replicas(rank: int, world: int) -> list[str]:
+    sentences = []
+    alone = [dist.new_group([each]) for each in range(world)]
+    for group in (None, alone[rank]):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(layers, group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            DiLoCo(model, optimizer, sync_every=1).close()
+        sentences.append(" ".join(str(warning.message) for warning in caught))
+    return sentences
+
+
+def test_batch_norms_over_the_replicas_draw_a_warning(workers) -> None:
+    """The default group of the layers is the group of the replicas."""
+    sentence = "SyncBatchNorm averages the statistics of each batch over ranks [0, 1] at every step"
+    for spans, own in workers(2).run(batch_norms_over_replicas):
+        assert spans.startswith(sentence) and "process_group of this replica's own" in spans
+        assert own == ""
