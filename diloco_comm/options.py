@@ -144,7 +144,7 @@ class StorePeers:
         replica: This replica's number.
         of: How many replicas there are; their numbers are 0 to ``of`` - 1.
         members: Instead of ``of``: the numbers of the replicas that take part.
-        name: Tells several DiLoCo objects on one store apart.
+        name: As ``DiLoCo(name=)``.
     """
 
     store: dist.Store | str
@@ -186,6 +186,8 @@ HOMES = {
     "max_skipped": ("nonfinite", "max_skipped"),
     "on_reset": ("nonfinite", "on_reset"),
 }
+# The names that end with 0.3; DiLoCo has an argument ``name`` beside ``StorePeers.name``.
+OLD_NAMES = HOMES.keys() - {"name"}
 # The values of choices that were not made.
 DEFAULTS: dict[str, Any] = {**dict.fromkeys(HOMES), "max_skipped": UNSET, "name": "default"}
 _KINDS: dict[str, type] = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "peers": StorePeers}
@@ -222,7 +224,7 @@ def _spelled(name: str) -> str:
     return f"{argument}={_KINDS[argument].__name__}({field}=...)" if field else f"{argument}=..."
 
 
-def grouped(arguments: Mapping[str, Any], homes: Collection[str] = HOMES) -> dict[str, Any]:
+def grouped(arguments: Mapping[str, Any], homes: Collection[str] = OLD_NAMES) -> dict[str, Any]:
     """Return arguments with the choices that have names of 0.1 in their groups.
 
     Args:
@@ -254,7 +256,7 @@ def grouped(arguments: Mapping[str, Any], homes: Collection[str] = HOMES) -> dic
 
 
 def in_groups(
-    owner: str, arguments: Mapping[str, Any], homes: Collection[str] = HOMES
+    owner: str, arguments: Mapping[str, Any], homes: Collection[str] = OLD_NAMES
 ) -> dict[str, Any]:
     """Return ``grouped`` arguments, and warn of the names of 0.1 among them.
 

@@ -72,6 +72,7 @@ class Exchange(StreamMember):
         admission: Is asked before this replica enters an epoch.
         listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
+        board: Where replicas that wait for each other say at which name; default: ``store``.
 
     Attributes:
         link: Description of the emulated link, or None.
@@ -110,6 +111,7 @@ class Exchange(StreamMember):
         link_keys: str | Path | None = None,
         relay: str | None = None,
         proxy: str | None = None,
+        board: dist.Store | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -142,6 +144,7 @@ class Exchange(StreamMember):
             )
             tcp = options.make_link()
         super().__init__(engine, store, replica, current, options, name, line_name, tcp)
+        self.board = store if board is None else board
         self.link: str | None = None
         self.guard_by(admission)
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
@@ -154,13 +157,16 @@ class Exchange(StreamMember):
             raise
 
     @classmethod
-    def from_group(cls, group: dist.ProcessGroup | None = None, **kwargs: Any) -> Exchange:
+    def from_group(
+        cls, group: dist.ProcessGroup | None = None, *, name: str = "default", **kwargs: Any
+    ) -> Exchange:
         """Make an exchange among the ranks of a process group; a collective call.
 
         The exchange makes groups of its own: nothing interleaves with ``group``'s collectives.
         """
-        store, rank, size = regroup.store_of_group(group)
-        return cls(store, rank, range(size), **kwargs)
+        store, rank, size = regroup.store_of_group(group, name)
+        board = regroup.board_of_group(group)
+        return cls(store, rank, range(size), name=name, board=board, **kwargs)
 
     def buffers(
         self,

@@ -678,6 +678,14 @@ def layout_hash(fragments: Sequence[Fragment], schedule: Schedule, *, whole: boo
     return int.from_bytes(digest, "little") >> 1
 
 
+def named_layout(layout: int, name: str) -> int:
+    """Return a layout's hash for the objects of one name; without a name, as the hash is."""
+    if name == "default":
+        return layout
+    text = json.dumps([layout, name])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
 def same_memory(these: str) -> str:
     """Return the sentence about two replicas, or workers, with the same tensors in memory."""
     return (

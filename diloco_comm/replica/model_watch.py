@@ -28,12 +28,14 @@ parameters, so that no outer step lasts. Two looks find that:
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +59,31 @@ _UNDONE, _LEAST_UNDONE = (0.8, 1.25), 3
 _SLOW_WEIGHTS = ("slow", "slow_buffer", "slow_param", "slow_params", "slow_weights")
 
 Report = Callable[[str], None]
+
+
+class Trainer(Protocol):
+    """An object that trains a replica, such as ``DiLoCo``, and may end with steps unshared."""
+
+    def _warn_of_unshared_steps(self) -> None:
+        """Warn if this trainer is open, and has steps that were neither shared nor saved."""
+
+
+# The trainers of this process that were not collected. A forked child trains with none of them.
+_trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_trainers.clear)
+
+
+def warn_at_exit(trainer: Trainer) -> None:
+    """Let the end of the program warn of steps that this trainer has not shared by then."""
+    _trainers.add(trainer)
+
+
+@atexit.register
+def _warn_of_all() -> None:
+    # The interpreter keeps the error that ended the program, and shows that error alone.
+    if getattr(sys, "last_value", None) is None:
+        for trainer in list(_trainers):
+            trainer._warn_of_unshared_steps()
 
 
 def report(checks: str, sentence: str) -> None:

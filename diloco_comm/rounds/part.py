@@ -420,6 +420,17 @@ class SyncedFragment(SyncedPart):
             self.outer[offset : offset + flat.numel()].copy_(flat)
             offset += flat.numel()
 
+    def differs_from_local(self) -> bool:
+        """Whether an outer parameter is not the local one."""
+        offset = 0
+        for _, piece in self.fragment.pieces():
+            flat = memory_order(piece)
+            outer = self.outer[offset : offset + flat.numel()]
+            if not torch.equal(outer.to(flat.device, flat.dtype), flat):
+                return True
+            offset += flat.numel()
+        return False
+
     def named(self) -> dict[str, Tensor]:
         return self.fragment.named()
 

@@ -56,6 +56,7 @@ class UnweightedArguments(TypedDict, total=False):
     attach: bool
     checks: str
     offload: str | None
+    name: str
 
 
 class PresetArguments(UnweightedArguments, total=False):
@@ -157,6 +158,7 @@ def _check_membership(chosen: Mapping[str, Any], init: str) -> None:
             f'"{ALONE}", got {membership!r}'
         )
     given = [name for name in _GIVEN_BY_VIEWS if chosen[name] is not None]
+    given += ["name, and give Elastic a run= of its own"] * (chosen["name"] != "default")
     if given:
         raise ValueError(f"Elastic finds the replicas: leave out {', '.join(given)}")
     if init != "broadcast":

@@ -17,7 +17,6 @@ from .. import ops
 from ..base import recording
 from ..base.checks import flag, integer, refuse_copy
 from ..base.errors import LeftBehind, NonFiniteError, PeerLeft
-from ..base.memory import memory_order
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Blocking, Overlap
@@ -28,7 +27,7 @@ from ..ops.wire import WireFormat
 from ..options import Link, NonFinite, Wire, check_names, choices_of, in_groups
 from ..replica.fragments import FragmentSpec, all_parameters
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
-from ..replica.model_watch import ModelWatch
+from ..replica.model_watch import ModelWatch, warn_at_exit
 from ..rounds import handshake
 from ..rounds.consensus import mean_outer, mean_state
 from ..rounds.handshake import gather_json
@@ -99,6 +98,9 @@ class DiLoCo:
             exchange survives, such as loading other weights in the middle of a run or stepping
             an optimizer that was not given; "off" looks at nothing. Weights loaded before the first
             step are taken over, on all replicas or on none. ``docs/explanation/checks.md`` has all.
+        name: Tells several DiLoCo objects over the same ``peers`` apart: objects of one name meet,
+            whatever the order in which each replica makes them on threads of their own. Without
+            names, a second object over a process group must have another model or schedule.
         choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers`` by their names of
             0.1, as ``options.HOMES`` has them, until 0.3. A DeprecationWarning shows the new line.
 
@@ -150,12 +152,13 @@ class DiLoCo:
         attach: bool = True,
         checks: str = "raise",
         offload: str | None = None,
+        name: str = "default",
         **choices: Any,
     ) -> None:
         # Options: each choice by its own name.
         check_names(DiLoCo, choices)
         told = {**choices, "wire": wire, "peers": peers, "link": link, "nonfinite": nonfinite}
-        chosen = choices_of(told)
+        chosen = choices_of({**told, "name": name})
         in_groups("DiLoCo", told)
         check_arguments(
             model, chosen, norms=norms, attach=attach, checks=checks, init=init, offload=offload
@@ -220,6 +223,7 @@ class DiLoCo:
             raise
         self.exchange, self._rounds = joined.rounds.exchange, joined.rounds
         self._agreement, self.inner_step = joined.agreement, joined.inner_step
+        self._twins = joined.twins
 
         # The loop: what looks at the model, and what counts the optimizer's steps.
         self._watch = ModelWatch(
@@ -242,6 +246,7 @@ class DiLoCo:
             raise
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
+        warn_at_exit(self)
 
     def __enter__(self) -> DiLoCo:
         self._refuse_if_closed()
@@ -292,11 +297,12 @@ class DiLoCo:
     def _warn_of_unshared_steps(self) -> None:
         """Warn when training ends in good order, and without a flush."""
         is_alone = self._elastic is not None or self.exchange.size == 1
-        is_open = not (self._is_closed or self.exchange.has_failed or is_alone)
+        is_over = self._is_closed or self._rounds.uninterruptible.is_broken
+        is_open = not (is_over or self.exchange.has_failed or is_alone)
         is_saved = self._saved_step == self.inner_step
         if is_open and not is_saved and self._rounds.has_unsent(self.inner_step):
             name = f"replica {self.exchange.replica}"
-            remedy = "call flush() before close(), on all replicas, or save a state_dict()"
+            remedy = "call flush() at the end, on all replicas, or save a state_dict()"
             self._watch.warn_of_unshared_steps(name, self.inner_step, remedy)
 
     def _close(self, *, is_finished: bool) -> None:
@@ -305,6 +311,7 @@ class DiLoCo:
         if self._hooks is not None:
             self._hooks.remove()
         self._watch.close()
+        self._twins.leave()
         self.exchange.inner_step = self.inner_step
         if self._elastic is not None:
             self._elastic.close(is_finished=is_finished)
@@ -383,6 +390,7 @@ class DiLoCo:
             return
         self._refuse_if_alone()
         self._refuse_if_unfit()
+        self._twins.refuse()
         self._rounds.uninterruptible.has_begun = is_done = False
         self.inner_step += again is None
         try:
@@ -836,17 +844,7 @@ class DiLoCo:
 
     def _differs_from_outer(self) -> bool:
         """Whether any local parameter is not the outer one."""
-        for part in self.parts:
-            if not isinstance(part, SyncedFragment) or part.outer is None:
-                continue
-            offset = 0
-            for _, piece in part.fragment.pieces():
-                flat = memory_order(piece)
-                outer = part.outer[offset : offset + flat.numel()]
-                if not torch.equal(outer.to(flat.device, flat.dtype), flat):
-                    return True
-                offset += flat.numel()
-        return False
+        return any(part.differs_from_local() for part in self._plan.parameter_parts())
 
     # ------------------------------------------------------------------------------------- guards
 

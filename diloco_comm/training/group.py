@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from ..ops.digests import digest_of
 from ..replica.fragments import (
     buffer_names,
     describe_parameters,
+    named_layout,
     same_memory,
     shared_memory,
     uncopied_tensors,
@@ -125,6 +128,7 @@ class Joined(NamedTuple):
     rounds: RoundRunner
     agreement: Agreement
     inner_step: int
+    twins: Twins
 
 
 def join(replica: Replica, place: Place) -> Joined:
@@ -145,7 +149,7 @@ def join(replica: Replica, place: Place) -> Joined:
             plan.parts,
             settings,
             replica.recorder,
-            layout=plan.layout,
+            layout=named_layout(plan.layout, place.name),
             weight=replica.weight,
             norms=replica.norms,
             impl=replica.impl,
@@ -158,7 +162,53 @@ def join(replica: Replica, place: Place) -> Joined:
     except BaseException:
         exchange.close()
         raise
-    return Joined(rounds, agreement, inner_step)
+    return Joined(rounds, agreement, inner_step, Twins(place, plan, exchange))
+
+
+class Twins:
+    """The other objects of this process that their peers cannot tell from this one.
+
+    Two objects over one process group meet those that the other replicas make there, in order. With
+    one layout and without names, an object may so meet another one than its own: each replica's
+    program may make the two in another order. An object that was closed, collected, or that takes
+    no step any more after this one was made is no twin.
+    """
+
+    def __init__(self, place: Place, plan: Plan, exchange: Exchange) -> None:
+        self._key = id(place.group), plan.layout
+        self._has_begun = False
+        self._others: list[weakref.ref[Twins]] = []
+        if place.group is None or exchange.size == 1 or place.name != "default":
+            return
+        for other in list(_met):
+            if other._key == self._key:
+                other._others.append(weakref.ref(self))
+                if not other._has_begun:
+                    self._others.append(weakref.ref(other))
+        _met.add(self)
+
+    def refuse(self) -> None:
+        """Raise RuntimeError at an inner step of this object if a twin is in use too."""
+        self._has_begun = True
+        if not self._others:
+            return
+        gc.collect()  # An object and the hooks of its optimizer refer to each other.
+        self._others = [other for other in self._others if other() in _met]
+        if self._others:
+            raise RuntimeError(
+                "this process has two DiLoCo objects of one layout over one process group, and the "
+                "other replicas cannot tell these apart: give each object a name of its own "
+                '(DiLoCo(..., name="critic1")), the same on all replicas, or close() the first '
+                "before the second is made"
+            )
+
+    def leave(self) -> None:
+        """Be no twin any more; idempotent."""
+        _met.discard(self)
+
+
+# The open objects without a name that met their peers in the order of their making.
+_met: weakref.WeakSet[Twins] = weakref.WeakSet()
 
 
 def _connect(replica: Replica, place: Place) -> Exchange:

@@ -174,7 +174,7 @@ class ElasticTraining:
             inner=self._inner,
         )
         joined = join(self._replica, there)
-        rounds, agreement, _ = joined
+        rounds, agreement = joined.rounds, joined.agreement
         try:
             group.copied_bytes = agreement.copied_bytes
             if group.first_step >= 0:

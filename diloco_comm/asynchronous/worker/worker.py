@@ -22,7 +22,7 @@ from ...ops.wire_options import check_training
 from ...options import Link, NonFinite, Wire, choices_among
 from ...replica.fragments import FragmentSpec
 from ...replica.hooks import StepHooks, hookable
-from ...replica.model_watch import CHECKS, ModelWatch, server_has_weights
+from ...replica.model_watch import CHECKS, ModelWatch, server_has_weights, warn_at_exit
 from .following import Follower, Pursuit
 from .link import Link as ServerLink
 from .link import ServerLost
@@ -197,6 +197,7 @@ class AsyncDiLoCo:
         )
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
+        warn_at_exit(self)
 
     # ----------------------------------------------------------------------------------- attach
 
@@ -376,10 +377,13 @@ class AsyncDiLoCo:
     def close(self) -> None:
         """Leave the server and remove the hooks; the open round is not sent, see ``flush``."""
         try:
-            if not self._is_closed and self.round_step:
-                self._watch.warn_of_unshared_steps(f"worker {self.name}", self.inner_step)
+            self._warn_of_unshared_steps()
         finally:
             self._close()
+
+    def _warn_of_unshared_steps(self) -> None:
+        if not self._is_closed and self.round_step:
+            self._watch.warn_of_unshared_steps(f"worker {self.name}", self.inner_step)
 
     def _close(self) -> None:
         self._is_closed = True

@@ -186,6 +186,7 @@ class Member:
         rank, size: This replica's place among the members, and their number.
         joined, agreed_rounds, agreed_step, lineage: See ``Epoch``.
         store: The part of the user's store that belongs to the exchanges of this name.
+        board: See ``Exchange``.
         impl: Implementation of the operators.
         joins: This replica came to a group that was there already.
         newest_group: The newest epoch that this replica has agreed to enter, and its members.
@@ -207,7 +208,7 @@ class Member:
         tcp: OwnLink | None,
     ) -> None:
         self.engine, self.tcp = engine, tcp
-        self.store = self._users_store = store
+        self.store = self._users_store = self.board = store
         self.replica, self.name = replica, name
         self.line_name = name if line_name is None else line_name
         self.lanes, self.window = options.lanes, options.window

@@ -58,7 +58,7 @@ def number_is_taken(replica: int, place: str, epoch: int = 0) -> SyncError:
     cure = "give each replica a number of its own"
     if place == own_place():
         who = f"this process, {place} (host:pid)"
-        cure = "close the DiLoCo of this process first"
+        cure = "close the DiLoCo of this process first, or give the second one another name"
     return SyncError(
         f"replica number {replica} is already taken by {who}{where}: {cure}",
         stage="rendezvous",

@@ -7,6 +7,7 @@ nothing of it, and returns values.
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ from ..waiting import describe_store
 from . import connecting, line, sealing, termination, verdicts
 from .meeting import rendezvous
 from .meeting.attendance import Limits
+from .meeting.founding import Names
 from .member import Epoch, Member
 from .own_link import Dial
 from .plans import Plan
-from .stores import bounded
+from .stores import bounded, bounded_by
 from .termination import Decision
 
 # Seconds in which members that have met begin to connect, and say that it failed.
 _PATIENCE_S = 10.0
+_POLL_S = 0.001
 
 
 @dataclass
@@ -249,6 +252,8 @@ def _meet(
     }
     if member.tcp is not None:
         settings["Link(keys=)"] = "given" if member.tcp.public_key else "none"
+    is_first = last_rounds is None and not join
+    waiting = _others_wait(member, members, is_first=is_first)
     return rendezvous.agree(
         store,
         member.replica,
@@ -260,11 +265,26 @@ def _meet(
         say=sealing.Newcomer(member, join)
         if last_rounds is None
         else sealing.Survivor(member, members, last_rounds),
-        limits=_limits(member, is_first=last_rounds is None and not join),
-        is_given_up=(lambda: False) if member.admission is None else member.admission.is_given_up,
+        limits=_limits(member, is_first=is_first),
+        is_given_up=waiting if member.admission is None else member.admission.is_given_up,
         place=describe_store(member.store),
         newest_members=member.newest_group[1],
     )
+
+
+def _others_wait(member: Member, members: Sequence[int], *, is_first: bool) -> Callable[[], bool]:
+    """Return what to ask while this replica waits: in a first meeting, the names of the others."""
+    if not is_first or len(members) == 1:
+        return lambda: False
+    kind = member.name.removeprefix(member.line_name)
+    board = bounded_by(member, member.board)
+    names = Names(board, member.replica, members, member.line_name, kind)
+
+    def is_given_up() -> bool:
+        names.look()
+        return False
+
+    return is_given_up
 
 
 def _limits(member: Member, *, is_first: bool) -> Limits:
@@ -275,10 +295,13 @@ def _limits(member: Member, *, is_first: bool) -> Limits:
     return Limits(member.timeout, unheard, member.suspect_after)
 
 
-def store_of_group(group: dist.ProcessGroup | None) -> tuple[dist.Store, int, int]:
+def store_of_group(
+    group: dist.ProcessGroup | None, name: str = "default"
+) -> tuple[dist.Store, int, int]:
     """Return the store of a group under a prefix that its ranks agree on, own rank, and size.
 
-    A collective call: rank 0 draws the prefix and broadcasts it through the group.
+    A collective call: rank 0 draws the prefix and broadcasts it through the group. With a name the
+    prefix needs no agreement, and no order of the calls: calls of one name meet.
     """
     if group is None:
         group = dist.group.WORLD
@@ -287,14 +310,28 @@ def store_of_group(group: dist.ProcessGroup | None) -> tuple[dist.Store, int, in
     if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
         raise ValueError("this process is not a member of the group")
     rank, size = group.rank(), group.size()
+    if name != "default":
+        return board_of_group(group), rank, size
     token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
     if size > 1:
         kinds = [kind.type for kind in group._device_types]
         on_device = token.to("cpu" if "cpu" in kinds else kinds[0])
-        group.broadcast([on_device], _broadcast_options()).wait()
+        work = group.broadcast([on_device], _broadcast_options())
+        names = Names(board_of_group(group), rank, range(size), name, "")
+        while not work.is_completed():
+            names.look()
+            time.sleep(_POLL_S)
+        work.wait()
         token = on_device.cpu()
     prefix = f"diloco_comm/{bytes(token.tolist()).hex()}"
     return dist.PrefixStore(prefix, _group_store(group)), rank, size
+
+
+def board_of_group(group: dist.ProcessGroup | None) -> dist.Store:
+    """Return the part of a group's store that has its named exchanges, and who waits at them."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    return dist.PrefixStore("diloco_comm/named", _group_store(group))
 
 
 def _broadcast_options() -> dist.BroadcastOptions:

@@ -21,7 +21,7 @@ from ....base.interrupts import deferred_interrupts
 from ....options import Link, Wire, choices_among
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
 from ....replica.hooks import StepHooks, hookable
-from ....replica.model_watch import CHECKS, ModelWatch, server_has_weights
+from ....replica.model_watch import CHECKS, ModelWatch, server_has_weights, warn_at_exit
 from ...worker.link import RETRY_S, ServerLost
 from ...worker.local import beside_layout
 from ..fragment_round import Merge
@@ -81,6 +81,7 @@ class DecoupledDiLoCo:
 
     # None until the constructor has ended.
     _watch: ModelWatch | None = None
+    _is_closed = False
 
     def __init__(
         self,
@@ -152,6 +153,7 @@ class DecoupledDiLoCo:
         )
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
+        warn_at_exit(self)
 
     # ----------------------------------------------------------------------------------- attach
 
@@ -435,13 +437,17 @@ class DecoupledDiLoCo:
     def close(self) -> None:
         """Leave the server and remove the hooks; idempotent. Nothing is sent, see ``flush``."""
         try:
-            kept = any(part.steps.kept for part in self._learner.fragments)
-            if kept and self._end.alive and self._watch is not None:
-                self._watch.warn_of_unshared_steps(f"learner {self.name}", self._learner.num_steps)
+            self._warn_of_unshared_steps()
         finally:
             self._close()
 
+    def _warn_of_unshared_steps(self) -> None:
+        kept = any(part.steps.kept for part in self._learner.fragments)
+        if kept and not self._is_closed and self._watch is not None:
+            self._watch.warn_of_unshared_steps(f"learner {self.name}", self._learner.num_steps)
+
     def _close(self) -> None:
+        self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
