@@ -390,7 +390,9 @@ class DiLoCo:
             return
         self._refuse_if_alone()
         self._refuse_if_unfit()
-        self._twins.refuse()
+        self._twins.has_begun = True
+        if self._twins.others:
+            self._twins.refuse()
         self._rounds.uninterruptible.has_begun = is_done = False
         self.inner_step += again is None
         try:

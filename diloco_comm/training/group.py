@@ -172,29 +172,30 @@ class Twins:
     one layout and without names, an object may so meet another one than its own: each replica's
     program may make the two in another order. An object that was closed, collected, or that takes
     no step any more after this one was made is no twin.
+
+    Attributes:
+        has_begun: This object has taken an inner step.
+        others: The objects that may be twins.
     """
 
     def __init__(self, place: Place, plan: Plan, exchange: Exchange) -> None:
         self._key = id(place.group), plan.layout
-        self._has_begun = False
-        self._others: list[weakref.ref[Twins]] = []
+        self.has_begun = False
+        self.others: list[weakref.ref[Twins]] = []
         if place.group is None or exchange.size == 1 or place.name != "default":
             return
         for other in list(_met):
             if other._key == self._key:
-                other._others.append(weakref.ref(self))
-                if not other._has_begun:
-                    self._others.append(weakref.ref(other))
+                other.others.append(weakref.ref(self))
+                if not other.has_begun:
+                    self.others.append(weakref.ref(other))
         _met.add(self)
 
     def refuse(self) -> None:
-        """Raise RuntimeError at an inner step of this object if a twin is in use too."""
-        self._has_begun = True
-        if not self._others:
-            return
+        """Raise RuntimeError, at an inner step of this object, if a twin is in use too."""
         gc.collect()  # An object and the hooks of its optimizer refer to each other.
-        self._others = [other for other in self._others if other() in _met]
-        if self._others:
+        self.others = [other for other in self.others if other() in _met]
+        if self.others:
             raise RuntimeError(
                 "this process has two DiLoCo objects of one layout over one process group, and the "
                 "other replicas cannot tell these apart: give each object a name of its own "
