@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+import transformers.trainer
 from accelerate.data_loader import DataLoaderStateMixin
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -130,6 +132,9 @@ class DiLoCoCallback(TrainerCallback):
         self._loop: CodeType | None = None
         self._swap: Swap | None = None  # while training
         self._steps: TrainerSteps | None = None
+        # The step of the newest checkpoint, and what gives the trainer its own way of saving back.
+        self._saved_step = -1
+        self._release: Callable[[], None] = _nothing
         self._figures = Figures()
         self.diloco: DiLoCo | None = None
 
@@ -190,6 +195,9 @@ class DiLoCoCallback(TrainerCallback):
         arguments = with_total_steps(self._arguments, state.max_steps)
         self.diloco = attach(self._make, model, optimizer, arguments, saved)
         self._swap = Swap(self.diloco)
+        self._saved_step = -1
+        if self._trainer is not None:
+            self._save_with_state(self._trainer)
         if self.diloco.view >= 0:
             self._move_to_group(state, kwargs.get("lr_scheduler"))
         self._steps = TrainerSteps(self.diloco, state.global_step)
@@ -242,6 +250,7 @@ class DiLoCoCallback(TrainerCallback):
             self._swap.leave(keep=True)
         if self.diloco is not None:
             self.diloco.close()
+        self._release()
         self._swap = self._steps = None
 
     def close(self) -> None:
@@ -283,12 +292,37 @@ class DiLoCoCallback(TrainerCallback):
             return Path(given)
         return _folder(args, state)
 
+    def _save_with_state(self, trainer: Trainer) -> None:
+        """Let the trainer keep older checkpoints until the state is in the new one.
+
+        The trainer deletes them (``save_total_limit``) before it calls ``on_save``.
+        """
+        save = trainer._save_checkpoint
+
+        def save_whole(*arguments: Any, **options: Any) -> None:
+            deletions: list[Callable[[], None]] = []
+            with _held_deletions(deletions):
+                save(*arguments, **options)
+            self._add_state(trainer.args, trainer.state)
+            # Each worker of this replica has a file of its own.
+            trainer.accelerator.wait_for_everyone()
+            for delete in deletions:
+                delete()
+
+        trainer._save_checkpoint = save_whole
+        self._release = partial(setattr, trainer, "_save_checkpoint", save)
+
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add the outer state to the checkpoint that the trainer has just written."""
+        """Add the outer state to a checkpoint that another loop than the trainer's has written."""
+        if self._saved_step != state.global_step:
+            self._add_state(args, state)
+
+    def _add_state(self, args: TrainingArguments, state: TrainerState) -> None:
         if self.diloco is None or self._swap is None:
             return
+        self._saved_step = state.global_step
         has_outer = self._swap.is_entered
         self._swap.leave()
         if args.save_only_model:
@@ -313,6 +347,7 @@ class DiLoCoCallback(TrainerCallback):
                 finish(self.diloco)
         finally:
             self.diloco.close()
+            self._release()
         # The trainer's reporters have ended: a further call would begin another file, or run.
         values = self._figures.take()
         if values:
@@ -400,6 +435,25 @@ def _calling_trainer(method: CodeType | None = None) -> tuple[Trainer | None, Co
                 return caller, frame.f_code
         frame = frame.f_back
     return None, None
+
+
+def _nothing() -> None:
+    """Do nothing: the trainer saves in its own way."""
+
+
+@contextmanager
+def _held_deletions(held: list[Callable[[], None]]) -> Iterator[None]:
+    """Enter a block in which a trainer only says which checkpoints it would delete."""
+    rotate = transformers.trainer.rotate_checkpoints
+
+    def hold(*arguments: Any, **options: Any) -> None:
+        held.append(partial(rotate, *arguments, **options))
+
+    transformers.trainer.rotate_checkpoints = hold
+    try:
+        yield
+    finally:
+        transformers.trainer.rotate_checkpoints = rotate
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
