@@ -294,12 +294,34 @@ class Orders:
 
 @dataclass
 class _Iteration:
-    """One iteration over a part: its division, the inner step and sample where it began."""
+    """One iteration over a part of an epoch.
 
+    Attributes:
+        inner_step, first: The inner step and the sample where it began.
+        taken: Samples of the epoch that were taken, by this iteration and before.
+        end: Samples of the epoch.
+        before: The iteration that came to the end of the epoch before.
+        carried: Samples that ``before`` had left for the first inner step of this one.
+        is_known: Whether this iteration's draws have shown that its loop used what was carried.
+    """
+
+    epoch: int
     num_parts: int
     inner_step: int
     first: int
     taken: int
+    end: int
+    before: _Iteration | None = None
+    carried: int = 0
+    is_known: bool = False
+
+    @property
+    def drawn(self) -> int:
+        return self.taken - self.first
+
+    def used(self, inner_step: int, samples_per_step: int) -> int:
+        """Return how many samples of this iteration the inner steps have used."""
+        return (inner_step - self.inner_step) * samples_per_step - self.carried
 
 
 class ReplicaSampler(Sampler[int]):
@@ -345,10 +367,14 @@ class ReplicaSampler(Sampler[int]):
         self._inner_step, self._samples_per_step = inner_step, samples_per_step
         self._shape = {"num_samples": num_samples, "seed": seed, "shuffle": shuffle}
         self._counts_anew, self._is_loaded, self._offset = counts_anew, False, 0
-        # Where the next iteration begins, and the iteration that took samples last.
+        # Where the next iteration begins, the iteration that took samples last, and the one before
+        # the present epoch.
         self._first = 0
         self._last: _Iteration | None = None
+        self._before: _Iteration | None = None
         self._is_over = False
+        # Samples that the loader takes before the loop uses them; None until an iteration shows it.
+        self._ahead: int | None = None
 
     def __len__(self) -> int:
         _, num_parts = self.place()
@@ -367,10 +393,13 @@ class ReplicaSampler(Sampler[int]):
 
     def _samples(self, epoch: int, first: int) -> Iterator[int]:
         (part, num_parts), before = self.place(), self._last
-        own = _Iteration(num_parts, self._now(), first, first)
+        end = self._count(num_parts)
+        own = _Iteration(epoch, num_parts, self._now(), first, first, end)
+        self._carry(own)
         is_over = False
         try:
-            for number in range(first, self._count(num_parts)):
+            for number in range(first, end):
+                self._look(own)
                 own.taken = number + 1
                 self._last = own if epoch == self.epoch else self._last
                 place = number * num_parts + part
@@ -382,6 +411,34 @@ class ReplicaSampler(Sampler[int]):
                 self._is_over = True
             elif self._last is own:
                 self._last = before
+
+    def _carry(self, own: _Iteration) -> None:
+        """Find out what the iteration before has left of its last inner step.
+
+        A loop that counts batches over the end of an epoch uses the rest in the first step of the
+        next epoch. A loop that counts anew in each epoch does not, see ``_look``.
+        """
+        before = self._before
+        if before is None or self._inner_step is None or before.taken < before.end or own.first:
+            return
+        rest = before.drawn - before.used(own.inner_step, self._samples_per_step)
+        if 0 < rest < self._samples_per_step:
+            own.before, own.carried, before.before = before, rest, None
+
+    def _look(self, own: _Iteration) -> None:
+        """At the first inner step of an iteration, see from its draws how many samples it used.
+
+        That is the number drawn so far, but for those that the loader is ahead.
+        """
+        if own.is_known or self._now() == own.inner_step:
+            return
+        own.is_known = True
+        if own.taken == own.end or self._now() != own.inner_step + 1:
+            return  # The loader could not be ahead as far as before.
+        if not own.carried:
+            self._ahead = own.drawn - self._samples_per_step
+        elif self._ahead is not None and own.drawn - self._ahead >= self._samples_per_step:
+            own.carried = 0
 
     def _now(self) -> int:
         return 0 if self._inner_step is None else self._inner_step()
@@ -397,17 +454,21 @@ class ReplicaSampler(Sampler[int]):
             self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
+        self._before = self._last or self._before
         self.epoch, self._first, self._last, self._is_over = epoch, 0, None, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the data stand, for a checkpoint at this inner step."""
-        num_parts, taken = self.place()[1], self._first
-        if self._last is not None:
-            num_parts, taken = self._last.num_parts, self._last.taken
+        num_parts, taken, epoch, last = self.place()[1], self._first, self.epoch, self._last
+        if last is not None and self._inner_step is not None:
+            self._look(last)
+            if last.carried and self._now() == last.inner_step and last.before is not None:
+                last = last.before
+        if last is not None:
+            num_parts, taken, epoch = last.num_parts, last.taken, last.epoch
             if self._inner_step is not None:
-                used = (self._now() - self._last.inner_step) * self._samples_per_step
-                taken = min(taken, self._last.first + used)
-        return {**self._shape, "num_parts": num_parts, "epoch": self.epoch, "taken": taken}
+                taken = min(taken, last.first + last.used(self._now(), self._samples_per_step))
+        return {**self._shape, "num_parts": num_parts, "epoch": epoch, "taken": taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, with the next iteration; every replica loads its own or another.
@@ -434,6 +495,7 @@ class ReplicaSampler(Sampler[int]):
         left = self._count(num_parts) - taken
         is_over = left < (self._batch_size if self._drop_last else 1)
         self._begin(epoch + is_over)
+        self._before = None
         self._first, self._is_loaded = 0 if is_over else taken, True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
@@ -326,6 +327,65 @@ def test_a_run_resumes_at_the_end_of_an_epoch(
     last = NUM_SAMPLES // 4 + (not drop_last)
     whole, resumed = resume(num_workers, 1, last, is_outside, drop_last=drop_last)
     assert resumed == whole and len(whole) == 3 * last
+
+
+class Accumulating:
+    """A loop whose inner steps take three of the 25 batches of an epoch.
+
+    Args:
+        counts_on: A step may begin in one epoch and end in the next; otherwise the loop throws the
+            last batch of an epoch away.
+        state: To begin with.
+    """
+
+    def __init__(self, num_workers: int, counts_on: bool, state: Any = None) -> None:
+        self._counts_on = counts_on
+        self._model, self._optimizer, self._diloco = attach(sync_every=4, num_replicas=1)
+        context = "fork" if num_workers else None
+        options = {"num_workers": num_workers, "multiprocessing_context": context}
+        self._loader = self._diloco.shard(loader_of(drop_last=True, **options), batches_per_step=3)
+        self._sampler: Any = self._loader.sampler
+        if state is not None:
+            self._diloco.load_state_dict(state[0])
+            self._sampler.load_state_dict(state[1])
+
+    def used(self, end: int, is_late: bool = False) -> tuple[list[list[int]], Any]:
+        """Train to an inner step; return the batches of each step, and the state.
+
+        Args:
+            is_late: One more batch is taken before the state is asked for.
+        """
+        steps, batches = [], []
+        with self._diloco:
+            while True:
+                batches = batches if self._counts_on else []
+                for batch in self._loader:
+                    if len(steps) and self._diloco.inner_step == end:
+                        return steps, self._state()
+                    batches.append(batch.tolist())
+                    if len(batches) == 3:
+                        train_step(self._model, self._optimizer, 0, self._diloco.inner_step)
+                        steps.append([one for batch in batches for one in batch])
+                        batches = []
+                    if self._diloco.inner_step == end and not is_late:
+                        return steps, self._state()
+
+    def _state(self) -> Any:
+        state = copy.deepcopy((self._diloco.state_dict(), self._sampler.state_dict()))
+        self._diloco.flush()
+        return state
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("counts_on", "is_late"), [(True, False), (True, True), (False, False)])
+def test_a_run_resumes_in_a_step_over_the_end_of_an_epoch(
+    num_workers: int, counts_on: bool, is_late: bool
+) -> None:
+    whole, _ = Accumulating(num_workers, counts_on).used(19)
+    for step in (8, 9, 16, 17, 18):
+        before, state = Accumulating(num_workers, counts_on).used(step, is_late)
+        after, _ = Accumulating(num_workers, counts_on, state).used(19)
+        assert before + after == whole, step
 
 
 def test_a_state_of_other_data_is_refused() -> None:
