@@ -143,6 +143,7 @@ class ElasticTraining:
     def begin(self, diloco: Trained) -> None:
         """Begin to train in the group, with what the other members have to repeat."""
         self._repeat(diloco)
+        self._pass_boundary(diloco)
         self._end_after_last_step(diloco)
 
     def _forget_inner(self) -> None:
@@ -219,11 +220,11 @@ class ElasticTraining:
         rounds = diloco._rounds
         # After an interrupt, what was to be sent again is still to be sent.
         self._repeat(diloco)
+        # After a Ctrl-C or an error too, by which the last step has not come to its end.
+        self._pass_boundary(diloco)
         if self.is_done:
             return
-        if self._may_be_boundary and self.group.is_boundary(rounds):
-            self._go_on(diloco, None)
-        elif self.group.before_step(rounds, diloco.inner_step):
+        if self.group.before_step(rounds, diloco.inner_step):
             self._go_on(diloco, SyncError("another member has stopped", stage="view"))
         if self.is_done:
             return
@@ -235,7 +236,18 @@ class ElasticTraining:
         self._is_late = self._workers is None
         self._unless_broken(diloco, partial(diloco._take_step, is_skipped=is_skipped))
         self._is_late = False
+        # Now, before the inner optimizer steps again: a newcomer may be given its state.
+        self._pass_boundary(diloco)
         self._end_after_last_step(diloco)
+
+    def _pass_boundary(self, diloco: Trained) -> None:
+        """Go to the next view if the round just applied was the last of the present one."""
+        # A send that is repeated in the next view may end that one too.
+        while self._may_be_boundary and not self.is_done:
+            if self.group.is_boundary(diloco._rounds):
+                self._go_on(diloco, None)
+            else:
+                self._may_be_boundary = False
 
     def _unless_broken(self, diloco: Trained, call: Callable[[], None]) -> None:
         """Call a function that waits for the others; where the view breaks, go to the next."""
@@ -256,16 +268,13 @@ class ElasticTraining:
         return None
 
     def _end_after_last_step(self, diloco: Trained) -> None:
-        """Let newcomers in a last time and share what is left, if all steps are taken."""
+        """Share what is left, if all steps are taken."""
         if self.is_done or not self._has_all_steps(diloco):
             return
-        if self._may_be_boundary and self.group.is_boundary(diloco._rounds):
-            self._go_on(diloco, None)
-        if not self.is_done:
-            self.flush(diloco, is_final=True)
-            # Where the flush broke off, all go on from the step of the slowest replica.
-            if self._has_all_steps(diloco) and not self.is_done:
-                self._loop.take(Event.ALL_SHARED)
+        self.flush(diloco, is_final=True)
+        # Where the flush broke off, all go on from the step of the slowest replica.
+        if self._has_all_steps(diloco) and not self.is_done:
+            self._loop.take(Event.ALL_SHARED)
 
     def _has_all_steps(self, diloco: Trained) -> bool:
         return self._total_steps is not None and diloco.inner_step >= self._total_steps

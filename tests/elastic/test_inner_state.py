@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from workers import Crew, Pool
 from zygote import Zygote
 
-from diloco_comm import DiLoCo, Elastic, ReplicaMismatch, SyncError
+from diloco_comm import (
+    Blocking,
+    DiLoCo,
+    Elastic,
+    Link,
+    ReplicaMismatch,
+    Streaming,
+    SyncError,
+)
 from diloco_comm.elastic.happenings import ViewChanged
 from diloco_comm.exchange.membership import member
 from diloco_comm.options import grouped
@@ -290,6 +298,61 @@ def test_another_optimizer_is_refused_before_it_comes(
     for error, kind in zip(errors, ("sgd.SGD", "adamw.AdamW amsgrad"), strict=True):
         assert f'inner_optimizer.0.bias is "torch.optim.{kind}' in error and there in error
     assert donor[2] == newcomer[2] and all(newcomer[2].values())
+
+
+def count_steps(
+    rank: int, world: int, store: tuple[str, int], registry: str, options: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """Return the inner step and AdamW's count at the end of each step, and where replica 1 comes.
+
+    A function given to ``after_step`` reads both, in each step.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    signs = connect(store)
+    if rank == 1:
+        signs.wait(["begun"])
+    model = make_model()
+    optimizer = make_optimizer(model, "AdamW")
+    elastic = Elastic(
+        registry,
+        run="counted",
+        replica=rank,
+        founding_wait=0.0,
+        quorum_wait=25,
+        suspect_after=SUSPECT_AFTER_S,
+        inner_state=True,
+        total_steps=10_000,
+    )
+    diloco = DiLoCo(model, optimizer, peers=elastic, link=Link(timeout=40.0), **options)
+    counts: list[tuple[int, int]] = []
+
+    def look() -> None:
+        states = [optimizer.state.get(param, {}) for param in model.parameters()]
+        counts.extend((diloco.inner_step, int(state.get("step", 0))) for state in states)
+
+    if rank == 1:
+        look()
+        signs.set("joined", "now")
+        diloco.close()
+        return counts
+    while not signs.check(["joined"]):
+        diloco.after_step(look)
+        train(model, optimizer, diloco.inner_step, 1)
+        if diloco.inner_step > 8:
+            signs.set("begun", "now")
+    diloco.close()
+    return counts
+
+
+@pytest.mark.parametrize("overlap", [Blocking(), Streaming(1, 0.5)])
+def test_the_state_is_of_the_inner_step_at_which_a_newcomer_begins(
+    overlap: Any, fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    options = {"sync_every": 4, "overlap": overlap}
+    member, newcomer = pool.run(count_steps, pool.store, registry.address, options, timeout=60)
+    assert len(member) > 8 and all(step == count for step, count in member)
+    assert len(newcomer) == 6 and all(step == count > 0 for step, count in newcomer)
 
 
 # ----------------------------------------------------------------- schedules of the learning rate
