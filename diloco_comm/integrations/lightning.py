@@ -12,12 +12,20 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
@@ -113,14 +121,19 @@ class DiLoCoCallback(pl.Callback):
         self._swap: Swap | None = None  # while training, and after a failure
         self._steps: TrainerSteps | None = None
         self._last_step = sys.maxsize
+        # A signal that saves a checkpoint, until the end of the batch.
+        self._signal: Callable[[], object] | None = None
         self.diloco: DiLoCo | None = None
 
     # ----------------------------------------------------------------------------------- data
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let the trainer's loaders read this replica's part of the data."""
+        if stage != "fit":
+            return
+        _refuse_averages(trainer)
         num_processes = trainer.world_size
-        if stage != "fit" or not self._division.is_needed(num_processes):
+        if not self._division.is_needed(num_processes):
             return
         source = trainer.fit_loop._data_source
         get_loaders = source.dataloader
@@ -169,6 +182,28 @@ class DiLoCoCallback(pl.Callback):
         self._figures = Figures(self.diloco, self._choice)
         self._agree_on_the_end(trainer)
         self._division.check(self.diloco)
+        self._delay_requeue(trainer)
+
+    def _delay_requeue(self, trainer: pl.Trainer) -> None:
+        """Let Slurm's signal save a checkpoint at the end of a batch, where all of it fits."""
+        environment = trainer._accelerator_connector.cluster_environment
+        if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
+            return
+        requeue = signal.getsignal(environment.requeue_signal)
+        is_own = type(requeue).__module__ == trainer._signal_connector.__module__
+        if not is_own or not callable(requeue):
+            return
+
+        def delay(*arguments: Any) -> None:
+            self._signal = partial(requeue, *arguments)
+
+        # Lightning puts the program's own handler back when training has ended.
+        signal.signal(environment.requeue_signal, delay)
+
+    def _heed_signal(self) -> None:
+        saving, self._signal = self._signal, None
+        if saving is not None:
+            saving()
 
     def _refuse(self, trainer: pl.Trainer) -> None:
         for saving in trainer.checkpoint_callbacks:
@@ -264,6 +299,7 @@ class DiLoCoCallback(pl.Callback):
         ):
             trainer.should_stop = True
         self._log(trainer)
+        self._heed_signal()
 
     def _log(self, trainer: pl.Trainer) -> None:
         """Write to all loggers; ``self.log`` would drop values between two ``log_every_n_steps``.
@@ -278,6 +314,7 @@ class DiLoCoCallback(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Share what was learned since the last outer step, and leave the group."""
         if self.diloco is not None:
+            self._heed_signal()
             try:
                 finish(self.diloco)
                 self._log(trainer)
@@ -347,6 +384,17 @@ class DiLoCoCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training begins, since there is no optimizer yet."""
         self._saved = state_dict or None
+
+
+def _refuse_averages(trainer: pl.Trainer) -> None:
+    """Raise for callbacks that write an average of the local parameters at the end of training."""
+    for one in trainer.callbacks:
+        if isinstance(one, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                f"{type(one).__name__} averages the local parameters of this replica alone, and "
+                "the replicas would end apart: leave it out, and average the outer parameters, "
+                "equal on all replicas, in a function given to diloco.on_sync()"
+            )
 
 
 def _data_tell_the_steps(trainer: pl.Trainer) -> bool:
