@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from ..base.checks import warn
 from ..replica import sharding
 from ..training.diloco import DiLoCo
 from .attaching import Make, check, choices_for, without_arguments
@@ -49,7 +50,9 @@ def attach(
 
     ``accelerator.save_state(folder)`` saves the outer state too. After ``load_state(folder)``
     training continues with the same bytes. Each replica needs its own folder, since local
-    parameters differ. With gradient accumulation DiLoCo counts the optimizer's steps.
+    parameters differ. Accelerate deletes the oldest folder before it writes a new one: with
+    ``total_limit=1`` nothing is left if that save fails, and a warning says so. With
+    gradient accumulation DiLoCo counts the optimizer's steps.
 
     Args:
         model: As ``accelerator.prepare`` has returned it.
@@ -78,6 +81,12 @@ def attach(
     # A prepared loader divides the batches of a replica among its workers.
     diloco._batches_at_once = 1 if accelerator.split_batches else accelerator.num_processes
     accelerator.register_for_checkpointing(diloco)
+    project = accelerator.project_configuration
+    if project.automatic_checkpoint_naming and project.total_limit == 1:
+        warn(
+            "ProjectConfiguration(total_limit=1) deletes the only checkpoint before the next one "
+            "is written, and a kill meanwhile leaves none: give total_limit=2"
+        )
     return diloco
 
 

@@ -6,11 +6,13 @@ import contextlib
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fault_replicas import hash_of
 from small_disk import mounted
 from trainers import Rows, WithLoss, needs
@@ -82,6 +84,48 @@ def test_a_resume_names_the_checkpoint_from_before_the_disk_was_full(
     )
     assert left == ["out/checkpoint-2/diloco.pt"]
     assert num_steps == 6
+
+
+def attach_with_a_limit(rank: int, world: int, folder: Path, limit: int) -> tuple[list[str], int]:
+    """Return the warnings, and how many whole checkpoints a third save leaves that fails."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from diloco_comm.integrations.accelerate import attach
+
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=limit)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    module = WithLoss()
+    model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        diloco = attach(accelerator, model, optimizer, sync_every=2, peers="alone")
+    said = [str(one.message) for one in caught if "total_limit" in str(one.message)]
+    with diloco:
+        for number in range(2):
+            project.iteration = number
+            accelerator.save_state()
+        project.iteration = 2
+        accelerator.register_save_state_pre_hook(lambda *_: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            accelerator.save_state()
+    return said, len(list(folder.rglob("custom_checkpoint_0.pkl")))
+
+
+@needs("accelerate")
+@pytest.mark.parametrize(("limit", "left"), [(1, 0), (2, 1)])
+def test_a_limit_by_which_accelerate_keeps_no_whole_checkpoint(
+    limit: int, left: int, replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    [(said, num_whole)] = replicas(1).run(attach_with_a_limit, tmp_path, limit)
+    assert num_whole == left
+    assert (
+        said
+        == [
+            "ProjectConfiguration(total_limit=1) deletes the only checkpoint before the "
+            "next one is written, and a kill meanwhile leaves none: give total_limit=2"
+        ][left:]
+    )
 
 
 # Functions that a save calls, in order; "half": SIGKILL comes when a part of its work is done.
