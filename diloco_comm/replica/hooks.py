@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -154,6 +155,43 @@ def _is_within_step(optimizer: Optimizer) -> bool:
             num_steps += 1
         frame = frame.f_back
     return num_steps > 1
+
+
+def is_in_step(
+    frame: FrameType | None,
+    optimizers: Sequence[Optimizer],
+    owner: object,
+    codes: Collection[CodeType],
+) -> bool:
+    """Whether a call came in the middle of a step, as a signal handler may call.
+
+    The call stack says so, and no flag: a step that has failed leaves nothing behind.
+
+    Args:
+        frame: The caller of the call.
+        optimizers: A step of one of these may be under way.
+        owner, codes: Or a function of this object with one of these codes.
+    """
+    while frame is not None:
+        if frame.f_code is _AROUND_STEP or frame.f_code in codes:
+            its = frame.f_locals.get("self")
+            if its is owner or any(its is one for one in optimizers):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def refuse_in_step(call: str, *place: Any) -> None:
+    """Raise if a call came in the middle of a step; ``place`` as for ``is_in_step``.
+
+    Raises:
+        RuntimeError: With the name of the call.
+    """
+    if is_in_step(*place):
+        raise RuntimeError(
+            f"{call}() came in the middle of a step, where model and state do not fit together: "
+            "let diloco.after_step(f) call f when the step has ended"
+        )
 
 
 class SkippedSteps:

@@ -106,6 +106,16 @@ def server_has_weights() -> str:
     )
 
 
+def outer_has_weights(inner_step: int) -> str:
+    """Return the sentence about weights loaded into a model that has taken inner steps."""
+    return (
+        f"weights were loaded into the model after {inner_step} inner steps, and the outer "
+        "parameters, which are of the weights before, would pull them back: load weights before "
+        "DiLoCo is constructed; to go on from a checkpoint, give its outer state to "
+        "diloco.load_state_dict() too, on all replicas"
+    )
+
+
 class ModelWatch:
     """The hooks of one attached model.
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -102,6 +102,8 @@ class Recorder:
     """Keep the latest metrics and all sums, and tell the callbacks.
 
     Attributes:
+        callbacks: Called after every exchange.
+        waiting: Called once, when the present step has ended.
         is_telling: A callback is being called.
     """
 
@@ -109,6 +111,8 @@ class Recorder:
         self.latest: deque[SyncMetrics] = deque(maxlen=NUM_KEPT)
         self.totals = SyncTotals()
         self.callbacks: list[Callable[[SyncMetrics], None]] = []
+        # Signal handlers add to it, in the middle of anything.
+        self.waiting: deque[Callable[[], object]] = deque()
         self._untold: deque[SyncMetrics] = deque()
         self.is_telling = False
         self._has_warned_of_skips = False
@@ -195,39 +199,49 @@ class Recorder:
         try:
             yield
         except Exception as failure:
-            error = self._tell() if self._untold else None
+            error = self._tell(self._untold_calls()) if self._untold else None
             if error is not None:
                 raise failure from error
             raise
-        error = self._tell() if self._untold else None
+        error = self._tell(self._untold_calls()) if self._untold else None
         if error is not None:
             raise error
 
-    def _tell(self) -> Exception | None:
+    def call_waiting(self) -> None:
+        """Call what waits for the end of the step, and raise the first error after that."""
+        # A function that one of them adds waits for the next step.
+        error = self._tell(self.waiting.popleft() for _ in range(len(self.waiting)))
+        if error is not None:
+            raise error
+
+    def _tell(self, calls: Iterable[Callable[[], object]]) -> Exception | None:
         """Call the callbacks; an exchange that ends during a callback is told after it."""
         if self.is_telling:
             return None
         try:
             try:
-                return self._call_all()
+                return self._call_all(calls)
             finally:
                 self.is_telling = False
         finally:
             # A Ctrl-C may come just before the same line in the inner ``finally``.
             self.is_telling = False
 
-    def _call_all(self) -> Exception | None:
+    def _call_all(self, calls: Iterable[Callable[[], object]]) -> Exception | None:
         # Set here: Python 3.11 runs no ``finally`` after a Ctrl-C at the line of an inner ``try``.
         self.is_telling = True
         first: Exception | None = None
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                first = first or error
+        return first
+
+    def _untold_calls(self) -> Iterator[Callable[[], object]]:
         while self._untold:
             metrics = self._untold.popleft()
-            for callback in list(self.callbacks):
-                try:
-                    callback(metrics)
-                except Exception as error:
-                    first = first or error
-        return first
+            yield from [partial(callback, metrics) for callback in self.callbacks]
 
 
 def _log_reset(flight: RoundInFlight, replicas: tuple[int, ...]) -> None:

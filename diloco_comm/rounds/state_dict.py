@@ -128,21 +128,19 @@ def run_of(
     parts: Sequence[SyncedPart],
     schedule: Schedule,
     settings: Settings,
-    *,
-    layout: int,
-    members: Sequence[int],
+    scope: Scope,
 ) -> Run:
     """Describe the present run, alike on all replicas and on all workers of a replica."""
     fragments = [part for part in parts if isinstance(part, SyncedFragment)]
     outer = {k: v for k, v in settings.outer.shared_config().items() if k != "lr"}
     return Run(
-        layout,
+        scope.layout,
         schedule.sync_every,
         tuple(_described(part, schedule.offsets[part.index]) for part in fragments),
         outer,
         len(parts) > len(fragments),
         settings.error_feedback,
-        tuple(members),
+        scope.members,
     )
 
 

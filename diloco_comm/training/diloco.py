@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -26,8 +28,8 @@ from ..ops.implementations import resolve_engine_impl
 from ..ops.wire import WireFormat
 from ..options import Link, NonFinite, Wire, check_names, choices_of, in_groups
 from ..replica.fragments import FragmentSpec, all_parameters
-from ..replica.hooks import SkippedSteps, StepHooks, hookable
-from ..replica.model_watch import ModelWatch, warn_at_exit
+from ..replica.hooks import SkippedSteps, StepHooks, hookable, is_in_step, refuse_in_step
+from ..replica.model_watch import ModelWatch, outer_has_weights, warn_at_exit
 from ..rounds import handshake
 from ..rounds.consensus import mean_outer, mean_state
 from ..rounds.handshake import gather_json
@@ -267,8 +269,8 @@ class DiLoCo:
 
     def _share_rest(self) -> None:
         """Flush at the end of a block, unless it is closed or its last exchange has failed."""
-        is_over = self._is_closed or self.exchange.has_failed
-        is_over |= self._rounds.uninterruptible.is_broken
+        is_broken = self._rounds.uninterruptible.is_broken
+        is_over = self._is_closed or self.exchange.has_failed or is_broken
         if is_over or self._elastic is not None:
             return
         was_caught = isinstance(self.exchange.last_error, NonFiniteError)
@@ -290,6 +292,8 @@ class DiLoCo:
         steps were neither shared nor saved by ``state_dict``.
         """
         try:
+            if not is_in_step(sys._getframe(1), self._optimizers, self, _CALLS):
+                self._recorder.call_waiting()
             self._warn_of_unshared_steps()
         finally:
             self._close(is_finished=True)
@@ -327,18 +331,8 @@ class DiLoCo:
     def __repr__(self) -> str:
         if not hasattr(self, "exchange"):  # An error came out of the constructor.
             return "DiLoCo(not attached)"
-        settings, num_fragments = self.settings, self._plan.num_fragments
-        rounds = sorted({part.round for part in self.parts})
-        words = [
-            f"replica {self.exchange.replica} of members {list(self.exchange.members)}",
-            f"sync_every={settings.sync_every}",
-            f"overlap={_call(settings.overlap.config())}",
-            f"outer={_call(settings.outer.config())}",
-            f"wire={settings.wire.config()}",
-            f"{num_fragments} fragment{'s'[: num_fragments > 1]}",
-            f"inner step {self.inner_step}",
-            f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}",
-        ]
+        place = f"replica {self.exchange.replica} of members {list(self.exchange.members)}"
+        words = [place, *self._plan.words(self.settings, self.inner_step)]
         words += ["closed"] * self._is_closed
         return f"DiLoCo({', '.join(words)})"
 
@@ -374,6 +368,8 @@ class DiLoCo:
         elif not self.is_done:
             self._refuse_if_alone()
             self._elastic.take_step(self, is_skipped=is_skipped)
+        if self._recorder.waiting:
+            self._recorder.call_waiting()
 
     def _take_step(self, *, is_skipped: bool = False, again: Collection[int] | None = None) -> None:
         """Count an inner step, and exchange what is due.
@@ -435,12 +431,7 @@ class DiLoCo:
         if self.inner_step == 0:
             self._agreement.begin_anew()
             return ""
-        return (
-            f"weights were loaded into the model after {self.inner_step} inner steps, and the "
-            "outer parameters, which are of the weights before, would pull them back: load weights "
-            "before DiLoCo is constructed; to go on from a checkpoint, give its outer state to "
-            "diloco.load_state_dict() too, on all replicas"
-        )
+        return outer_has_weights(self.inner_step)
 
     def _take_step_back(self, error: BaseException, is_done: bool) -> None:
         """After an interrupt before anything was sent or applied, the next call does all of it."""
@@ -465,11 +456,13 @@ class DiLoCo:
             ReplicaMismatch: The outer states differ all the same: a program has written into one.
         """
         is_final = flag("final", final)
+        self._refuse_in_step("flush")
         if self._elastic is None:
             self._flush(is_final=is_final)
         elif not self.is_done:
             self._refuse_if_alone()
             self._elastic.flush(self, is_final=is_final)
+        self._recorder.call_waiting()
 
     def _flush(self, *, is_final: bool | None) -> None:
         """As ``flush``; with None, as the others do, whose flush broke off."""
@@ -549,6 +542,7 @@ class DiLoCo:
             raise RuntimeError(
                 "peers=Elastic(...) changes the group by itself: leave out change_group"
             )
+        self._refuse_in_step("change_group")
         self._change_group(members, store)
 
     def _change_group(
@@ -612,6 +606,7 @@ class DiLoCo:
                 "same on all of them, instead of agree_on_steps"
             )
         num_steps = integer("num_steps", num_steps, 0)
+        self._refuse_in_step("agree_on_steps")
         self._refuse_if_alone()
         self.exchange.inner_step = self.inner_step
         with self._rounds.all_workers(()):
@@ -707,6 +702,24 @@ class DiLoCo:
             raise TypeError(f"on_sync takes a function of a SyncMetrics, got {callback!r}")
         self._recorder.callbacks.append(callback)
 
+    def after_step(self, function: Callable[[], object]) -> None:
+        """Call ``function`` once, at the end of the step under way, or of the next one.
+
+        For signal handlers: in the middle of a step no ``state_dict()`` fits the model. A
+        ``flush`` or ``close`` counts as a step, a step that raises does not; after ``close`` the
+        function is called at once. The limits of ``on_sync`` hold. An error of the function comes
+        out of the step, which stays done.
+
+        Raises:
+            TypeError: If it is not a function.
+        """
+        if not callable(function):
+            raise TypeError(f"after_step takes a function without arguments, got {function!r}")
+        if self._is_closed:
+            function()
+        else:
+            self._recorder.waiting.append(function)
+
     def consensus(self) -> dict[str, Any]:
         """Return the mean over the replicas of outer parameters and momenta; a collective call.
 
@@ -720,6 +733,7 @@ class DiLoCo:
         Raises:
             SyncError: If the group fails.
         """
+        self._refuse_in_step("consensus")
         self._refuse_if_alone()
         self._look_at_parts()
         return mean_state(self.exchange, self.parts, self.impl)
@@ -737,6 +751,7 @@ class DiLoCo:
         Args:
             consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
         """
+        self._refuse_in_step("outer_parameters")
         is_sharded = self._plan.shard_group is not None
         if consensus or is_sharded:
             self._refuse_if_alone()
@@ -781,6 +796,7 @@ class DiLoCo:
         Args:
             shared: Refuse if something differs between replicas, for a save by one of them alone.
         """
+        self._refuse_in_step("state_dict")
         if self._plan.shard_group is not None:
             self._refuse_if_alone()
         self._rounds.uninterruptible.refuse_if_broken()
@@ -790,14 +806,7 @@ class DiLoCo:
 
     def _scope(self) -> Scope:
         scope = self._agreement.scope()
-        run = run_of(
-            self.parts,
-            self.schedule,
-            self.settings,
-            layout=scope.layout,
-            members=scope.members,
-        )
-        return replace(scope, run=run)
+        return replace(scope, run=run_of(self.parts, self.schedule, self.settings, scope))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a saved state, in place; local parameters come with the user's model.
@@ -823,6 +832,7 @@ class DiLoCo:
             RuntimeError: Inside ``outer_parameters()``, or after ``close()``; with ``Elastic``,
                 if this replica has joined a group that trains, whose state it has.
         """
+        self._refuse_in_step("load_state_dict")
         self._refuse_if_closed()
         if self._elastic is not None:
             self._elastic.refuse_to_load()
@@ -840,13 +850,9 @@ class DiLoCo:
         # By the numbers of the state, the local parameters are the outer ones.
         is_shared = type(self.settings.overlap) is Blocking and self.inner_step > 0
         is_shared &= not restore.has_new and not self._rounds.has_unsent(self.inner_step)
-        lost = self._differs_from_outer if is_shared else None
+        lost = self._plan.has_own_progress if is_shared else None
         late = restore.read_new if restore.has_new else None
         self._watch.expect_load(self._agreement.overwritten, lost, late)
-
-    def _differs_from_outer(self) -> bool:
-        """Whether any local parameter is not the outer one."""
-        return any(part.differs_from_local() for part in self._plan.parameter_parts())
 
     # ------------------------------------------------------------------------------------- guards
 
@@ -854,13 +860,18 @@ class DiLoCo:
         if self._is_closed:
             raise RuntimeError("this DiLoCo is closed")
 
+    def _refuse_in_step(self, call: str) -> None:
+        """Raise in a signal handler that runs in the middle of a step, or of a call below."""
+        caller = None if self._recorder.is_telling else sys._getframe(1).f_back
+        refuse_in_step(call, caller, self._optimizers, self, _CALLS)
+
     def _refuse_if_alone(self) -> None:
         """Raise if the other replicas, or workers, may not make the same call now."""
         self._refuse_if_closed()
         if self._recorder.is_telling:
             raise RuntimeError(
                 "an on_sync callback cannot call what needs the other replicas, whose callbacks "
-                "may run at another step: do it in the training loop"
+                "may run at another step, nor can after_step(f): do it in the training loop"
             )
 
     def _refuse_if_unfit(self) -> None:
@@ -895,6 +906,6 @@ class DiLoCo:
         return self._plan.parameter_parts()
 
 
-def _call(config: Mapping[str, Any]) -> str:
-    arguments = [f"{k}={v!r}" for k, v in config.items() if k != "name" and v is not None]
-    return f"{config['name']}({', '.join(arguments)})"
+# In the middle of these, the state fits no inner step.
+_NAMES = "_step flush change_group consensus outer_parameters state_dict load_state_dict".split()
+_CALLS = {unwrap(getattr(DiLoCo, name)).__code__ for name in _NAMES}

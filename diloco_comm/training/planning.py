@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,6 +67,23 @@ class Plan:
         """Return all parameters that are exchanged, with their names in the model."""
         parts = [part.fragment for part in self.parameter_parts()]
         return [pair for one in parts for pair in zip(one.names, one.params, strict=True)]
+
+    def has_own_progress(self) -> bool:
+        """Whether any local parameter is not the outer one."""
+        return any(part.differs_from_local() for part in self.parameter_parts())
+
+    def words(self, settings: Settings, inner_step: int) -> list[str]:
+        """Return the settings and the progress so far, for ``repr``."""
+        rounds = sorted({part.round for part in self.parts})
+        return [
+            f"sync_every={settings.sync_every}",
+            f"overlap={_call(settings.overlap.config())}",
+            f"outer={_call(settings.outer.config())}",
+            f"wire={settings.wire.config()}",
+            f"{self.num_fragments} fragment{'s'[: self.num_fragments > 1]}",
+            f"inner step {inner_step}",
+            f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}",
+        ]
 
     def sent_at(self, inner_step: int) -> list[SyncedPart]:
         """Return the parts that are sent after this inner step."""
@@ -207,3 +224,8 @@ def _parameter_parts(
         )
         for fragment, wire in zip(fragments, wires, strict=True)
     ]
+
+
+def _call(config: Mapping[str, Any]) -> str:
+    arguments = [f"{k}={v!r}" for k, v in config.items() if k != "name" and v is not None]
+    return f"{config['name']}({', '.join(arguments)})"
