@@ -35,6 +35,7 @@ class Update:
         lr: Learning rate of this round.
         alpha: Weight of the local value in the merge.
         clip: Bound of the momentum's elements, for optimizers with a momentum.
+        penalty: The terms' sum times this is the mean pseudo-gradient.
         impl: Implementation of the operators; "" for the fastest.
         verdict: None, or int64 [1] on the device: unless it is 0 the step does nothing. Only for a
             state with ``takes_verdict``.
@@ -46,6 +47,7 @@ class Update:
     lr: float
     alpha: float = 0.0
     clip: float = math.inf
+    penalty: float = 1.0
     impl: str = ""
     verdict: Tensor | None = None
 
@@ -72,8 +74,12 @@ class OuterState(ABC):
         outer: fp32 ``[num_elements]``; the shared model.
         num_steps: Outer steps taken.
         last_lr: Learning rate of the last step; None where that is not known.
+        last_momentum: Factor of the momentum in the last step, if the step looked ahead.
+        last_update: The last step, until the next payload of the fragment is encoded: its terms are
+            free from then on. None after a load too.
         equal_at: Number of outer steps at which all replicas had the same outer parameters.
         ended_at: Number of outer steps after which training ended; -1 before.
+        is_mean: Training ended on the mean of the last round.
         takes_verdict: A step can be left to the device's decision.
     """
 
@@ -81,17 +87,24 @@ class OuterState(ABC):
     num_steps: int
     last_lr: float | None = None
     equal_at = 0
+    last_momentum: float | None = None
+    last_update: Update | None = None
     ended_at = -1
-    _lr_before: float | None = None
+    is_mean = False
+    _before: tuple[float | None, float | None] = None, None
 
-    def count_step(self, lr: float) -> None:
-        """Count an outer step with this learning rate."""
+    def count_step(self, update: Update) -> None:
+        """Count an outer step that was taken, or was left to the device's decision."""
+        ahead = self.look_ahead()
         self.num_steps += 1
-        self._lr_before, self.last_lr = self.last_lr, lr
+        self._before = self.last_lr, self.last_momentum
+        self.last_lr, self.last_momentum = update.lr, None if ahead is None else ahead[1]
+        self.last_update = update
 
     def uncount_step(self) -> None:
         """Take back the count of the last outer step, which was not taken."""
-        self.num_steps, self.last_lr = self.num_steps - 1, self._lr_before
+        self.num_steps, self.last_update = self.num_steps - 1, None
+        self.last_lr, self.last_momentum = self._before
 
     def __init__(self, outer: Tensor) -> None:
         self.outer = outer
@@ -135,16 +148,49 @@ class OuterState(ABC):
         """Return a momentum and its factor, if ``outer`` is that much ahead, times the last lr."""
         return None
 
-    def take_back_look_ahead(self, lr: float) -> None:
-        """Add lr * factor * momentum to ``outer``; see ``look_ahead``."""
+    def take_back_look_ahead(self, lr: float, momentum: float | None) -> None:
+        """Add lr * momentum * m to ``outer``; see ``look_ahead``.
+
+        Args:
+            lr, momentum: The numbers of the last step; None: of this optimizer.
+        """
         ahead = self.look_ahead()
-        if ahead is None:
-            return
-        momentum, factor = ahead
-        for begin in range(0, self.outer.numel(), CHUNK_ELEMENTS):
-            # A product of its own, so that all devices round alike.
-            shift = momentum[begin : begin + CHUNK_ELEMENTS] * (lr * factor)
-            self.outer[begin : begin + CHUNK_ELEMENTS] += shift
+        if ahead is not None:
+            _add(self.outer, ahead[0], lr * (ahead[1] if momentum is None else momentum))
+
+    def take_mean(self, params: list[Tensor]) -> None:
+        """Set ``outer`` to what it was before ``last_update``, less the mean pseudo-gradient.
+
+        Args:
+            params: The fragment's parameters, which are set to the same values.
+        """
+        update = self.last_update
+        assert update is not None
+        for begin, end, (outer, *buffers) in self.ranges(update.layout):
+            # The rest of both is a multiple of the gradient, and so a plain step.
+            multiple = self._undo(outer, buffers, update.lr)
+            ops.outer_step(
+                outer,
+                None,
+                params,
+                begin=begin,
+                end=end,
+                **update.payloads(),
+                optimizer="sgd",
+                lr=update.penalty - multiple,
+                outer_begin=begin,
+            )
+
+    def _undo(self, outer: Tensor, buffers: Sequence[Tensor], lr: float) -> float:
+        """Add to ``outer`` what the last step subtracted, but for a multiple of the gradient.
+
+        Args:
+            outer, buffers: One of ``ranges``.
+
+        Returns:
+            That multiple.
+        """
+        raise NotImplementedError
 
     def extra(self) -> dict[str, Any]:
         """Return the values to be saved that are not in ``tensors``."""
@@ -378,10 +424,17 @@ class _FusedState(OuterState):
                 verdict=update.verdict,
                 outer_begin=begin,
             )
-        self.count_step(update.lr)
+        self.count_step(update)
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.momentum is None else {"momentum": self.momentum}
+
+    def _undo(self, outer: Tensor, buffers: Sequence[Tensor], lr: float) -> float:
+        if self.kind == "sgd":
+            return lr
+        is_ahead = self.kind == "nesterov"
+        _add(outer, buffers[0], lr * self.mu if is_ahead else lr)
+        return lr if is_ahead else 0.0
 
     def look_ahead(self) -> tuple[Tensor, float] | None:
         is_ahead = self.kind == "nesterov" and self.momentum is not None
@@ -416,7 +469,17 @@ class _AdamState(OuterState):
                 verdict=update.verdict,
                 outer_begin=begin,
             )
-        self.count_step(update.lr)
+        self.count_step(update)
+
+    def _undo(self, outer: Tensor, buffers: Sequence[Tensor], lr: float) -> float:
+        (beta1, beta2), eps = self.config.betas, self.config.eps
+        size, correction = lr / (1 - beta1**self.num_steps), math.sqrt(1 - beta2**self.num_steps)
+        for begin in range(0, outer.numel(), CHUNK_ELEMENTS):
+            here = slice(begin, begin + CHUNK_ELEMENTS)
+            # In fp64 all devices take the same square roots.
+            first, second = buffers[0][here].double(), buffers[1][here].double()
+            outer[here] += (first * size / (second.sqrt() / correction + eps)).float()
+        return 0.0
 
     def tensors(self) -> dict[str, Tensor]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -483,14 +546,26 @@ class _TorchState(OuterState):
     def step(self, update: Update) -> None:
         count = update.layout.num_elements
         ops.decode(outs=[self.gradient], begin=0, end=count, **update.payloads())
-        for group in self.optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = update.lr
+        groups = [group for group in self.optimizer.param_groups if "lr" in group]
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = update.lr
+        mean = torch.sub(self.outer, self.gradient, alpha=update.penalty)
         self.param.grad = self.gradient
         self.optimizer.step()
         self.param.grad = None
+        for group, rate in zip(groups, rates, strict=True):
+            # The rate of the round may have a factor, which the next round does not inherit.
+            if group["lr"] == update.lr:
+                group["lr"] = rate
+        # The gradient's memory is free now; ``take_mean`` may need this value.
+        self.gradient.copy_(mean)
         ops.merge(self.outer, update.params, alpha=update.alpha, impl=update.impl)
-        self.count_step(update.lr)
+        self.count_step(update)
+
+    def take_mean(self, params: list[Tensor]) -> None:
+        self.outer.copy_(self.gradient)
+        ops.merge(self.outer, params)
 
     def look_ahead(self) -> tuple[Tensor, float] | None:
         group = self.optimizer.param_groups[0]
@@ -524,6 +599,14 @@ class _TorchState(OuterState):
         values = {**tensors, **extra}
         copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
         self.optimizer.state[self.param] = copies
+
+
+def _add(outer: Tensor, momentum: Tensor, factor: float) -> None:
+    """Add factor * momentum to ``outer``, in place."""
+    for begin in range(0, outer.numel(), CHUNK_ELEMENTS):
+        here = slice(begin, begin + CHUNK_ELEMENTS)
+        # A product of its own, so that all devices round alike.
+        outer[here] += momentum[here] * factor
 
 
 def _plain(value: Any) -> Any:

@@ -1,21 +1,25 @@
-"""Outer parameters that all replicas can keep: their mean, and the iterate without look-ahead.
+"""Outer parameters that all replicas can keep: their mean, and the mean of the last round.
 
 Under ``Eager`` outer parameters and momenta differ between replicas; the mean over the replicas is
 taken where one model is wanted.
 
-torch's Nesterov holds the point at which the next gradient is wanted. That point is ahead of the
-iterate by lr * mu * m: up to nine rounds' worth of movement with a momentum of 0.9, however short
-the last round was. While training goes on this is right. The model that is kept in the end is
-better without: the last ``flush`` takes the look-ahead back, on all replicas or on none. The outer
-parameters are then those before the last round, less lr times its mean pseudo-gradient.
-``docs/measurements/end-of-training.md`` has the losses of this and other endings.
+While training goes on, an outer optimizer moves the outer parameters beyond what the replicas have
+trained, and later rounds correct it. After the last round nothing does. So the last ``flush`` ends
+on the mean of that round: the outer parameters before its outer step, less its mean
+pseudo-gradient, whatever the outer optimizer. The payloads of the last round stay in the buffers
+until the next one is encoded, and the state has what the outer step added to them.
+
+A replica that has loaded a state, or has just joined, lacks the payloads; after a round that was
+voted down all replicas do. Then the look-ahead of Nesterov's momentum is taken back, on all
+replicas alike: torch's Nesterov holds the point at which the next gradient is wanted, which is
+ahead of the iterate by lr * mu * m. ``docs/measurements/end-of-training.md`` has the losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,7 +115,7 @@ class Ending:
 
     def own(self, parts: Sequence[SyncedPart]) -> list[Any]:
         """Return this replica's view, as JSON types."""
-        return [self._is_wanted, [_numbers(part) for part in parts]]
+        return [self._is_wanted, [_view(part) for part in parts]]
 
     def hear(self, exchange: Exchange, views: Sequence[Sequence[Any]]) -> None:
         """Take the views of all replicas, in rank order.
@@ -126,60 +130,84 @@ class Ending:
         if len(wanted) > 1:
             raise ReplicaMismatch(difference("final= of flush()", wanted), stage="flush")
         self._is_wanted = "True" in wanted
-        self._views = [numbers for _, numbers in views]
+        self._views = [each for _, each in views]
 
     def reach(self, parts: Sequence[SyncedPart], impl: str, writing: Writing) -> None:
-        """Take the look-ahead back, after the last round of a flush that ends training."""
-        if self._is_wanted:
-            for part in parts:
-                _end(part, [view[part.index] for view in self._views], impl, writing)
+        """End each part, after the last round of a flush that ends training.
+
+        The views are older than that round: a part that was at another step then has been sent.
+        """
+        for part in parts if self._is_wanted else []:
+            if not isinstance(part, SyncedFragment) or has_ended(part):
+                continue
+            heard = _at_same_step(part, self._views)
+            if any(view.has_ended for view in heard):
+                # A newcomer has copied the ended state beside training, without its numbers.
+                part.state.ended_at = part.state.num_steps
+            else:
+                _end(part, heard, impl, writing)
 
 
 def end_like_others(
     exchange: Exchange, parts: Sequence[SyncedPart], impl: str, writing: Writing
 ) -> None:
     """End the parts that others have ended, whose flush broke off here; a collective call."""
-    views = gather_json(exchange, [_numbers(part) for part in parts])
+    views = gather_json(exchange, [_view(part) for part in parts])
     if exchange.replica in exchange.joined:
         return  # A newcomer is given the state, or has a copy of it, with its end.
     for part in parts:
-        steps = _numbers(part)[0]
-        heard = [view[part.index] for view in views]
-        if any(has_ended for number, has_ended, _ in heard if number == steps):
+        if isinstance(part, SyncedFragment) and not has_ended(part):
             # The others have the state that this replica reaches now.
-            _end(part, [[number, False, lr] for number, _, lr in heard], impl, writing)
+            ended = [view for view in _at_same_step(part, views) if view.has_ended]
+            if ended:
+                _end(part, ended, impl, writing)
 
 
 def has_ended(part: SyncedPart) -> bool:
-    """Whether a part's look-ahead was taken back, or there is none."""
-    if not isinstance(part, SyncedFragment) or part.state.look_ahead() is None:
+    """Whether training has ended for a part, or has not begun."""
+    if not isinstance(part, SyncedFragment) or not part.state.num_steps:
         return True
     return part.state.ended_at == part.state.num_steps
 
 
-def _numbers(part: SyncedPart) -> list[Any]:
-    """Return outer steps taken, whether training has ended there, and the last step's lr."""
-    if not isinstance(part, SyncedFragment):
-        return [0, False, None]
-    steps = part.state.num_steps
-    return [steps, part.state.ended_at == steps, part.state.last_lr]
+class _View(NamedTuple):
+    """What a replica tells of a fragment, as JSON types.
 
-
-def _end(part: SyncedPart, views: Sequence[Sequence[Any]], impl: str, writing: Writing) -> None:
-    """Take back a part's look-ahead, unless the replicas have done so.
-
-    Args:
-        views: ``_numbers`` of all replicas, which may be older than this replica's state.
+    Attributes:
+        has_ended: Training has ended at this number of outer steps.
+        is_mean: It has ended on the mean of the last round; or the replica still has that mean.
+        lr, momentum: Numbers of the last outer step. A newcomer that has copied the state beside
+            training lacks them.
     """
-    if not isinstance(part, SyncedFragment) or part.state.look_ahead() is None:
+
+    num_steps: int
+    has_ended: bool
+    is_mean: bool
+    lr: float | None
+    momentum: float | None
+
+
+def _view(part: SyncedPart) -> _View:
+    if not isinstance(part, SyncedFragment):
+        return _View(0, False, False, None, None)
+    state, is_over = part.state, part.state.ended_at == part.state.num_steps
+    is_mean = state.is_mean if is_over else state.last_update is not None
+    return _View(state.num_steps, is_over, is_mean, state.last_lr, state.last_momentum)
+
+
+def _at_same_step(part: SyncedFragment, views: Sequence[Sequence[Any]]) -> list[_View]:
+    of_part = [_View(*view[part.index]) for view in views]
+    return [view for view in of_part if view.num_steps == part.state.num_steps]
+
+
+def _end(part: SyncedFragment, heard: Sequence[_View], impl: str, writing: Writing) -> None:
+    """End a part as the replicas do that are at the same step, if its last step is known."""
+    views = [*heard, _view(part)]
+    known = [(view.lr, view.momentum) for view in views if view.lr is not None]
+    if not known:
         return
-    steps, has_ended, lr = _numbers(part)
-    # A newcomer that has copied the state beside training lacks two of the numbers.
-    heard = [view for view in views if view[0] == steps]
-    known = [each for each in [*(view[2] for view in heard), lr] if each is not None]
-    if has_ended or any(view[1] for view in heard):
-        part.state.ended_at = steps
-    elif known:
-        with writing(part):
-            part.take_back_look_ahead(known[0], impl)
-            part.history = mixed(part.history, steps, known[0])
+    lr, momentum = known[0]
+    is_mean = all(view.is_mean for view in views)
+    with writing(part):
+        part.end(lr, momentum, impl, is_mean=is_mean)
+        part.history = mixed(part.history, part.state.num_steps, lr, int(is_mean))

@@ -200,6 +200,7 @@ def send_or_receive(
         part.owed.corrections = corrections
         if isinstance(part, SyncedFragment):
             part.state.load(flats, own["extra"])
+            part.state.last_update = None
     return int(meta["inner_step"]), meta["outer_lr"]
 
 

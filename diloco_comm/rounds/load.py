@@ -725,6 +725,7 @@ class Match:
         if not sources:
             # The schedule of the learning rate goes on, and no outer step was taken.
             merged |= {"num_steps": 0, "extra": {}, "last_lr": None, "ended_at": -1}
+            merged["last_momentum"] = None
         return merged
 
 
@@ -743,5 +744,6 @@ def _merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "num_steps": max(steps),
         "extra": furthest.get("extra", {}),
         "last_lr": furthest.get("last_lr"),
+        "last_momentum": furthest.get("last_momentum"),
         "ended_at": max(steps) if has_ended else -1,
     }

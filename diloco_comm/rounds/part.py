@@ -338,13 +338,6 @@ class SyncedPart(ABC):
     def write_local(self, impl: str) -> None:  # noqa: B027
         """Set the local parameters to the outer ones, where there are any."""
 
-    def take_back_look_ahead(self, lr: float, impl: str) -> None:  # noqa: B027
-        """End training: take the look-ahead out of the outer parameters, and write the local ones.
-
-        Args:
-            lr: Outer learning rate of the last outer step.
-        """
-
     def owe_progress(self) -> None:  # noqa: B027
         """Owe the next round what the local parameters hold beyond the outer ones."""
 
@@ -484,14 +477,26 @@ class SyncedFragment(SyncedPart):
 
     def forget(self) -> None:
         super().forget()
-        self.state.equal_at = -1
+        self.state.equal_at, self.state.last_update = -1, None
 
-    def take_back_look_ahead(self, lr: float, impl: str) -> None:
-        if self.loader is not None:
-            self.loader.finish()
-        self.state.take_back_look_ahead(lr)
-        self.state.ended_at = self.state.num_steps
-        self.write_local(impl)
+    def end(self, lr: float, momentum: float | None, impl: str, *, is_mean: bool) -> None:
+        """End training on the mean of the last round, or without the look-ahead.
+
+        Args:
+            lr, momentum: Numbers of the last outer step, see ``OuterState``.
+        """
+        if is_mean:
+            self.state.take_mean(self.tensors())
+            if self._padding:
+                self._clear_padding()
+        else:
+            if self.loader is not None:
+                self.loader.finish()
+            self.state.take_back_look_ahead(lr, momentum)
+            self.write_local(impl)
+        self.state.ended_at, self.state.is_mean = self.state.num_steps, is_mean
+        # Where outer parameters differ between replicas (``Eager``), they still do.
+        self.state.equal_at = -1
 
     def squared_norm(self, impl: str) -> Tensor:
         return self._squared_norm(self.on_device(), self.tensors(), impl)

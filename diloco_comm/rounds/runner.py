@@ -136,6 +136,9 @@ class RoundRunner(ABC):
         ending = Ending(is_final)
         with self._streaks.flushing(self.exchange.members):
             self._flush(inner_step, num_skipped, ending)
+        self._end(ending)
+
+    def _end(self, ending: Ending) -> None:
         with self.uninterruptible():
             ending.reach(self.parts, self.impl, self._writing)
 
@@ -149,7 +152,7 @@ class RoundRunner(ABC):
             end_like_others(self.exchange, self.parts, self.impl, self._writing)
 
     def has_ended(self) -> bool:
-        """Whether no outer parameters hold the look-ahead of Nesterov's momentum."""
+        """Whether training has ended for all parts, and was not gone on with."""
         return all(map(has_ended, self.parts))
 
     def _writing(self, part: SyncedPart) -> AbstractContextManager[None]:
@@ -248,6 +251,9 @@ class RoundRunner(ABC):
                 reading = self._norms.of_sent(part, squared)
         delay = 0 if kind == "flush" else self._delay
         assert part.buffers is not None
+        if state is not None:
+            # The new round may take the buffers of the last one.
+            state.last_update = None
         is_traced = _profiler_enabled() or self._has_nvtx
         with span("encode", part.index, number) if is_traced else NO_BLOCK:
             work = self.exchange.start(

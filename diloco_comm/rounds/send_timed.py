@@ -16,7 +16,7 @@ from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..base.memory import Reading
 from ..exchange.membership.regroup import Repair
 from ..exchange.round import Kind, Mean
-from ..methods.outer import Update
+from ..methods.outer import OuterState, Update
 from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout
@@ -162,7 +162,7 @@ class SendTimed(RoundRunner):
         """Return the outer step on a mean, with the own payloads that the policy adds."""
         flight = due or fresh
         assert flight is not None
-        policy, inner_lr = self.settings.overlap, 1.0
+        policy, inner_lr, penalty = self.settings.overlap, 1.0, 1.0
         terms: Terms = [] if mean is None else mean.terms
         layout = flight.layout if mean is None else mean.layout
         if part.has_outer:
@@ -185,6 +185,7 @@ class SendTimed(RoundRunner):
             layout,
             flight.lr * inner_lr,
             clip=math.inf if policy.clip is None else policy.clip,
+            penalty=penalty,
             impl=self.impl,
         )
 
@@ -194,6 +195,8 @@ class SendTimed(RoundRunner):
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.drain(inner_step)
         if not self.settings.overlap.is_shared:
+            # The own payloads are here, and the replicas' ends have their mean below.
+            self._end(ending)
             self._equalize()
 
     def _drop_unanswered(self, inner_step: int) -> None:
@@ -225,20 +228,24 @@ class SendTimed(RoundRunner):
         taken an outer step on that fragment since the last such call.
         """
         parts = [part for part in self.parts if isinstance(part, SyncedFragment)]
-        own = [[part.state.num_steps, part.state.equal_at, part.state.last_lr] for part in parts]
+        own = [_numbers(part.state) for part in parts]
         each = list(zip(*handshake.gather_json(self.exchange, own), strict=True))
         differing = [
             part
             for part, views in zip(parts, each, strict=True)
-            if any(num_steps != equal_at for num_steps, equal_at, _ in views)
+            if any(num_steps != equal_at for num_steps, equal_at, *_ in views)
         ]
         # Replicas that do this at different times would not find each other.
         with self.uninterruptible():
             consensus.equalize(self.exchange, differing, self.impl)
             for part, views in zip(parts, each, strict=True):
-                part.state.num_steps = max(num_steps for num_steps, _, _ in views)
-                part.state.last_lr = next((lr for _, _, lr in views if lr is not None), None)
-                part.state.equal_at = part.state.num_steps
+                state = part.state
+                has_ended = state.ended_at == state.num_steps
+                state.num_steps = state.equal_at = max(num_steps for num_steps, *_ in views)
+                if has_ended:
+                    state.ended_at = state.num_steps
+                numbers = [view[2:] for view in views if view[2] is not None]
+                state.last_lr, state.last_momentum = next(iter(numbers), (None, None))
 
     def drain(self, inner_step: int) -> None:
         """Wait for all rounds and take an outer step on each; nothing is sent.
@@ -333,6 +340,10 @@ class SendTimed(RoundRunner):
         part.apply(self._update_on(part, mean, flight, None), measure=self._measure(part))
         part.owed.corrections = []
         self._count(part, repair.round, flight, mean)
+
+
+def _numbers(state: OuterState) -> list[float | None]:
+    return [state.num_steps, state.equal_at, state.last_lr, state.last_momentum]
 
 
 def _nothing(mean: Mean | None, fresh: RoundInFlight | None) -> tuple[Terms, Layout] | None:

@@ -368,6 +368,8 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
         # each key of a fresh state, and files of older versions lack these.
         if part.state.last_lr is not None:
             numbers |= {"last_lr": part.state.last_lr, "ended_at": part.state.ended_at}
+        if part.state.last_momentum is not None:
+            numbers["last_momentum"] = part.state.last_momentum
     return numbers
 
 
@@ -381,6 +383,7 @@ def set_numbers(part: SyncedPart, numbers: Mapping[str, Any]) -> None:
             float(numbers.get("step_norm", 0.0)), float(numbers.get("largest_norm", 0.0))
         )
         part.state.last_lr = numbers.get("last_lr")
+        part.state.last_momentum = numbers.get("last_momentum")
         part.state.ended_at = int(numbers.get("ended_at", -1))
 
 

@@ -17,20 +17,37 @@ Vector = np.ndarray
 
 @dataclass
 class OuterOptimizer:
-    """m and theta of one fragment; ``clip`` bounds the stored momentum."""
+    """The outer state of one fragment; ``clip`` bounds the stored momentum.
+
+    Under Adam ``mu`` is the first beta.
+    """
 
     kind: str
     lr: float
     mu: float = 0.0
     clip: float = np.inf
     momentum: Vector | float = 0.0
+    beta2: float = 0.95
+    eps: float = 0.1
+    second: Vector | float = 0.0
+    num_steps: int = 0
 
     def step(self, theta: Vector, g: Vector, scale: float = 1.0) -> Vector:
         if self.kind == "sgd":
             return theta - self.lr * scale * g
+        if self.kind == "adam":
+            return theta - self.lr * scale * self._adam(g)
         self.momentum = np.clip(self.mu * self.momentum + g, -self.clip, self.clip)
         ahead = g + self.mu * self.momentum if self.kind == "nesterov" else self.momentum
         return theta - self.lr * scale * ahead
+
+    def _adam(self, g: Vector) -> Vector:
+        self.num_steps += 1
+        self.momentum = self.mu * self.momentum + (1 - self.mu) * g
+        self.second = self.beta2 * self.second + (1 - self.beta2) * g**2
+        first = self.momentum / (1 - self.mu**self.num_steps)
+        second = self.second / (1 - self.beta2**self.num_steps)
+        return first / (np.sqrt(second) + self.eps)
 
 
 @dataclass(frozen=True)
@@ -101,14 +118,26 @@ class _Fragment:
     norms: list[float] = field(default_factory=list)
     num_sent: int = 0
     num_synced: int = 0
+    means: dict[int, Vector] = field(default_factory=dict)  # replica -> mean of the last round
+
+    def step(self, rank: int, g: Vector, plain: Vector, scale: float = 1.0) -> None:
+        """Take an outer step on g; ``plain`` is the round's mean pseudo-gradient itself."""
+        before = self.theta[rank]
+        self.means[rank] = before - plain
+        self.theta[rank] = self.optimizers[rank].step(before, g, scale)
 
 
 @dataclass
 class Run:
-    """Values after each inner step: ``local[t][rank]`` and ``outer[t][rank]``, t from 0."""
+    """Values after each inner step: ``local[t][rank]`` and ``outer[t][rank]``, t from 0.
+
+    After the flush that may follow: ``flushed[rank]``, and ``ended[rank]`` with ``final=True``.
+    """
 
     local: list[list[Vector]] = field(default_factory=list)
     outer: list[list[Vector]] = field(default_factory=list)
+    flushed: list[Vector] = field(default_factory=list)
+    ended: list[Vector] = field(default_factory=list)
 
 
 def simulate(
@@ -122,8 +151,13 @@ def simulate(
     fragments: Sequence[Sequence[int]] | None = None,
     offsets: Sequence[int] | None = None,
     num_replicas: int = 2,
+    flushes: bool = False,
 ) -> Run:
-    """Train all replicas; ``inner(rank, t, x)`` is inner step t (from 1) of one of them."""
+    """Train all replicas; ``inner(rank, t, x)`` is inner step t (from 1) of one of them.
+
+    Args:
+        flushes: Flush after the last step; for ``first="zero"``, and no sick replica.
+    """
     cuts = [list(range(len(start)))] if fragments is None else [list(f) for f in fragments]
     sends = [sync_every] * len(cuts) if offsets is None else list(offsets)
     weights = np.ones(num_replicas) if method.weights is None else np.array(method.weights)
@@ -154,7 +188,46 @@ def simulate(
                 _turn(part, x, t, method)
         run.local.append([v.copy() for v in x])
         run.outer.append(_gather(parts, start, num_replicas))
+    if flushes:
+        for part in parts:
+            part.weights.append(weights)
+            _flush(part, x, num_steps, sync_every, method)
+        run.flushed = _gather(parts, start, num_replicas)
+        for part in parts:
+            part.theta = [part.means[rank] for rank in range(num_replicas)]
+            if method.name == "eager":
+                part.theta = [sum(part.theta) / num_replicas] * num_replicas
+        run.ended = _gather(parts, start, num_replicas)
     return run
+
+
+def _flush(part: _Fragment, x: list[Vector], t: int, sync_every: int, method: Method) -> None:
+    """Apply what is under way, and what was trained since the last send."""
+    sends = [part.offset + number * sync_every for number in range(len(part.sent))]
+    has_rest = t not in sends
+    if method.name in ("blocking", "streaming"):
+        for rank, delay in enumerate(method.delays):
+            for number, sent_at in enumerate(sends):
+                if sent_at + delay > t:
+                    _apply(part, x, rank, number, method, method.alpha)
+        if has_rest:
+            starts = [method.grid.nearest(theta) for theta in part.theta]
+            part.sent.append([starts[r] - x[r][part.indices] for r in range(len(x))])
+            for rank in range(len(x)):
+                _apply(part, x, rank, -1, method, 0.0)
+        return
+    if has_rest:
+        _turn(part, x, t, method)
+    gamma = 1.0 if method.inner_lr is None else method.inner_lr(t)
+    for number in range(max(part.num_sent - method.rounds, 0), part.num_sent):
+        for rank in range(len(x)):
+            mean, own = _mean(part, number), 0.0
+            if method.name == "eager":
+                own = part.fresh[number][rank] * part.sent[number][rank]
+            penalty = part.gaps[number] * gamma
+            part.step(rank, mean / penalty - own, mean - own, gamma)
+    if method.name == "eager":
+        part.theta = [sum(part.theta) / len(x)] * len(x)
 
 
 def _gather(parts: list[_Fragment], start: Vector, num_replicas: int) -> list[Vector]:
@@ -181,11 +254,17 @@ def _stream(
         number = (t - delay - part.offset) // sync_every
         if t - delay < part.offset or (t - delay - part.offset) % sync_every:
             continue
-        mean = _mean(part, number)
-        part.theta[rank] = part.optimizers[rank].step(part.theta[rank], mean)
-        target = method.grid.nearest(part.theta[rank])
-        merged = method.alpha * x[rank][part.indices] + (1 - method.alpha) * part.theta[rank]
-        x[rank][part.indices] = method.grid.toward(merged, target) if method.alpha else target
+        _apply(part, x, rank, number, method, method.alpha)
+
+
+def _apply(
+    part: _Fragment, x: list[Vector], rank: int, number: int, method: Method, alpha: float
+) -> None:
+    mean = _mean(part, number)
+    part.step(rank, mean, mean)
+    target = method.grid.nearest(part.theta[rank])
+    merged = alpha * x[rank][part.indices] + (1 - alpha) * part.theta[rank]
+    x[rank][part.indices] = method.grid.toward(merged, target) if alpha else target
 
 
 def _mean(part: _Fragment, number: int) -> Vector:
@@ -220,9 +299,10 @@ def _turn(part: _Fragment, x: list[Vector], t: int, method: Method) -> None:
     if is_first and method.first == "skip":
         return
     gamma = 1.0 if method.inner_lr is None else method.inner_lr(t)
-    mean = zero
+    mean = plain = zero
     if due >= 0:
-        mean = _mean(part, due) / (part.gaps[due] * gamma)
+        plain = _mean(part, due)
+        mean = plain / (part.gaps[due] * gamma)
     moved = 0.0
     for rank in range(num):
         g = mean
@@ -238,7 +318,7 @@ def _turn(part: _Fragment, x: list[Vector], t: int, method: Method) -> None:
             x[rank][part.indices] = starts[rank]
             continue
         before = part.theta[rank]
-        part.theta[rank] = part.optimizers[rank].step(before, g, gamma)
+        part.step(rank, g, plain + (g - mean), gamma)
         moved = float(np.linalg.norm(part.theta[rank] - before))
         x[rank][part.indices] = method.grid.nearest(part.theta[rank])
     if due >= 0:
