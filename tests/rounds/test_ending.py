@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,9 @@ from problems import (
     attach,
     equal,
     inner_steps,
+    load_training,
     parameters_of,
+    save_training,
     train_step,
 )
 from torch import Tensor
@@ -35,10 +39,12 @@ from diloco_comm import (
     Eager,
     HeavyBall,
     Nesterov,
+    NonFiniteError,
     ReplicaMismatch,
     Streaming,
     SyncError,
 )
+from diloco_comm.methods.outer import Update
 from diloco_comm.rounds.consensus import Ending
 
 LR, MOMENTUM = 0.5, 0.8
@@ -176,6 +182,143 @@ def test_training_ends_on_the_mean_of_the_last_round(
         assert np.allclose(after, at_once, rtol=0, atol=1e-6 if is_exact else 0.02)
 
 
+# ------------------------------------------------------------------------ payloads of all kinds
+
+
+WIRES: dict[str, dict[str, Any]] = {
+    "fp32": {"overlap": Blocking()},
+    "int4": {"overlap": Streaming(1, 0.5), "error_feedback": True},
+    "e3m0": {"overlap": CO2(gap=3.0), "outer": HeavyBall(0.3, 0.8)},
+    "int2r": {"overlap": Delayed(), "outer": Adam(0.1)},
+    "sub8": {"overlap": Blocking(), "outer": nesterov_of_torch},
+    "topk64": {"overlap": Delayed(2), "error_feedback": True},
+}
+
+
+def end_on_a_wire(
+    rank: int, world: int, wire: str, arguments: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return outer parameters at the end, and before the last steps less the decoded means."""
+    arguments = {"outer": Nesterov(LR, MOMENTUM), **arguments, "wire": wire, "sync_every": 4}
+    model, optimizer, diloco = attach(rank, fragments=2, weight=1.0 + rank, **arguments)
+    with diloco:
+        parts = diloco._plan.parameter_parts()
+        expected: dict[int, Tensor] = {}
+        for part in parts:
+            part.state.step = partial(remember, part, part.state.step, expected)  # type: ignore[method-assign]
+        for step in range(10):
+            train_step(model, optimizer, rank, step)
+        diloco.flush(final=True)
+        return [part.outer.clone() for part in parts], [expected[part.index] for part in parts]
+
+
+def remember(part: Any, step: Callable[[Update], None], expected: Any, update: Update) -> None:
+    """Take an outer step; keep the value before, less the mean of the round in float64."""
+    mean = part.outer.double()
+    for payload, coefficient in update.terms:
+        decoded = part.decode(payload, update.layout, "").double()
+        mean -= coefficient * update.penalty * decoded
+    expected[part.index] = mean
+    step(update)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_mean_is_what_the_wire_carried(wire: str, world: int, workers) -> None:
+    results = workers(world).run(end_on_a_wire, wire, WIRES[wire])
+    for outer, expected in results:
+        assert equal(outer, results[0][0])
+        for found, mean in zip(outer, expected, strict=True):
+            # Padding of a rotated wire is set to zero after the step.
+            mean = torch.where(found == 0, 0.0, mean)
+            assert torch.allclose(found.double(), mean, rtol=0, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------- without payloads
+
+
+LOADED = {
+    "lr": (Nesterov(0.6, 0.85), Nesterov(0.1, 0.85), 0.6 * 0.85),
+    "momentum": (Nesterov(0.6, 0.85), Nesterov(0.6, 0.5), 0.6 * 0.85),
+    "the defaults": (Nesterov(0.4, 0.6), None, 0.4 * 0.6),
+    "torch": (nesterov_of_torch, lambda p: torch.optim.SGD(p, 0.1, 0.3, nesterov=True), 0.4),
+    "no look-ahead": (HeavyBall(0.6, 0.8), HeavyBall(0.6, 0.8), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_loaded_state_loses_the_look_ahead_that_it_holds(name: str) -> None:
+    saved_outer, outer, factor = LOADED[name]
+    model, optimizer, diloco = attach(num_replicas=1, outer=saved_outer)
+    with diloco:
+        for step in range(6):
+            train_step(model, optimizer, 0, step)
+        before = state_of(model, diloco)
+        file = save_training(model, optimizer, diloco)
+    model, optimizer, diloco = attach(num_replicas=1, outer=outer)
+    with diloco:
+        load_training(file, model, optimizer, diloco)
+        diloco.flush(final=True)
+        after = state_of(model, diloco)
+        assert torch.equal(after[1][0], before[1][0] + before[2][0] * factor)
+        # The next state holds the same end.
+        again = save_training(model, optimizer, diloco)
+        load_training(again, model, optimizer, diloco)
+        diloco.flush(final=True)
+        assert all(equal(a, b) for a, b in zip(state_of(model, diloco), after, strict=True))
+
+
+def end_with_a_newcomer(rank: int, world: int, address: tuple[str, int]) -> tuple[State, State]:
+    """Let replica 2 come after the last whole round, and end; return the state before too."""
+    arguments = {"store": dist.TCPStore(*address, is_master=False), "replica": rank}
+    arguments |= {"sync_every": 4, "outer": Nesterov(LR, MOMENTUM)}
+    if rank == 2:
+        model, _, diloco = attach(rank, init="join", members=range(3), **arguments)
+    else:
+        model, optimizer, diloco = attach(rank, num_replicas=2, **arguments)
+        for step in range(8):
+            train_step(model, optimizer, rank, step)
+        diloco.change_group(range(3))
+    with diloco:
+        before = state_of(model, diloco)
+        diloco.flush(final=True)
+        return before, state_of(model, diloco)
+
+
+def test_replicas_end_alike_with_a_newcomer_that_lacks_the_mean(workers) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = workers(3).run(end_with_a_newcomer, ("127.0.0.1", store.port))
+    for before, after in results:
+        assert all(equal(a, b) for a, b in zip(after, results[0][1], strict=True))
+        assert torch.equal(after[1][0], before[1][0] + before[2][0] * (LR * MOMENTUM))
+
+
+def end_after_a_lost_round(rank: int, world: int) -> tuple[State, State]:
+    """Replica 1 spoils the round of the flush, so that no payload of a good round is left."""
+    arguments = {"overlap": Delayed(), "on_nonfinite": "skip", "sync_every": 4}
+    model, optimizer, diloco = attach(rank, outer=Nesterov(LR, MOMENTUM), **arguments)
+    with diloco:
+        for step in range(10):
+            train_step(model, optimizer, rank, step)
+        if rank == 1:
+            next(model.parameters()).data[0, :3] = math.nan
+        with pytest.raises(NonFiniteError):
+            diloco.flush()
+        before = state_of(model, diloco)
+        diloco.flush(final=True)
+        return before, state_of(model, diloco)
+
+
+def test_replicas_end_alike_after_a_round_that_was_voted_down(workers) -> None:
+    results = workers(2).run(end_after_a_lost_round)
+    for _, after in results:
+        assert all(equal(a, b) for a, b in zip(after, results[0][1], strict=True))
+        assert all(bool(tensor.isfinite().all()) for tensor in after[1])
+
+
+# ------------------------------------------------------------------------- agreement and states
+
+
 def one_ends(rank: int, world: int) -> str:
     with attach(rank)[2] as diloco, pytest.raises(ReplicaMismatch) as error:
         diloco.flush(final=rank == 1)
@@ -205,7 +348,7 @@ def go_on(rank: int, world: int) -> tuple[State, State, str]:
     with diloco:
         model.load_state_dict(saved[0])
         diloco.load_state_dict(saved[1])
-        # The look-ahead was taken back before the save.
+        # Training had ended before the save.
         diloco.flush(final=True)
         assert all(equal(a, b) for a, b in zip(state_of(model, diloco), ended, strict=True))
         for step in range(6, 12):
