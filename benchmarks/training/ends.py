@@ -42,7 +42,7 @@ from diloco_comm.tools.demo.model import ModelConfig
 MOMENTUM, WARMUP_STEPS, SEEDS = 0.9, 20, (0, 1, 2)
 TASKS = {"digits": 2e-3, "text": 3e-3}  # and their inner rates
 TEXT_MODEL = ModelConfig(context=32, width=32, deviation=0.1)
-ROUNDS = {"constant": (4, 8, 12, 20, 40), "cosine": (4, 12, 40)}
+ROUNDS = {"constant": (4, 8, 12, 20, 40), "cosine": (4, 12, 40), "streamed": (4, 8, 16)}
 ENDS = ("flush", "taken back", "mean")
 PLACES = ("task", "world", "outer_lr", "schedule", "sync_every", "delay", "alpha")
 
@@ -80,9 +80,10 @@ def all_runs() -> Iterator[Run]:
             yield Run(task, world, lr, "constant", seed, ROUNDS["constant"])
             for rounds in ROUNDS["cosine"]:
                 yield Run(task, world, lr, "cosine", seed, (rounds,))
-        yield Run(task, 2, 0.4, "constant", seed, (16,), 20)
-        for delay, alpha in itertools.product((1, 5, 10), (0.0, 0.25, 0.5, 0.75)):
-            yield Run(task, 2, 0.4, "constant", seed, (16,), 20, delay, alpha)
+        for lr in (0.4, 0.7):
+            yield Run(task, 2, lr, "constant", seed, ROUNDS["streamed"], 20)
+            for delay, alpha in itertools.product((1, 5, 10), (0.0, 0.25, 0.5, 0.75)):
+                yield Run(task, 2, lr, "constant", seed, ROUNDS["streamed"], 20, delay, alpha)
 
 
 def train(run: Run) -> list[Row]:
@@ -157,9 +158,9 @@ def _make_task(run: Run, replica: int) -> Task:
 def report_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Make both tables; a number is an average over the seeds, with the smallest and largest."""
     blocking = [row for row in rows if row["sync_every"] == 10]
-    yield "# the mean; what flush and taken back have more; the mean less the better of both"
+    yield "# the mean; what flush and taken back have more; and what the mean has more than flush"
     yield f"# {'task':>6} {'W':>2} {'lr':>3} {'rate':>8} {'rounds':>6} {'mean':>8}" + "".join(
-        f"{name:>29}" for name in ("flush", "taken back", "mean - better")
+        f"{name:>29}" for name in ("flush", "taken back", "mean worse by")
     )
     for setting, own in grouped(_in_order(blocking), (*PLACES, "rounds")):
         more = [[row[name] - row["mean"] for row in own] for name in ("flush", "taken back")]
@@ -171,20 +172,21 @@ def report_lines(rows: Sequence[Row]) -> Iterator[str]:
         )
     streamed = [row for row in rows if row["delay"]]
     yield "# mean at the end under Streaming(delay, alpha), H=20, less the mean under Blocking"
-    yield f"# {'task':>6} {'delay/H':>7} {'alpha':>5} {'mean':>29} {'flush':>29}"
-    for setting, own in grouped(_in_order(streamed), PLACES):
+    places = f"{'task':>6} {'lr':>3} {'rounds':>6} {'delay/H':>7} {'alpha':>5}"
+    yield f"# {places} {'mean':>29} {'flush':>29}"
+    for setting, own in grouped(_in_order(streamed), (*PLACES, "rounds")):
         more = [[], []]
         for row in own:
             base = next(r for r in rows if _is_base(r, row))
             more[0].append(row["mean"] - base["mean"])
             more[1].append(row["flush"] - base["flush"])
         share = setting["delay"] / setting["sync_every"]
-        place = f"{setting['task']:>6} {share:7} {setting['alpha']:5}"
-        yield f"  {place} {''.join(map(_range, more))}"
+        place = f"{setting['task']:>6} {setting['outer_lr']:3} {setting['rounds']:6}"
+        yield f"  {place} {share:7} {setting['alpha']:5} {''.join(map(_range, more))}"
 
 
 def _is_base(candidate: Row, row: Row) -> bool:
-    keys = ("task", "seed", "sync_every")
+    keys = ("task", "outer_lr", "rounds", "seed", "sync_every")
     return not candidate["delay"] and all(candidate[key] == row[key] for key in keys)
 
 
@@ -205,11 +207,14 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=None, help="make at most so many trainings")
     args = parser.parse_args()
     runs = RunFile(args.runs, "python -m benchmarks.training.ends")
-    missing = [run for run in all_runs() if not runs.find(run.keys(run.rounds[-1]))]
+    missing = [
+        run for run in all_runs() if not all(runs.find(run.keys(number)) for number in run.rounds)
+    ]
     with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
         for rows in pool.imap(train, [] if args.report else missing[: args.most]):
             for row in rows:
-                runs.add(row)
+                if not runs.find({key: row[key] for key in (*PLACES, "rounds", "seed")}):
+                    runs.add(row)
     rows = [{key: _short(value) for key, value in row.items()} for row in _in_order(runs.rows)]
     settings: dict[str, Any] = {"momentum": MOMENTUM, "warmup_steps": WARMUP_STEPS}
     settings |= {"inner": "AdamW", "inner_lr": TASKS, "text_model": asdict(TEXT_MODEL)}

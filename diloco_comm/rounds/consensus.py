@@ -171,7 +171,7 @@ def has_ended(part: SyncedPart) -> bool:
 
 
 class _View(NamedTuple):
-    """What a replica tells of a fragment, as JSON types.
+    """The numbers that a replica tells of a fragment, as JSON types.
 
     Attributes:
         has_ended: Training has ended at this number of outer steps.

@@ -446,9 +446,9 @@ class DiLoCo:
         replica has trained since its last send is sent no more.
 
         Args:
-            final: Training ends here: Nesterov's outer parameters, which are ahead of the iterate
-                by lr * momentum, are set back to that iterate; the loss is lower there. Training
-                that goes on all the same has lost that movement. The same on all replicas.
+            final: Training ends here, on the mean of the last round, whatever the outer optimizer;
+                where that mean is gone, as after a load, without Nesterov's look-ahead. Training
+                that goes on has lost the last outer step. The same on all replicas.
 
         Raises:
             SyncError: As ``step``.
