@@ -430,3 +430,37 @@ def test_an_end_that_breaks_off_is_reached_by_all(workers) -> None:
     truth = workers(2).run(end, 6, [True], {})[0][0]
     for found in ends:
         assert all(equal(a, b) for a, b in zip(found, truth, strict=True))
+
+
+def die_in_the_last_round(rank: int, world: int, address: tuple[str, int]) -> State:
+    """Replica 2 votes to one of the others and dies: one ends training, and one lacks the round."""
+    arguments = {"store": dist.TCPStore(*address, is_master=False), "replica": rank}
+    arguments |= {"sync_every": 4, "outer": Nesterov(LR, MOMENTUM), "timeout": 20.0}
+    model, optimizer, diloco = attach(rank, num_replicas=3, **arguments)
+    exchange_parts = diloco._rounds.exchange_parts
+
+    def die(*given: Any) -> None:
+        diloco.exchange.inject_fault(action="kill", stage="vote", num_peers=1)
+        exchange_parts(*given)
+
+    with diloco:
+        for step in range(6):
+            train_step(model, optimizer, rank, step)
+        if rank == 2:
+            diloco._rounds.exchange_parts = die  # type: ignore[method-assign]
+        with pytest.raises(SyncError):
+            diloco.flush(final=True)
+        num_steps = diloco._plan.parameter_parts()[0].state.num_steps
+        assert num_steps in (1, 2)
+        diloco.change_group([0, 1])
+        diloco.flush(final=True)
+        return [torch.tensor(num_steps)], *state_of(model, diloco)[1:]
+
+
+def test_a_replica_that_missed_the_last_round_ends_on_its_mean_too(fresh_workers) -> None:
+    pool = fresh_workers(3, init_group=False)
+    *survivors, _ = pool.run(die_in_the_last_round, pool.store, expect_exit={2})
+    truth = fresh_workers(3).run(end, 6, [True], {})[0][0]
+    assert sorted(int(state[0][0]) for state in survivors) == [1, 2]
+    for found in survivors:
+        assert equal(found[1], truth[1]) and equal(found[2], truth[2])
