@@ -116,15 +116,15 @@ class LearnerPiece:
             layout.wire.block_size,
             impl=impl,
         )
-        then = self.start().sub_(sent)
+        then = self.held(self.base).sub_(sent)
         if self.residuals.new is not None and self.residuals.value is not None:
             then -= self.residuals.new / self.residuals.decay
             then += self.residuals.value
         return then
 
-    def start(self) -> Tensor:
-        """Return the base as the parameters hold it: the progress begins there."""
-        return as_held(self.base, self.tensors)
+    def held(self, values: Tensor) -> Tensor:
+        """Return shared values as the parameters hold them: progress is measured from there."""
+        return as_held(values, self.tensors)
 
     def write(self, impl: str = "") -> None:
         """Set the parameters to the shared ones."""
@@ -315,8 +315,8 @@ class Learner:
         """Set the parameters of a piece; ``has_more``: there is progress beside the merged one."""
         alpha = self.receipt.alpha if self.receipt.mode == "blend" else 0.0
         if self.receipt.mode == "carry" and has_more:
-            start = piece.snapshot(self.impl) if is_merged else piece.start()
-            values = (piece.values() - start).add_(values)
+            start = piece.snapshot(self.impl) if is_merged else piece.held(piece.base)
+            values = (piece.values() - start).add_(piece.held(values))
         ops.merge(values, piece.tensors, alpha, impl=self.impl)
 
     def restart(self, versions: Sequence[int], values: Sequence[Sequence[Tensor]]) -> None:
