@@ -64,3 +64,15 @@ def test_one_training_is_measured(tmp_path: Path) -> None:
     for row in rows:
         assert all(0 < row[name] < 3 for name in ENDINGS)
         assert row["scaled"] == row["nesterov"] or row["remainder"] < 10
+
+
+@pytest.mark.nightly("10 s; the table of a long run is made by the same functions")
+def test_the_ends_of_one_training_are_measured(tmp_path: Path) -> None:
+    written = ["--runs", tmp_path / "runs.jsonl", "--json", tmp_path / "record.json"]
+    done = run_benchmark("training.ends", "--most", "1", "--jobs", "1", *written)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "record.json").read_text())["results"]["runs"]
+    assert [row["rounds"] for row in rows] == [4, 8, 12, 20, 40]
+    for row in rows:
+        # At an outer rate of 0.2 the mean takes more of the last round than the others do.
+        assert 0 < row["mean"] < 3 and row["mean"] not in (row["flush"], row["taken back"])
