@@ -142,7 +142,7 @@ class Exchange(StreamMember):
                 env.gloo_interface(),
                 listens=options.collectives != "tcp",
             )
-            tcp = options.make_link()
+            tcp = options.make_link(name)
         super().__init__(engine, store, replica, current, options, name, line_name, tcp)
         self.board = store if board is None else board
         self.link: str | None = None
@@ -418,7 +418,7 @@ class Exchange(StreamMember):
             self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
         finally:
             if self.tcp is not None:
-                self.tcp.close()
+                self.tcp.leave(self.name)
 
     def __enter__(self) -> Exchange:
         return self

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,10 +29,8 @@ class Critic:
         self.layer = nn.Linear(8, 8)
         self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.0)
         self.start = self.layer.weight.detach().clone()
-        link = Link(timeout=60.0)
-        self.diloco = DiLoCo(
-            self.layer, self.optimizer, sync_every=2, wire="fp32", link=link, **arguments
-        )
+        choices = {"sync_every": 2, "wire": "fp32", "link": Link(timeout=60.0), **arguments}
+        self.diloco = DiLoCo(self.layer, self.optimizer, **choices)
 
     def step(self) -> None:
         self.layer(torch.ones(1, 8)).sum().backward()
@@ -140,6 +139,28 @@ def test_names_that_wait_for_each_other_are_an_error_on_all_replicas(
         assert "each waits for the other" in sentence
         assert all(repr(name) in sentence for name in names)
     assert time.monotonic() - began < 45
+
+
+def on_one_port(rank: int, world: int, port: int) -> tuple[list[bool], list[bool], int, list[str]]:
+    link = Link("tcp", listen=f"127.0.0.1:{port + rank}", timeout=60.0)
+    critics = {kind: Critic(kind, name=f"critic {kind}", link=link) for kind in "ab"}
+    addresses = {critic.diloco.exchange.address for critic in critics.values()}
+    refused = []
+    for name, other in (("critic a", link), ("critic c", replace(link, advertise="localhost:1"))):
+        with pytest.raises(ValueError) as info:
+            Critic("c", name=name, link=other)
+        refused.append(str(info.value))
+    # The link outlives the first of its exchanges, and the name may be taken again.
+    first = train({"a": critics["a"]})
+    critics["a"] = Critic("a", name="critic a", link=link)
+    return first, train(critics), len(addresses), refused
+
+
+def test_objects_with_one_listen_share_a_link(workers) -> None:
+    for first, both, num_addresses, refused in workers(2).run(on_one_port, free_port()):
+        assert (first, both, num_addresses) == ([True], [True, True], 1)
+        assert all("listens at 127.0.0.1:" in sentence for sentence in refused)
+        assert all("'critic a', 'critic b'" in sentence for sentence in refused)
 
 
 def test_a_name_is_for_fixed_groups() -> None:

@@ -111,16 +111,18 @@ class Options:
         options._check_collectives()
         return options
 
-    def make_link(self) -> OwnLink | None:
-        """Begin to listen for the peers; None over gloo and NCCL.
+    def make_link(self, name: str) -> OwnLink | None:
+        """Begin to listen for the peers of the exchange of this name; None over gloo and NCCL.
 
         Raises:
+            ValueError: If the link there cannot be shared.
             RuntimeError: If this process cannot listen there, cannot encrypt, or cannot reach the
                 relay.
         """
         if self.collectives != "tcp":
             return None
-        return OwnLink(self.listen, self.advertise, self.link_keys, self.relay, self.proxy)
+        place = self.listen, self.advertise, self.link_keys, self.relay, self.proxy
+        return OwnLink.of_exchange(name, *place)
 
     def _check_collectives(self) -> None:
         if self.collectives not in ("gloo", "tcp", "nccl"):

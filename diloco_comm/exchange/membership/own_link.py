@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ... import _C
@@ -65,6 +67,39 @@ class OwnLink:
                 self.close()
                 raise
 
+    @classmethod
+    def of_exchange(
+        cls,
+        name: str,
+        listen: str | None,
+        advertise: str | None,
+        keys: LinkKeys | None,
+        relay: str | None,
+        proxy: Proxy | None,
+    ) -> OwnLink:
+        """Return a link for the exchange of this name; exchanges with one ``listen`` share a link.
+
+        Raises:
+            ValueError: If another exchange of this process listens there with other choices, or has
+                or had this name.
+            RuntimeError: As the constructor.
+        """
+        if not listen or parse_place("listen", listen)[1] == 0:
+            return cls(listen, advertise, keys, relay, proxy)
+        choices = advertise, None if keys is None else keys.seed, relay, proxy
+        with _sharing:
+            if listen not in _shared:
+                _shared[listen] = _Shared(cls(listen, advertise, keys, relay, proxy), choices)
+            shared = _shared[listen]
+            if shared.choices != choices or name in shared.names | shared.spent:
+                raise ValueError(
+                    f"this process listens at {listen} already: objects that share one listen= "
+                    "need the same other choices of Link, and each DiLoCo a name= of its own, got "
+                    f"{name!r} beside {', '.join(map(repr, sorted(shared.names)))}"
+                )
+            shared.names.add(name)
+        return shared.link
+
     @property
     def nonce(self) -> str:
         return self.link.nonce
@@ -88,6 +123,19 @@ class OwnLink:
             "relay": "" if self._seat is None else self._seat.relay,
         }
         return ways if self._proxy is None else {**ways, "proxied": "yes"}
+
+    def leave(self, name: str) -> None:
+        """End the exchange of this name; the last one that shares this link closes the link."""
+        with _sharing:
+            for listen, shared in list(_shared.items()):
+                if shared.link is self:
+                    shared.names.discard(name)
+                    # Without a name, another exchange would have the epochs of this one.
+                    shared.spent |= {name} & {"default"}
+                    if shared.names:
+                        return
+                    del _shared[listen]
+        self.close()
 
     def close(self) -> None:
         """End all connections; idempotent."""
@@ -138,6 +186,26 @@ class OwnLink:
                 whys.append(why)
                 refused.append(member)
         return "; ".join(whys), refused
+
+
+@dataclass
+class _Shared:
+    """A link with the names of the exchanges that share it, and those that nobody may take again.
+
+    Attributes:
+        choices: All choices of the link but ``listen``.
+    """
+
+    link: OwnLink
+    choices: tuple[Any, ...]
+    names: set[str] = field(default_factory=set)
+    spent: set[str] = field(default_factory=set)
+
+
+# The links of this process at ports that the program has chosen, by ``listen``.
+_shared: dict[str, _Shared] = {}
+_sharing = threading.Lock()
+os.register_at_fork(after_in_child=_shared.clear)
 
 
 def _warn_if_public(address: str, *, looks_up: bool = True) -> None:
