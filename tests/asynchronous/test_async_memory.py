@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,6 +94,95 @@ def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.Monk
         assert [second.hear().kind for _ in range(3)] == [Kind.WELCOME, Kind.WAIT, Kind.READY]
         first.say(Message(Kind.GET, 0, 0, 0, 0))
         assert first.hear().kind == Kind.GONE
+
+
+def test_a_question_without_end_is_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for the reader of an older version, and compute all newer ones anew."""
+    monkeypatch.setattr(sending, "TURN_S", 0.0)
+    with (
+        serving(parameters=[torch.zeros(7)]) as server,
+        Peer(server.address) as endless,
+        Peer(server.address) as honest,
+    ):
+        start_by_hand(endless)
+        start_by_hand(honest, "honest")
+        ended, number = threading.Event(), 0
+
+        def ask() -> None:
+            while not ended.wait(0.02):
+                endless.say(Message(Kind.PULL))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            session = server.state.sessions.of("peer")
+            wait_until(lambda: session.held == 0)
+            begin = time.monotonic()
+            while session.held == 0:
+                assert time.monotonic() < begin + 15.0
+                number += 1
+                answer = push_by_hand(honest, payload([1.0] * 7), number, number - 1)
+                assert answer.kind == Kind.OUTCOME
+            # The reader begins anew, with a newer version, after a multiple of that time only.
+            kept_s, begin = time.monotonic() - begin, time.monotonic()
+            assert session.held is None
+            wait_until(lambda: session.held is not None, 60.0)
+            assert time.monotonic() - begin > 2.0 * kept_s
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_runs_that_are_asked_for_again_and_again_are_no_reading() -> None:
+    with (
+        serving(parameters=[torch.zeros(7)]) as server,
+        Peer(server.address) as endless,
+    ):
+        start_by_hand(endless)
+        endless.say(Message(Kind.PULL))
+        assert endless.hear().kind == Kind.READY
+        session = server.state.sessions.of("peer")
+        read_at = [session.read_at]
+        for _ in range(8):
+            endless.say(Message(Kind.GET, 0, 0, 0, 0, count=1))
+            assert endless.hear().kind == Kind.DATA
+            endless.say(Message(Kind.STATUS))
+            assert endless.hear().kind == Kind.REPORT
+            read_at.append(session.read_at)
+        assert read_at[0] < read_at[1] and read_at[-1] == read_at[-2]
+
+
+def test_an_update_that_stalls_again_and_again_leaves_room_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.transfer.receiving.STALL_S", 1.0)
+    size = 4 * RUN_ELEMENTS
+    hello, push = {**HELLO, "sizes": [size]}, Message(Kind.PUSH, 1, 0, meta=PUSH)
+    with (
+        serving(parameters=[torch.zeros(size)], model_sizes=2.0) as server,
+        Peer(server.address) as endless,
+        Peer(server.address) as honest,
+    ):
+        for peer, name in ((endless, "endless"), (honest, "honest")):
+            peer.say(Message(Kind.HELLO, meta={**hello, "worker": name}))
+            assert peer.hear().kind == Kind.WELCOME
+        endless.say(push)
+        assert endless.hear().kind == Kind.WANT
+        honest.say(push)
+        assert honest.hear().kind == Kind.WAIT
+        # The endless one sends no run, and asks on without end; the other one gets its turn.
+        begin = time.monotonic()
+        while (answer := honest.hear(0.05)) is None:
+            endless.say(push)
+            assert time.monotonic() < begin + 15.0
+        assert answer.kind == Kind.WANT
+        honest.say(Message(Kind.LEAVE))
+        # There is room again, and it is not the endless one's at once.
+        while endless.hear(0.2) is not None:
+            pass
+        endless.say(push)
+        assert endless.hear().kind == Kind.WAIT
 
 
 @pytest.mark.parametrize("turn_s", [1e6, 0.2])

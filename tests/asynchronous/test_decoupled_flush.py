@@ -13,7 +13,11 @@ from async_helpers import wait_until
 from decoupled_processes import SIZE, Play, attach, make_server
 
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
+from diloco_comm.asynchronous.decoupled.fragment_round import FragmentRound
+from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.tape import replay
+from diloco_comm.asynchronous.protocol.messages import Kind, Message
+from diloco_comm.asynchronous.protocol.window import WINDOW_FRAGMENTS
 
 CARRY = {"receipt": "carry"}
 
@@ -298,3 +302,54 @@ def test_a_flush_says_that_a_commit_has_replaced_steps() -> None:
         for _, learner in (one, other):
             learner.close()
     assert shared_by(server) == {-2.0}
+
+
+def test_a_flush_of_many_fragments_looks_at_each_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A window of fragments is on its way, so that each message finds room in its queue."""
+    size, looks = 200, [0]
+    merge = FragmentRound.merge
+
+    def counted(here: FragmentRound, now: float) -> object:
+        looks[0] += 1
+        return merge(here, now)
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(size)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = DecoupledSettings(fragments=size, sync_every=size, gamma=0.0, wire="fp32")
+    server = DecoupledServer(settings)
+    offered: set[int] = set()
+    most, unsent = [0, 0], list[Message]()
+    sending, offering = server._send, server._handlers[Kind.OFFER]
+
+    def send(peer: bytes, message: Message, *rest: int) -> bool:
+        is_sent = sending(peer, message, *rest)
+        if not is_sent:
+            unsent.append(message)
+        if message.kind == Kind.VERDICT:
+            offered.discard(message.fragment)
+        return is_sent
+
+    def offer(session: object, message: Message) -> None:
+        offered.add(message.fragment)
+        most[0] = max(most[0], len(offered))
+        here = server.state.told[session.peer]  # type: ignore[attr-defined]
+        most[1] = max(most[1], len(here.on_way))
+        offering(session, message)  # type: ignore[arg-type]
+
+    for part in (server._receiver, server._teller):
+        part._send = send
+    server._handlers[Kind.OFFER] = offer
+    with server, DecoupledDiLoCo(model, optimizer, server=server.address, name="a") as learner:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for _ in range(3):
+            optimizer.step()
+        monkeypatch.setattr(FragmentRound, "merge", counted)
+        assert learner.flush(60.0)
+        monkeypatch.undo()
+        assert learner.metrics.versions == (1,) * size
+    assert size <= looks[0] <= 10 * size
+    assert 1 <= most[0] <= WINDOW_FRAGMENTS and 1 <= most[1] <= WINDOW_FRAGMENTS
+    assert unsent == []

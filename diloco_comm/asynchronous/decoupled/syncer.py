@@ -237,6 +237,7 @@ class Syncer:
             return
         if learner not in self._resting:
             self._change_all()
+        told = self._resting.get(learner, ())
         self._resting[learner] = list(progress)
         for index, (each, version) in enumerate(zip(self.rounds, progress, strict=True)):
             if version < 0:
@@ -245,7 +246,8 @@ class Syncer:
                 self._window(index, before)
             else:
                 each.wake(learner)
-                self._change(index)
+                if not told or told[index] != version:
+                    self._change(index)
 
     def report(self, fragment: int, report: Report, payloads: list[Tensor], now: float) -> str:
         """Take a report with the payload of each piece; return why it is refused, or "".

@@ -13,6 +13,8 @@ from .decisions.coordinator import Coordinator
 MAX_SESSIONS = 20_000
 # ``Session.follows`` of a worker that wants to follow and holds no version yet.
 NOTHING = -1
+# Seconds that a worker may take to ask for a version first.
+BEGIN_S = 2.0
 
 
 @dataclass
@@ -33,6 +35,10 @@ class Session:
         answer: How the worker gets version ``held``: READY (parameters), STATE (all buffers) or
             UPDATES (the updates since version ``base``).
         is_reading: The worker has the answer and fetches the version.
+        read_at: When the worker began to fetch, or was sent the last runs that it asked for.
+        sent_bytes: Bytes of the version that the worker was sent, those sent again included.
+        patience_s: How long the worker may keep an older version before it asks for any of it.
+        barred_until: The worker waits until then: it kept others waiting, and asked for nothing.
         steps: Inner steps of the worker's next round.
         evictions: How often a slow download of the worker was ended.
     """
@@ -54,6 +60,10 @@ class Session:
     base: int = 0
     held_at: float = 0.0
     is_reading: bool = False
+    read_at: float = 0.0
+    sent_bytes: int = 0
+    barred_until: float = 0.0
+    patience_s: float = BEGIN_S
     steps: int = 0
     evictions: int = 0
     _layouts: dict[WireFormat, list[Layout]] = field(default_factory=dict, repr=False)
@@ -75,7 +85,7 @@ class Session:
             model.pin(self.base)
         else:
             self.held = model.hold()
-        self.held_at, self.steps = time.monotonic(), steps
+        self.held_at, self.steps, self.sent_bytes = time.monotonic(), steps, 0
 
     def release(self, coordinator: Coordinator | None) -> None:
         """Keep no version for this worker any more; idempotent."""

@@ -111,6 +111,7 @@ class ReportReceiver:
         """Ask for the runs of a report, if there is room or the report is one of the quorum's."""
         model = self.state.model
         assert model is not None
+        begun = self._offers.get((report.learner, p))
         self._drop(report.learner, p)
         known = {name for name, fragment in self._offers if fragment == p}
         known |= model.syncer.rounds[p].reported
@@ -121,6 +122,9 @@ class ReportReceiver:
         if payloads is None:
             return False
         self._begin(session, report, p, model.first[p], layouts, payloads)
+        if begun is not None:
+            # Another report in place of one that has not arrived is no sign of life.
+            self._offers[report.learner, p].upload.last_seen = begun.upload.last_seen
         return True
 
     def _begin(

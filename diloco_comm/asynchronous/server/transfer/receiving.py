@@ -50,6 +50,9 @@ class Receiver:
             if now - upload.last_seen > STALL_S:
                 self._drop_upload(upload.worker)
                 self.state.status.count_refusal("stalled")
+                session = self.state.sessions.of(upload.worker)
+                if self._queue and session is not None:
+                    session.barred_until = now + STALL_S
 
     def push(self, session: Session, message: Message) -> None:
         """Answer a worker that has an update, or that repeats its PUSH."""
@@ -81,7 +84,7 @@ class Receiver:
                 return
         if known is not None:
             self._send_outcome(session, known)
-        elif not self._admit(session, message):
+        elif time.monotonic() < session.barred_until or not self._admit(session, message):
             self._queue[worker] = message
             self._send(session.peer, Message(Kind.WAIT))
 
@@ -244,6 +247,8 @@ class Receiver:
             session = self.state.sessions.of(worker)
             if session is None:
                 self._queue.pop(worker, None)
+            elif time.monotonic() < session.barred_until:
+                continue
             elif not self._admit_or_refuse(session, message):
                 return
 

@@ -12,7 +12,7 @@ from ....ops.wire import Layout, WireFormat
 from ...model.rule_states import FusedState
 from ...protocol.messages import Kind, Message, ProtocolError
 from ...protocol.window import bodies, is_within
-from ..sessions import NOTHING, Session
+from ..sessions import BEGIN_S, NOTHING, Session
 from ..state import ServerState
 from .receiving import STALL_S, Send
 
@@ -24,6 +24,11 @@ PATIENCE_S, MAX_EVICTIONS = 30.0, 2
 TURN_S = 0.1
 # A reader that asks for nothing this long is ended too, if others wait, at most as many times.
 PAUSE_S = 3.0
+# A reader that has asked for none of an older version within its patience waits so many times as
+# long before it is told to begin anew; its patience is doubled, since its answers may travel long.
+_WAITS = 4.0
+# Times that a worker may be sent all that leads to a version. Further runs are no progress.
+_MOST_SENT = 4
 
 
 class Sender:
@@ -53,6 +58,8 @@ class Sender:
             if is_other:
                 session.hold(coordinator, session.steps)
             self._ready(session)
+        elif time.monotonic() < session.barred_until:
+            pass
         elif not coordinator.grace.is_waiting(session.worker):
             session.hold(coordinator, coordinator.start(session.worker))
             self._ready(session)
@@ -72,7 +79,8 @@ class Sender:
     def _ready(self, session: Session) -> None:
         assert session.held is not None
         if session.is_reading or self._is_its_turn(session):
-            session.is_reading = True
+            if not session.is_reading:
+                session.is_reading, session.read_at = True, time.monotonic()
             meta = self._answer_fields(session)
             self._send(
                 session.peer, Message(session.answer, 0, session.held, 0, session.token, meta=meta)
@@ -80,10 +88,13 @@ class Sender:
 
     def _is_its_turn(self, session: Session) -> bool:
         """Return whether a worker may begin to read the version that is held for it."""
-        oldest, is_new = self.state.model.oldest_read, session.answer != Kind.UPDATES
-        if is_new and oldest != session.held and time.monotonic() - session.held_at < TURN_S:
-            return False
-        return sum(s.is_reading for s in self.state.sessions.all()) < self.state.max_readers
+        now, readers = time.monotonic(), [s for s in self.state.sessions.all() if s.is_reading]
+        if session.answer != Kind.UPDATES and now - session.held_at < TURN_S:
+            oldest = self.state.model.oldest_read
+            older = (s.read_at for s in readers if s.held == oldest != session.held)
+            if now - max(older, default=float("-inf")) < TURN_S:
+                return False
+        return len(readers) < self.state.max_readers
 
     def _answer_fields(self, session: Session) -> dict[str, Any]:
         """Return the JSON fields by which a worker gets the version that is held for it."""
@@ -126,6 +137,15 @@ class Sender:
                 # The worker is gone, and its version is released; or it does not read, and asks
                 # again.
                 return
+            session.sent_bytes += len(body)
+        if session.sent_bytes <= self._most_bytes:
+            session.read_at = time.monotonic()
+
+    @property
+    def _most_bytes(self) -> int:
+        """Bytes beyond which runs that a worker asks for are no progress."""
+        model = self.state.model
+        return _MOST_SENT * 4 * model.num_elements * (1 + len(model.states[0].tensors()))
 
     def _layout(self, session: Session, message: Message) -> Layout:
         """Return the layout of the fragment that a worker asks for."""
@@ -156,6 +176,7 @@ class Sender:
         if session.held != message.version or not session.is_reading:
             self._send(session.peer, Message(Kind.GONE, 0, message.version))
             return
+        session.patience_s = BEGIN_S
         session.follows = None if session.answer == Kind.READY else session.held
         session.release(self.state.coordinator)
         self._send(session.peer, Message(Kind.KEPT, 0, message.version))
@@ -180,12 +201,20 @@ class Sender:
         holders = [session for session in self.state.sessions.all() if session.held is not None]
         is_full = any(not session.is_reading for session in holders)
         for session in holders:
-            silent_s = now - max(session.seen_at, session.held_at)
+            # A question without end is no progress of a reader.
+            seen_at = session.read_at if session.is_reading else session.seen_at
+            silent_s = now - max(seen_at, session.held_at)
             is_in_the_way = is_memory_short or (is_full and session.is_reading)
             is_slow = is_memory_short and now - session.held_at > PATIENCE_S
             is_slow |= is_in_the_way and silent_s > PAUSE_S
             is_slow &= session.evictions < MAX_EVICTIONS
-            if silent_s > STALL_S or is_slow:
+            # The server computes all newer versions anew as long as it keeps an older one.
+            is_old = session.is_reading and session.held != self.state.version
+            is_idle = is_old and not session.sent_bytes and silent_s > session.patience_s
+            if silent_s > STALL_S or is_slow or is_idle:
                 session.evictions += is_slow
+                if is_idle:
+                    session.barred_until = now + _WAITS * (now - session.held_at)
+                    session.patience_s = min(2 * session.patience_s, STALL_S)
                 self._lend_updates(session)
                 session.release(self.state.coordinator)
