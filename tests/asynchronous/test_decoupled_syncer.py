@@ -293,7 +293,7 @@ def test_a_fragment_is_looked_at_whenever_something_may_be_due(seed: int) -> Non
 def test_the_looks_at_fragments_are_as_many_as_the_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A flush of many fragments, each of which is reported and merged by itself."""
+    """A flush of many fragments: each one is reported and merged by itself."""
     looks, size = [0], 300
     is_due = Syncer._is_due
 

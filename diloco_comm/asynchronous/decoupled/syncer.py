@@ -91,8 +91,8 @@ class Syncer:
         self._over: list[int] = []
         self._changed: list[int] = []
         self._is_changed: set[int] = set()
-        # By learner: its steps at which a fragment may be due, with the fragment, at most once in
-        # vain; and the fragments of which that was said.
+        # By learner: the steps at which a fragment may be due, with the fragment; and the fragments
+        # that have been due by these steps since their last call.
         self._due_at: dict[str, list[tuple[int, int]]] = {}
         self._is_said: dict[str, set[int]] = {}
 

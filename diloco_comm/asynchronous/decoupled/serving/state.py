@@ -36,8 +36,8 @@ class Told:
     Attributes:
         commits, calls: The newest version that was told, and called; -1 for none.
         at: When the newest version was told, in seconds.
-        news: The fragments of which there may be something to tell, in the order of the telling.
-        on_way: When each fragment was told of that the learner has not asked for since, in seconds.
+        news: The fragments that may have something new, in the order of the telling.
+        on_way: When a message about a fragment left that the learner has not answered, in seconds.
         reading: The version that the learner fetches.
         sync_s: Seconds that the newest commit took to the learner.
     """

@@ -20,7 +20,7 @@ from .model import Published
 from .state import SyncerState, Told
 
 # Seconds after which a message has left the queue of a connection whose learner reads.
-LEFT_S = 0.01
+LEFT_S = 0.05
 
 
 class Teller:
