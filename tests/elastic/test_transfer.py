@@ -11,6 +11,7 @@ import zmq
 from transfer_group import Group, training
 
 from diloco_comm.elastic.transfer import links
+from diloco_comm.elastic.transfer.downloads import values_of
 from diloco_comm.elastic.transfer.keys import KeyPair
 from diloco_comm.elastic.transfer.links import Link
 from diloco_comm.elastic.transfer.messages import Kind, Message, pack
@@ -269,6 +270,25 @@ def test_a_process_with_another_key_gets_nothing() -> None:
         assert not answers
         assert group.newcomer.has_donor
         link.lose()
+
+
+def test_a_donor_that_has_a_round_no_longer_is_asked_on() -> None:
+    """Such an answer has no body, and is no wrong one, for which the donor would be lost."""
+    with training(SGD, 1, width=32) as group:
+        group.turn_until(lambda: any(link.status for link in group.newcomer._usable()))
+        (link,) = group.newcomer._usable()
+        kinds: list[Kind] = []
+
+        def take(link: Link, answer: Message | None) -> None:
+            assert answer is not None and values_of(link, answer, Kind.PAYLOADS, 8) is None
+            kinds.append(answer.kind)
+
+        missing = {"fragment": 0, "number": 999, "begin": 0, "end": 8}
+        group.turn_until(lambda: link.ask(Kind.ROUND, missing, 8, take))
+        group.turn_until(lambda: bool(kinds))
+        assert kinds == [Kind.GONE] and not link.is_lost
+        group.turn_until(group.is_ready)
+        group.check()
 
 
 def test_a_replica_without_state_serves_nothing() -> None:
