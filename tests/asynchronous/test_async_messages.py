@@ -12,6 +12,7 @@ from diloco_comm.asynchronous.protocol.messages import (
     HEADER,
     MAGIC,
     MAX_BODY,
+    MAX_FRAGMENTS,
     MAX_JSON,
     PROTOCOL,
     Kind,
@@ -105,6 +106,17 @@ def test_what_is_not_a_message(frames: list[bytes], sentence: str) -> None:
 def test_fields_out_of_range(kind: Kind, meta: dict, change: dict) -> None:
     with pytest.raises(ProtocolError, match=f"the field {next(iter(change))} of {kind.name}"):
         parse([header(kind), json.dumps({**meta, **change}).encode()])
+
+
+@pytest.mark.parametrize(
+    ("kind", "meta", "field"), [(Kind.HELLO, HELLO, "sizes"), (Kind.REST, {}, "progress")]
+)
+def test_a_list_is_as_long_as_its_limit_and_no_longer(kind: Kind, meta: dict, field: str) -> None:
+    longest = Message(kind, meta={**meta, field: [1] * MAX_FRAGMENTS})
+    assert parse(pack(longest)) == longest
+    longer = Message(kind, meta={**meta, field: [1] * (MAX_FRAGMENTS + 1)})
+    with pytest.raises(ProtocolError, match=field):
+        parse(pack(longer))
 
 
 @FUZZ
