@@ -290,6 +290,15 @@ def test_a_learner_that_returns_unnoticed_gets_the_model_before_any_commit(outag
     assert run.learners["1"].learner.fragments[0].version >= run.syncer.rounds[0].version - 2
 
 
+def test_a_step_that_an_outage_ends_is_not_taken() -> None:
+    """The step from 5.0 to 5.5 is lost, though the learner is back before its end."""
+    models, train = counting(1)
+    run = Setting(receipt=CARRY).run(models, train, seconds=[0.5], outages={0: [(5.2, 5.3)]})
+    run.until(seconds=10.0)
+    # Ten steps until 5.0, and nine from 5.3 to 9.8.
+    assert run.learners["0"].learner.num_steps == 19
+
+
 def test_rda_pieces_train_too() -> None:
     models = [[[torch.zeros(8, 4), torch.zeros(4)]] for _ in range(2)]
 
