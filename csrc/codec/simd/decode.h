@@ -194,17 +194,11 @@ DILOCO_INLINE Vec::F as_written(DType dtype, Vec::F x) {
                                    : Vec::round_fp16(x);
 }
 
-// x rounded to the dtype in the direction of the target: down where the target is x or less, else
-// up. A NaN stays one.
+// x rounded to the dtype in the direction of the target, a value of the dtype.
 DILOCO_INLINE Vec::F rounded_toward(DType dtype, Vec::F x, Vec::F target) {
-    if (dtype == DType::kFp32) return x;
-    const Vec::M is_up = Vec::less(x, target);
-    if (dtype == DType::kFp16) return Vec::select(is_up, Vec::fp16_above(x), Vec::fp16_below(x));
-    const Vec::I upper = Vec::set(static_cast<int32_t>(0xFFFF0000)), lower = Vec::set(0xFFFF);
-    // Cutting bits off rounds to zero, and from zero after this has been added.
-    const Vec::I down = Vec::select(Vec::less(x, Vec::zero()), lower, Vec::set(0));
-    const Vec::I bits = Vec::add(Vec::as_int(x), Vec::select(is_up, Vec::xor_(down, lower), down));
-    return Vec::as_float(Vec::and_(bits, upper));
+    return dtype == DType::kFp32   ? x
+           : dtype == DType::kBf16 ? Vec::bf16_toward(x, target)
+                                   : Vec::fp16_toward(x, target);
 }
 
 // Few payloads into memory that is not read soon: straight from the registers.

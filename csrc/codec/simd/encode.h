@@ -291,10 +291,15 @@ int64_t encode_format(const EncodeSpan& span) {
                 span);
         }
     }
-    if (span.outer != nullptr && span.param_dtype == DType::kBf16 && span.residual == nullptr &&
-        !has_new) {
-        return encode_blocks<kFormat, kIsStochastic, false, DifferenceInput<DType::kBf16, false>>(
-            span);
+    if (span.outer != nullptr && span.param_dtype == DType::kBf16) {
+        if (span.residual == nullptr && !has_new) {
+            return encode_blocks<kFormat, kIsStochastic, false,
+                                 DifferenceInput<DType::kBf16, false>>(span);
+        }
+        if (span.residual != nullptr && has_new && span.residual_dtype == DType::kFp32) {
+            return encode_blocks<kFormat, kIsStochastic, true, DifferenceInput<DType::kBf16, true>>(
+                span);
+        }
     }
     return has_new ? encode_blocks<kFormat, kIsStochastic, true, AnyInput>(span)
                    : encode_blocks<kFormat, kIsStochastic, false, AnyInput>(span);

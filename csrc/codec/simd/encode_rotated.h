@@ -344,19 +344,27 @@ int64_t encode_rotated_input(const EncodeSpan& argument) {
     return num_bad;
 }
 
+template <Format kFormat, bool kHasNewResidual, DType kParams>
+int64_t encode_rotated_difference(const EncodeSpan& span) {
+    if (span.residual == nullptr) {
+        return encode_rotated_input<kFormat, kHasNewResidual, DifferenceInput<kParams, false>>(
+            span);
+    }
+    return encode_rotated_input<kFormat, kHasNewResidual, DifferenceInput<kParams, true>>(span);
+}
+
 template <Format kFormat, bool kHasNewResidual>
 int64_t encode_rotated_with(const EncodeSpan& span) {
     if (span.num_terms > 0) {
         return encode_rotated_sum<kFormat, kHasNewResidual>(span);
     }
     const bool is_fp32 = span.param_dtype == DType::kFp32;
-    if (span.outer != nullptr && is_fp32 && span.residual == nullptr) {
-        return encode_rotated_input<kFormat, kHasNewResidual, DifferenceInput<DType::kFp32, false>>(
-            span);
+    const bool has_fp32 = span.residual == nullptr || span.residual_dtype == DType::kFp32;
+    if (span.outer != nullptr && has_fp32 && is_fp32) {
+        return encode_rotated_difference<kFormat, kHasNewResidual, DType::kFp32>(span);
     }
-    if (span.outer != nullptr && is_fp32 && span.residual_dtype == DType::kFp32) {
-        return encode_rotated_input<kFormat, kHasNewResidual, DifferenceInput<DType::kFp32, true>>(
-            span);
+    if (span.outer != nullptr && has_fp32 && span.param_dtype == DType::kBf16) {
+        return encode_rotated_difference<kFormat, kHasNewResidual, DType::kBf16>(span);
     }
     if (span.outer == nullptr && is_fp32 && span.residual == nullptr) {
         return encode_rotated_input<kFormat, kHasNewResidual, TensorInput>(span);

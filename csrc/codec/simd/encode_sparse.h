@@ -294,6 +294,9 @@ int64_t encode_sparse_with(const EncodeSpan& span) {
     if (is_fp32 && span.residual != nullptr && span.residual_dtype == DType::kFp32) {
         return encode_sparse_input<kFormat, kStores, DifferenceInput<DType::kFp32, true>>(span);
     }
+    if (span.outer != nullptr && span.param_dtype == DType::kBf16 && span.residual == nullptr) {
+        return encode_sparse_input<kFormat, kStores, DifferenceInput<DType::kBf16, false>>(span);
+    }
     return encode_sparse_input<kFormat, kStores, AnyInput>(span);
 }
 

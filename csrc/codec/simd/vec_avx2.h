@@ -89,7 +89,10 @@ struct Vec {
             _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
         __builtin_memcpy(p, &packed, sizeof(packed));
     }
-    static void store_bf16(uint16_t* p, F v) { store_u16(p, shift_right<16>(nearest_bf16(v))); }
+    static void store_bf16(uint16_t* p, F v) {
+        const M is_nan = as_int(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+        store_u16(p, select(is_nan, set(0x7FC0), shift_right<16>(nearest_bf16(as_int(v)))));
+    }
     static void store_fp16(uint16_t* p, F v) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_half(v));
     }
@@ -103,16 +106,22 @@ struct Vec {
     static I round_even(F v) { return _mm256_cvtps_epi32(v); }
     static I round_down(F v) { return _mm256_cvtps_epi32(_mm256_floor_ps(v)); }
     static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
-    // The nearest bf16 and fp16, and the next fp16 at or below and at or above.
+    // The nearest bf16 and fp16; a NaN stays one.
     static F round_bf16(F v) {
-        return as_float(and_(nearest_bf16(v), set(static_cast<int32_t>(0xFFFF0000))));
+        const I upper = and_(nearest_bf16(as_int(v)), set(kBf16Mask));
+        return _mm256_or_ps(as_float(upper), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
     }
     static F round_fp16(F v) { return _mm256_cvtph_ps(to_half(v)); }
-    static F fp16_below(F v) {
-        return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+    // The next one in the direction of the target, a value of the dtype: down where they are equal.
+    // Cutting bits off a bf16 rounds to zero, and from zero after 0xFFFF has been added.
+    static F bf16_toward(F v, F target) {
+        const F is_away = _mm256_xor_ps(less(v, target), less(v, zero()));
+        return as_float(and_(add(as_int(v), shift_right<16>(as_int(is_away))), set(kBf16Mask)));
     }
-    static F fp16_above(F v) {
-        return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
+    static F fp16_toward(F v, F target) {
+        const __m128i below = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        const __m128i above = _mm256_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+        return _mm256_blendv_ps(_mm256_cvtph_ps(below), _mm256_cvtph_ps(above), less(v, target));
     }
     static I to_half_bits(F v) { return _mm256_cvtepu16_epi32(to_half(v)); }
 
@@ -139,9 +148,7 @@ struct Vec {
     static I shift_right(I a) {
         return _mm256_srli_epi32(a, kBits);
     }
-    static M less(F a, F b) { return as_int(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
     static M less(I a, I b) { return _mm256_cmpgt_epi32(b, a); }
-    static F select(M m, F yes, F no) { return _mm256_blendv_ps(no, yes, as_float(m)); }
     static I select(M m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
     // The bits of `yes` where `mask` has ones, of `no` elsewhere.
     static I pick_bits(I mask, I yes, I no) {
@@ -334,11 +341,11 @@ struct Vec {
     }
 
   private:
-    // A bf16 in the upper half of each lane; the lower half may be anything.
-    static I nearest_bf16(F v) {
-        const I bits = as_int(v), lsb = and_(shift_right<16>(bits), set(1));
-        const M is_nan = as_int(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-        return select(is_nan, set(0x7FC00000), add(bits, add(lsb, set(0x7FFF))));
+    static F less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+    static constexpr int32_t kBf16Mask = static_cast<int32_t>(0xFFFF0000);
+    // In the upper half of each lane the nearest bf16; the lower half may be anything.
+    static I nearest_bf16(I bits) {
+        return add(add(bits, set(0x7FFF)), and_(shift_right<16>(bits), set(1)));
     }
     static I load_mask16(const uint8_t* bits) {
         uint16_t word;

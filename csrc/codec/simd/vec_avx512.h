@@ -69,7 +69,10 @@ struct Vec {
         const I pairs = _mm512_or_si512(v, _mm512_srli_epi64(v, 28));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm512_cvtepi64_epi8(pairs));
     }
-    static void store_bf16(uint16_t* p, F v) { store_u16(p, shift_right<16>(nearest_bf16(v))); }
+    static void store_bf16(uint16_t* p, F v) {
+        const M is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        store_u16(p, select(is_nan, set(0x7FC0), shift_right<16>(nearest_bf16(as_int(v)))));
+    }
     static void store_fp16(uint16_t* p, F v) { store256(p, to_half(v)); }
 
     static F set(float x) { return _mm512_set1_ps(x); }
@@ -83,16 +86,23 @@ struct Vec {
         return _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     }
     static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
-    // The nearest bf16 and fp16, and the next fp16 at or below and at or above.
+    // The nearest bf16 and fp16; a NaN stays one.
     static F round_bf16(F v) {
-        return as_float(and_(nearest_bf16(v), set(static_cast<int32_t>(0xFFFF0000))));
+        const I bits = as_int(v);
+        const M is_number = _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q);
+        return as_float(_mm512_mask_and_epi32(bits, is_number, nearest_bf16(bits), set(kBf16Mask)));
     }
     static F round_fp16(F v) { return _mm512_cvtph_ps(to_half(v)); }
-    static F fp16_below(F v) {
-        return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+    // The next one in the direction of the target, a value of the dtype: down where they are equal.
+    // Cutting bits off a bf16 rounds to zero, and from zero after 0xFFFF has been added.
+    static F bf16_toward(F v, F target) {
+        const M is_away = _kxor_mask16(less(v, target), less(v, zero()));
+        return as_float(and_(add_where(is_away, as_int(v), set(0xFFFF)), set(kBf16Mask)));
     }
-    static F fp16_above(F v) {
-        return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
+    static F fp16_toward(F v, F target) {
+        const __m256i below = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        const __m256i above = _mm512_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+        return _mm512_cvtph_ps(_mm256_mask_mov_epi16(below, less(v, target), above));
     }
     static I to_half_bits(F v) { return _mm512_cvtepu16_epi32(to_half(v)); }
 
@@ -119,9 +129,7 @@ struct Vec {
     static I shift_right(I a) {
         return _mm512_srli_epi32(a, kBits);
     }
-    static M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
     static M less(I a, I b) { return _mm512_cmplt_epi32_mask(a, b); }
-    static F select(M m, F yes, F no) { return _mm512_mask_mov_ps(no, m, yes); }
     static I select(M m, I yes, I no) { return _mm512_mask_mov_epi32(no, m, yes); }
     // The bits of `yes` where `mask` has ones, of `no` elsewhere.
     static I pick_bits(I mask, I yes, I no) {
@@ -268,11 +276,12 @@ struct Vec {
     static uint32_t sum(I v) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(v)); }
 
   private:
-    // A bf16 in the upper half of each lane; the lower half may be anything.
-    static I nearest_bf16(F v) {
-        const I bits = as_int(v), lsb = and_(shift_right<16>(bits), set(1));
-        const M is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-        return select(is_nan, set(0x7FC00000), add(bits, add(lsb, set(0x7FFF))));
+    static M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+    static constexpr int32_t kBf16Mask = static_cast<int32_t>(0xFFFF0000);
+    // In the upper half of each lane the nearest bf16; the lower half may be anything.
+    static I nearest_bf16(I bits) {
+        const M is_odd = _mm512_test_epi32_mask(bits, set(0x10000));
+        return add_where(is_odd, add(bits, set(0x7FFF)), set(1));
     }
     static __mmask32 load_mask16(const uint8_t* bits) {
         uint32_t mask;
