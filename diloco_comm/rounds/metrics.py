@@ -207,6 +207,15 @@ class Recorder:
         if error is not None:
             raise error
 
+    def call_after_step(self, function: Callable[[], object], *, at_once: bool) -> None:
+        """Call a function when the step has ended, or at once."""
+        if not callable(function):
+            raise TypeError(f"after_step takes a function without arguments, got {function!r}")
+        if at_once:
+            function()
+        else:
+            self.waiting.append(function)
+
     def call_waiting(self) -> None:
         """Call what waits for the end of the step, and raise the first error after that."""
         # A function that one of them adds waits for the next step.

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -124,16 +124,13 @@ class Run:
         return str(self.outer.get("optimizer", self.outer.get("name", "")))
 
 
-def run_of(
-    parts: Sequence[SyncedPart],
-    schedule: Schedule,
-    settings: Settings,
-    scope: Scope,
-) -> Run:
+def with_run(
+    scope: Scope, parts: Sequence[SyncedPart], schedule: Schedule, settings: Settings
+) -> Scope:
     """Describe the present run, alike on all replicas and on all workers of a replica."""
     fragments = [part for part in parts if isinstance(part, SyncedFragment)]
     outer = {k: v for k, v in settings.outer.shared_config().items() if k != "lr"}
-    return Run(
+    run = Run(
         scope.layout,
         schedule.sync_every,
         tuple(_described(part, schedule.offsets[part.index]) for part in fragments),
@@ -142,6 +139,7 @@ def run_of(
         settings.error_feedback,
         scope.members,
     )
+    return replace(scope, run=run)
 
 
 def _described(part: SyncedFragment, offset: int) -> SavedFragment:

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,7 +37,7 @@ from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
 from ..rounds.nonfinite import check_on_reset
 from ..rounds.part import SyncedFragment, SyncedPart
 from ..rounds.runner import Weight
-from ..rounds.state_dict import Scope, collect, run_of, saved_writes
+from ..rounds.state_dict import Scope, collect, saved_writes, with_run
 from .arguments import Peers, check_arguments, seconds_of, settings_of, weight_of
 from .group import Place, Replica, join, meet_workers, shard_group_of, workers_of
 from .planning import make_plan
@@ -100,9 +99,8 @@ class DiLoCo:
             exchange survives, such as loading other weights in the middle of a run or stepping
             an optimizer that was not given; "off" looks at nothing. Weights loaded before the first
             step are taken over, on all replicas or on none. ``docs/explanation/checks.md`` has all.
-        name: Tells several DiLoCo objects over the same ``peers`` apart: objects of one name meet,
-            whatever the order in which each replica makes them on threads of their own. Without
-            names, a second object over a process group must have another model or schedule.
+        name: Objects of one name meet, also if threads make them in another order on each replica.
+            A second object of the same layout over one process group needs a name.
         choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers`` by their names of
             0.1, as ``options.HOMES`` has them, until 0.3. A DeprecationWarning shows the new line.
 
@@ -267,11 +265,13 @@ class DiLoCo:
         finally:
             self._close(is_finished=is_finished)
 
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or self.exchange.has_failed or self._rounds.uninterruptible.is_broken
+
     def _share_rest(self) -> None:
         """Flush at the end of a block, unless it is closed or its last exchange has failed."""
-        is_broken = self._rounds.uninterruptible.is_broken
-        is_over = self._is_closed or self.exchange.has_failed or is_broken
-        if is_over or self._elastic is not None:
+        if self._is_over or self._elastic is not None:
             return
         was_caught = isinstance(self.exchange.last_error, NonFiniteError)
         try:
@@ -301,10 +301,8 @@ class DiLoCo:
     def _warn_of_unshared_steps(self) -> None:
         """Warn when training ends in good order, and without a flush."""
         is_alone = self._elastic is not None or self.exchange.size == 1
-        is_over = self._is_closed or self._rounds.uninterruptible.is_broken
-        is_open = not (is_over or self.exchange.has_failed or is_alone)
-        is_saved = self._saved_step == self.inner_step
-        if is_open and not is_saved and self._rounds.has_unsent(self.inner_step):
+        is_saved = self._is_over or is_alone or self._saved_step == self.inner_step
+        if not is_saved and self._rounds.has_unsent(self.inner_step):
             name = f"replica {self.exchange.replica}"
             remedy = "call flush() at the end, on all replicas, or save a state_dict()"
             self._watch.warn_of_unshared_steps(name, self.inner_step, remedy)
@@ -324,17 +322,14 @@ class DiLoCo:
             self._workers.close()
 
     def __reduce__(self) -> NoReturn:
-        refuse_copy(
-            self, "save diloco.state_dict(), and give it to load_state_dict() of a new DiLoCo"
-        )
+        refuse_copy(self, "give its state_dict() to load_state_dict() of a new DiLoCo")
 
     def __repr__(self) -> str:
         if not hasattr(self, "exchange"):  # An error came out of the constructor.
             return "DiLoCo(not attached)"
         place = f"replica {self.exchange.replica} of members {list(self.exchange.members)}"
         words = [place, *self._plan.words(self.settings, self.inner_step)]
-        words += ["closed"] * self._is_closed
-        return f"DiLoCo({', '.join(words)})"
+        return f"DiLoCo({', '.join(words + ['closed'] * self._is_closed)})"
 
     # ----------------------------------------------------------------------------- one inner step
 
@@ -713,12 +708,7 @@ class DiLoCo:
         Raises:
             TypeError: If it is not a function.
         """
-        if not callable(function):
-            raise TypeError(f"after_step takes a function without arguments, got {function!r}")
-        if self._is_closed:
-            function()
-        else:
-            self._recorder.waiting.append(function)
+        self._recorder.call_after_step(function, at_once=self._is_closed)
 
     def consensus(self) -> dict[str, Any]:
         """Return the mean over the replicas of outer parameters and momenta; a collective call.
@@ -805,8 +795,7 @@ class DiLoCo:
         return collect(self.parts, self._scope(), inner_step=self.inner_step, shared=shared)
 
     def _scope(self) -> Scope:
-        scope = self._agreement.scope()
-        return replace(scope, run=run_of(self.parts, self.schedule, self.settings, scope))
+        return with_run(self._agreement.scope(), self.parts, self.schedule, self.settings)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a saved state, in place; local parameters come with the user's model.
