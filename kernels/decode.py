@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .payload import find_part, form_offsets, tile_offsets
 from .terms import sum_of_terms
-from .tiles import find_tile, load_tile, round_tile, store_tile
+from .tiles import find_tile, load_tile, store_tile
 
 # These change from call to call: a kernel must not be compiled again for a value that 16 divides.
 SPAN_VARYING = ["num_terms", "first_tile", "first_run", "tiles_per_run", "end"]
@@ -41,10 +41,11 @@ def store_merged(
 ):
     """params <- alpha params + (1 - alpha) new, rounded toward c(new), or new alone."""
     if HAS_ALPHA:
-        local = load_tile(tile, element, offsets, mask, DTYPE_SET, FULL)
+        local = load_tile(tile, element, offsets, None, mask, DTYPE_SET, FULL)
         x = alpha * local + one_minus_alpha * new
-        new = round_tile(tile, element, offsets, x, new, mask, DTYPE_SET, FULL)
-    store_tile(tile, element, offsets, new, mask, DTYPE_SET, FULL)
+        store_tile(tile, element, offsets, x, new, mask, DTYPE_SET, FULL)
+    else:
+        store_tile(tile, element, offsets, new, None, mask, DTYPE_SET, FULL)
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _decode_tile(
 ):
     offsets = form_offsets(FORM)
     value = sum_of_terms(terms, part, NUM_INLINE, FORM, FULL)
-    store_tile(tile, element, offsets, value, offsets < part[2], DTYPE_SET, FULL)
+    store_tile(tile, element, offsets, value, None, offsets < part[2], DTYPE_SET, FULL)
 
 
 # outs <- c_0 d_0 + c_1 d_1 + ...

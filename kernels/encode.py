@@ -9,7 +9,7 @@ from .payload import find_part, form_offsets, store_values
 from .rotation import store_blocks
 from .sparse import BLOCK, store_largest
 from .terms import sum_of_terms
-from .tiles import find_tile, load_any, load_tile, round_tile, store_any
+from .tiles import find_tile, load_any, load_tile, store_any
 
 # These change from call to call: a kernel must not be compiled again for a value that 16 divides.
 _ENCODE_VARYING = ["first_tile", "first_run", "tiles_per_run", "end", "outer_run", "key"]
@@ -49,7 +49,7 @@ def _encode_tile(
             x, run_ptr, part, element, key, nonfinite_ptr, FORM, QMAX, STOCHASTIC, FULL
         )
     if new_residual_ptr is not None:
-        store_any(new_residual_ptr + at, offsets, x - value, mask, FULL)
+        store_any(new_residual_ptr + at, offsets, x - value, None, mask, FULL)
 
 
 @triton.jit
@@ -70,10 +70,11 @@ def _encode_params(
 ):
     offsets = form_offsets(FORM)
     mask = offsets < part[2]
-    x = load_tile(tile, element, offsets, mask, DTYPE_SET, FULL)
     if outer_ptr is not None:
         outer = load_any(outer_ptr + outer_at, offsets, mask, FULL)
-        x = round_tile(tile, element, offsets, None, outer, mask, DTYPE_SET, FULL) - x
+        x = load_tile(tile, element, offsets, outer, mask, DTYPE_SET, FULL)
+    else:
+        x = load_tile(tile, element, offsets, None, mask, DTYPE_SET, FULL)
     _encode_tile(x, run_ptr, part, element, element, key, kept, FORM, QMAX, STOCHASTIC, FULL)
 
 

@@ -33,7 +33,7 @@ def _load_row(
         x = load_at(address, dtype, index - begin, mask, DTYPE_SET, FULL)
     if outer_ptr is not None:
         outer = tl.load(outer_ptr + index) if FULL else tl.load(outer_ptr + index, mask, other=0.0)
-        x = round_at(None, outer, address if DTYPE_SET == 0 else dtype, DTYPE_SET) - x
+        x = round_at(outer, address if DTYPE_SET == 0 else dtype, DTYPE_SET) - x
     return x
 
 

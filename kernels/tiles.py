@@ -52,13 +52,45 @@ def load_any(pointer, offsets, mask, FULL: tl.constexpr):
 
 
 @triton.jit
-def store_any(pointer, offsets, value, mask, FULL: tl.constexpr):
-    """Store fp32 as fp32 or, rounded to nearest, as bf16 or fp16."""
+def _written(outer, NUMBER: tl.constexpr):
+    """c(outer): what elements of the dtype NUMBER hold."""
+    if NUMBER == 0:
+        value = outer
+    elif NUMBER == 1:
+        value = bits_float(bf16_bits(outer) << 16)
+    else:
+        value = outer.to(tl.float16).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _rounded(x, outer, NUMBER: tl.constexpr):
+    """x in the dtype NUMBER, as fp32: to nearest, or toward c(outer) unless outer is None."""
+    if outer is not None and NUMBER != 0:
+        is_up = x < _written(outer, NUMBER)
+        if NUMBER == 1:
+            # Cutting bits off rounds to zero, and from zero after this has been added.
+            added = tl.where(is_up ^ (x < 0), 0xFFFF, 0).to(tl.uint32)
+            x = bits_float((float_bits(x) + added) & 0xFFFF0000)
+        else:
+            half = x.to(tl.float16)
+            nearest = half.to(tl.float32)
+            is_beyond = tl.where(is_up, nearest < x, nearest > x)
+            # The magnitudes of a sign are in the order of their bits.
+            bits = half.to(tl.uint16, bitcast=True).to(tl.int32)
+            bits += tl.where(is_beyond, tl.where(tl.abs(nearest) < tl.abs(x), 1, -1), 0)
+            x = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return x
+
+
+@triton.jit
+def store_any(pointer, offsets, value, outer, mask, FULL: tl.constexpr):
+    """Store fp32 as fp32, bf16 or fp16, rounded toward c(outer), or to nearest if that is None."""
     if pointer.dtype.element_ty == tl.bfloat16:
         pointer = pointer.to(tl.pointer_type(tl.uint16))
-        value = bf16_bits(value).to(tl.uint16)
-    else:
-        value = value.to(pointer.dtype.element_ty)
+        value = bf16_bits(_rounded(value, outer, 1)).to(tl.uint16)
+    elif pointer.dtype.element_ty == tl.float16:
+        value = _rounded(value, outer, 2).to(tl.float16)
     if FULL:
         tl.store(pointer + offsets, value)
     else:
@@ -116,12 +148,14 @@ def _store_one(
     dtype,
     offsets,
     value,
+    outer,
     mask,
     NUMBER: tl.constexpr,
     DTYPE_SET: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """Store fp32 values at the address, rounded to the dtype NUMBER, if that is the dtype there."""
+    value = _rounded(value, outer, NUMBER)
     if NUMBER == 0:
         pointer = address.to(tl.pointer_type(tl.float32))
         raw = value
@@ -144,27 +178,61 @@ def _store_one(
 
 
 @triton.jit
-def _store_at(address, dtype, offsets, value, mask, DTYPE_SET: tl.constexpr, ALIGNED: tl.constexpr):
+def _store_at(
+    address,
+    dtype,
+    offsets,
+    value,
+    outer,
+    mask,
+    DTYPE_SET: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     if DTYPE_SET & 1:
-        _store_one(address, dtype, offsets, value, mask, 0, DTYPE_SET, ALIGNED)
+        _store_one(address, dtype, offsets, value, outer, mask, 0, DTYPE_SET, ALIGNED)
     if DTYPE_SET & 2:
-        _store_one(address, dtype, offsets, value, mask, 1, DTYPE_SET, ALIGNED)
+        _store_one(address, dtype, offsets, value, outer, mask, 1, DTYPE_SET, ALIGNED)
     if DTYPE_SET & 4:
-        _store_one(address, dtype, offsets, value, mask, 2, DTYPE_SET, ALIGNED)
+        _store_one(address, dtype, offsets, value, outer, mask, 2, DTYPE_SET, ALIGNED)
 
 
 @triton.jit
-def load_tile(tile, element, offsets, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr):
-    """Load a tile's elements as fp32. ``tile`` is from ``find_tile``; ``element`` is its first.
+def round_at(outer, dtype, DTYPE_SET: tl.constexpr):
+    """c(outer): what elements of the dtype hold.
 
-    FULL: the row gives the address. Else the tensors are gone through, and elements outside of
-    ``mask`` are 0.
+    dtype: the number of the dtype, or in a fragment of one tensor the pointer to that tensor.
+    """
+    value = outer
+    if DTYPE_SET == 0:
+        if dtype.dtype.element_ty == tl.bfloat16:
+            value = _written(outer, 1)
+        elif dtype.dtype.element_ty == tl.float16:
+            value = _written(outer, 2)
+    if DTYPE_SET & 2:
+        bf16 = _written(outer, 1)
+        value = bf16 if DTYPE_SET == 2 else tl.where(dtype == 1, bf16, value)
+    if DTYPE_SET & 4:
+        fp16 = _written(outer, 2)
+        value = fp16 if DTYPE_SET == 4 else tl.where(dtype == 2, fp16, value)
+    return value
+
+
+@triton.jit
+def load_tile(tile, element, offsets, outer, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr):
+    """Load a tile's elements as fp32, or c(outer) less the elements unless outer is None.
+
+    ``tile`` is from ``find_tile``; ``element`` is its first. FULL: the row gives the address. Else
+    the tensors are gone through, and elements outside of ``mask`` are 0.
     """
     where, kind, segments_ptr = tile
     if DTYPE_SET == 0:
         x = load_any(segments_ptr + element, offsets, mask, FULL)
+        if outer is not None:
+            x = round_at(outer, segments_ptr, 0) - x
     elif FULL:
         x = load_at(where, kind, offsets, None, DTYPE_SET, True)
+        if outer is not None:
+            x = round_at(outer, kind, DTYPE_SET) - x
     else:
         x = (offsets * 0).to(tl.float32)
         for i in range(0, -1 - kind):
@@ -174,18 +242,29 @@ def load_tile(tile, element, offsets, mask, DTYPE_SET: tl.constexpr, FULL: tl.co
             index = offsets + element
             inside = (index >= begin) & (index < end) & mask
             part = load_at(address, dtype, index - begin, inside, DTYPE_SET, False)
+            if outer is not None:
+                part = round_at(outer, dtype, DTYPE_SET) - part
             x = tl.where(inside, part, x)
     return x
 
 
 @triton.jit
-def store_tile(tile, element, offsets, value, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr):
-    """Store a tile's elements, rounded to nearest in the dtype of each tensor."""
+def store_tile(
+    tile,
+    element,
+    offsets,
+    value,
+    outer,
+    mask,
+    DTYPE_SET: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Store a tile's elements in the dtype of each tensor: ``store_any`` has the rounding."""
     where, kind, segments_ptr = tile
     if DTYPE_SET == 0:
-        store_any(segments_ptr + element, offsets, value, mask, FULL)
+        store_any(segments_ptr + element, offsets, value, outer, mask, FULL)
     elif FULL:
-        _store_at(where, kind, offsets, value, None, DTYPE_SET, True)
+        _store_at(where, kind, offsets, value, outer, None, DTYPE_SET, True)
     else:
         for i in range(0, -1 - kind):
             row = segments_ptr + (where + i) * 4
@@ -193,70 +272,4 @@ def store_tile(tile, element, offsets, value, mask, DTYPE_SET: tl.constexpr, FUL
             address, dtype = tl.load(row + 2), tl.load(row + 3)
             index = offsets + element
             inside = (index >= begin) & (index < end) & mask
-            _store_at(address, dtype, index - begin, value, inside, DTYPE_SET, False)
-
-
-@triton.jit
-def _round_one(x, outer, NUMBER: tl.constexpr):
-    """``round_at`` in bf16 (NUMBER 1) or fp16."""
-    if NUMBER == 1:
-        value = bits_float(bf16_bits(outer) << 16)
-    else:
-        value = outer.to(tl.float16).to(tl.float32)
-    if x is not None:
-        is_up = x < value
-        if NUMBER == 1:
-            # Cutting bits off rounds to zero, and from zero after this has been added.
-            down = tl.where(x < 0, 0xFFFF, 0)
-            cut = float_bits(x) + tl.where(is_up, down ^ 0xFFFF, down).to(tl.uint32)
-            value = bits_float(cut & 0xFFFF0000)
-        else:
-            half = x.to(tl.float16)
-            nearest = half.to(tl.float32)
-            is_beyond = tl.where(is_up, nearest < x, nearest > x)
-            # The magnitudes of a sign are in the order of their bits.
-            bits = half.to(tl.uint16, bitcast=True).to(tl.int32)
-            bits += tl.where(tl.abs(nearest) < tl.abs(x), 1, -1)
-            neighbour = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-            value = tl.where(is_beyond, neighbour, nearest)
-    return value
-
-
-@triton.jit
-def round_at(x, outer, dtype, DTYPE_SET: tl.constexpr):
-    """c(outer), the outer values as elements of a dtype hold them; or x, rounded toward c(outer).
-
-    x: weighted sums with the outer values, or None for c(outer) itself. dtype: the number of the
-    dtype, or in a fragment of one tensor the pointer to that tensor.
-    """
-    value = outer if x is None else x
-    if DTYPE_SET == 0:
-        if dtype.dtype.element_ty == tl.bfloat16:
-            value = _round_one(x, outer, 1)
-        elif dtype.dtype.element_ty == tl.float16:
-            value = _round_one(x, outer, 2)
-    if DTYPE_SET & 2:
-        bf16 = _round_one(x, outer, 1)
-        value = bf16 if DTYPE_SET == 2 else tl.where(dtype == 1, bf16, value)
-    if DTYPE_SET & 4:
-        fp16 = _round_one(x, outer, 2)
-        value = fp16 if DTYPE_SET == 4 else tl.where(dtype == 2, fp16, value)
-    return value
-
-
-@triton.jit
-def round_tile(tile, element, offsets, x, outer, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr):
-    """``round_at`` for a tile, each element in the dtype of its tensor."""
-    where, kind, segments_ptr = tile
-    if DTYPE_SET == 0:
-        value = round_at(x, outer, segments_ptr, 0)
-    elif FULL or DTYPE_SET == 1:
-        value = round_at(x, outer, kind, DTYPE_SET)
-    else:
-        value = outer if x is None else x
-        for i in range(0, -1 - kind):
-            row = segments_ptr + (where + i) * 4
-            index = offsets + element
-            inside = (index >= tl.load(row)) & (index < tl.load(row + 1)) & mask
-            value = tl.where(inside, round_at(x, outer, tl.load(row + 3), DTYPE_SET), value)
-    return value
+            _store_at(address, dtype, index - begin, value, outer, inside, DTYPE_SET, False)
