@@ -290,6 +290,20 @@ def test_a_fragment_is_looked_at_whenever_something_may_be_due(seed: int) -> Non
     assert pair.num_messages > 50
 
 
+def test_a_caller_that_stops_early_finds_the_rest_in_the_next_call() -> None:
+    """A disk that takes no commit: the merges after it wait, and so does the next call."""
+    syncer = called_syncer("mean", num_fragments=3)
+    good = payload_of(syncer, 1.0, 2.0, 3.0, 4.0)
+    assert not any(send(syncer, name, good, index) for name in "ab" for index in range(3))
+    for name in "ab":
+        syncer.stepped(name, 2, 1.0)
+    first = next(syncer.messages(2.0))
+    assert isinstance(first, Commit) and first.fragment == 0 and syncer.deadline == 1.0
+    assert syncer.advance(2.0, most_merges=0) == [Call(0, 1)]
+    rest = [(type(each), each.fragment) for each in syncer.advance(2.0)]
+    assert rest == [(Commit, 1), (Call, 1), (Commit, 2), (Call, 2)]
+
+
 def test_the_looks_at_fragments_are_as_many_as_the_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

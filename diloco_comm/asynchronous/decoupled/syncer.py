@@ -193,7 +193,6 @@ class Syncer:
             ahead = self.sync_every - self.offsets[index] if is_first else 0
             self._called[index][learner] = steps - ahead
         self._plan(learner)
-        self._change_all()
 
     def leave(self, learner: str, now: float) -> None:
         """Forget a learner that is gone."""
@@ -312,7 +311,7 @@ class Syncer:
             if end is not None and end <= now:
                 found = [self._over[0]]
             else:
-                self._window(heappop(self._over), None)
+                heappop(self._over)
         while self._changed and self._changed[0] not in self._is_changed:
             heappop(self._changed)
         return min(found + self._changed[:1], default=None)
