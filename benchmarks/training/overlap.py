@@ -142,6 +142,8 @@ class LowCommunication(Alone):
             wire=variant.wire,
             link=Link(lanes=args.lanes),
             init="check",
+            # All variants of a run are open at once, some with one layout.
+            name=variant.name,
         )
         if args.gbps:
             self.diloco.emulate_link(args.gbps, args.rtt_ms)

@@ -25,6 +25,9 @@ class StreamWork:
     def __init__(self, done: torch.Event, device: torch.device) -> None:
         self.done, self.device = done, device
 
+    def is_completed(self) -> bool:
+        return self.done.query()
+
     def synchronize(self) -> None:
         """Make the current stream wait; the host goes on."""
         torch.accelerator.current_stream(self.device).wait_event(self.done)
