@@ -79,7 +79,8 @@ def shard(
             num_samples, diloco, batch_size=lease, seed=seed, shuffle=is_shuffled
         )
         return _with_sampler(loader, elastic)
-    batch_size *= diloco._batches_at_once or 1
+    at_once = diloco._batches_at_once or 1
+    batch_size *= at_once
     fixed = ReplicaSampler(
         num_samples,
         place,
@@ -90,6 +91,7 @@ def shard(
         inner_step=lambda: diloco.inner_step,
         samples_per_step=batch_size * batches_per_step,
         counts_anew=diloco._batches_at_once is not None,
+        ahead=-(-loader.num_workers * (loader.prefetch_factor or 0) // at_once),
     )
     return _with_part(loader, fixed)
 
@@ -300,9 +302,11 @@ class _Iteration:
         inner_step, first: The inner step and the sample where it began.
         taken: Samples of the epoch that were taken, by this iteration and before.
         end: Samples of the epoch.
+        batch_size: Samples of a batch; the last batch of the epoch may have fewer.
         before: The iteration that came to the end of the epoch before.
-        carried: Samples that ``before`` had left for the first inner step of this one.
-        is_known: Whether this iteration's draws have shown that its loop used what was carried.
+        rest: Batches that the inner steps of ``before`` did not use.
+        carried: Batches of the rest that the first inner step of this iteration uses: all, or 0.
+        is_known: Whether this iteration has come to its first inner step.
     """
 
     epoch: int
@@ -311,17 +315,20 @@ class _Iteration:
     first: int
     taken: int
     end: int
+    batch_size: int
     before: _Iteration | None = None
+    rest: int = 0
     carried: int = 0
     is_known: bool = False
 
     @property
     def drawn(self) -> int:
-        return self.taken - self.first
+        """How many batches were taken."""
+        return -(-(self.taken - self.first) // self.batch_size)
 
-    def used(self, inner_step: int, samples_per_step: int) -> int:
-        """Return how many samples of this iteration the inner steps have used."""
-        return (inner_step - self.inner_step) * samples_per_step - self.carried
+    def used(self, inner_step: int, batches_per_step: int) -> int:
+        """Return how many batches of this iteration the inner steps have used."""
+        return (inner_step - self.inner_step) * batches_per_step - self.carried
 
 
 class ReplicaSampler(Sampler[int]):
@@ -340,12 +347,14 @@ class ReplicaSampler(Sampler[int]):
         place: Returns the own part and the number of parts; called when an iteration begins.
         seed: The seed of the orders.
         shuffle: False for the order of the data set in every epoch.
-        batch_size: Samples of a batch, for ``drop_last``.
+        batch_size: Samples of a batch.
         drop_last: Drop samples, instead of repeating some.
         inner_step: Returns the inner steps taken; None makes each iteration a new epoch.
-        samples_per_step: Samples of one inner step: loaders take samples ahead of the training.
+        samples_per_step: Samples of one inner step, in whole batches: loaders take batches ahead of
+            the training.
         counts_anew: Whether a trainer calls ``set_epoch`` with numbers that begin with 0 in each
             process: after a resume they count on from the saved epoch.
+        ahead: Batches that the loader takes at least before the loop uses them.
     """
 
     def __init__(
@@ -360,11 +369,12 @@ class ReplicaSampler(Sampler[int]):
         inner_step: Callable[[], int] | None = None,
         samples_per_step: int = 0,
         counts_anew: bool = False,
+        ahead: int = 0,
     ) -> None:
         self.place, self.epoch = place, 0
         self._orders = Orders(integer("num_samples", num_samples, 1), seed, shuffle=shuffle)
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._inner_step, self._samples_per_step = inner_step, samples_per_step
+        self._inner_step, self._batches_per_step = inner_step, samples_per_step // batch_size
         self._shape = {"num_samples": num_samples, "seed": seed, "shuffle": shuffle}
         self._counts_anew, self._is_loaded, self._offset = counts_anew, False, 0
         # Where the next iteration begins, the iteration that took samples last, and the one before
@@ -373,8 +383,8 @@ class ReplicaSampler(Sampler[int]):
         self._last: _Iteration | None = None
         self._before: _Iteration | None = None
         self._is_over = False
-        # Samples that the loader takes before the loop uses them; None until an iteration shows it.
-        self._ahead: int | None = None
+        # Whether the loop was last shown to use the rest of an epoch in the next one.
+        self._ahead, self._counts_on = ahead, False
 
     def __len__(self) -> int:
         _, num_parts = self.place()
@@ -394,7 +404,7 @@ class ReplicaSampler(Sampler[int]):
     def _samples(self, epoch: int, first: int) -> Iterator[int]:
         (part, num_parts), before = self.place(), self._last
         end = self._count(num_parts)
-        own = _Iteration(epoch, num_parts, self._now(), first, first, end)
+        own = _Iteration(epoch, num_parts, self._now(), first, first, end, self._batch_size)
         self._carry(own)
         is_over = False
         try:
@@ -413,20 +423,24 @@ class ReplicaSampler(Sampler[int]):
                 self._last = before
 
     def _carry(self, own: _Iteration) -> None:
-        """Find out what the iteration before has left of its last inner step.
+        """Find out how many batches the inner steps of the iteration before did not use.
 
-        A loop that counts batches over the end of an epoch uses the rest in the first step of the
+        A loop that counts batches over the end of an epoch uses this rest in the first step of the
         next epoch. A loop that counts anew in each epoch does not, see ``_look``.
         """
         before = self._before
         if before is None or self._inner_step is None or before.taken < before.end or own.first:
             return
-        rest = before.drawn - before.used(own.inner_step, self._samples_per_step)
-        if 0 < rest < self._samples_per_step:
-            own.before, own.carried, before.before = before, rest, None
+        rest = before.drawn - before.used(own.inner_step, self._batches_per_step)
+        if rest < 0 and before.rest:
+            # More steps than an epoch has batches for: a loop that counts on.
+            self._counts_on, rest = True, rest + before.rest
+        if 0 < rest < self._batches_per_step:
+            own.before, own.rest, before.before = before, rest, None
+            own.carried = rest if self._counts_on else 0
 
     def _look(self, own: _Iteration) -> None:
-        """At the first inner step of an iteration, see from its draws how many samples it used.
+        """At the first inner step of an iteration, see from its draws how many batches it used.
 
         That is the number drawn so far, but for those that the loader is ahead.
         """
@@ -435,10 +449,12 @@ class ReplicaSampler(Sampler[int]):
         own.is_known = True
         if own.taken == own.end or self._now() != own.inner_step + 1:
             return  # The loader could not be ahead as far as before.
-        if not own.carried:
-            self._ahead = own.drawn - self._samples_per_step
-        elif self._ahead is not None and own.drawn - self._ahead >= self._samples_per_step:
-            own.carried = 0
+        ahead = own.drawn - self._batches_per_step
+        if own.rest:
+            self._counts_on = ahead < self._ahead
+            own.carried = own.rest if self._counts_on else 0
+        else:
+            self._ahead = ahead
 
     def _now(self) -> int:
         return 0 if self._inner_step is None else self._inner_step()
@@ -467,7 +483,8 @@ class ReplicaSampler(Sampler[int]):
         if last is not None:
             num_parts, taken, epoch = last.num_parts, last.taken, last.epoch
             if self._inner_step is not None:
-                taken = min(taken, last.first + last.used(self._now(), self._samples_per_step))
+                used = last.used(self._now(), self._batches_per_step)
+                taken = min(taken, last.first + used * last.batch_size)
         return {**self._shape, "num_parts": num_parts, "epoch": epoch, "taken": taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -336,14 +336,16 @@ class Accumulating:
         counts_on: A step may begin in one epoch and end in the next; otherwise the loop throws the
             last batch of an epoch away.
         state: To begin with.
+        given: Other arguments of the loader than four samples a batch and ``drop_last``.
     """
 
-    def __init__(self, num_workers: int, counts_on: bool, state: Any = None) -> None:
+    def __init__(self, num_workers: int, counts_on: bool, state: Any = None, **given: Any) -> None:
         self._counts_on = counts_on
         self._model, self._optimizer, self._diloco = attach(sync_every=4, num_replicas=1)
         context = "fork" if num_workers else None
         options = {"num_workers": num_workers, "multiprocessing_context": context}
-        self._loader = self._diloco.shard(loader_of(drop_last=True, **options), batches_per_step=3)
+        loader = loader_of(**{"drop_last": True, **options, **given})
+        self._loader = self._diloco.shard(loader, batches_per_step=3)
         self._sampler: Any = self._loader.sampler
         if state is not None:
             self._diloco.load_state_dict(state[0])
@@ -386,6 +388,37 @@ def test_a_run_resumes_in_a_step_over_the_end_of_an_epoch(
         before, state = Accumulating(num_workers, counts_on).used(step, is_late)
         after, _ = Accumulating(num_workers, counts_on, state).used(19)
         assert before + after == whole, step
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_a_loader_ahead_by_an_epoch_shows_no_carry() -> None:
+    """Eight batches an epoch, all taken before the first step: the loop throws two away."""
+    options: dict[str, Any] = {"batch_size": 13, "drop_last": False}
+    whole, _ = Accumulating(4, False, **options).used(6)
+    for step in (3, 4, 5):
+        before, state = Accumulating(4, False, **options).used(step)
+        after, _ = Accumulating(4, False, state, **options).used(6)
+        assert before + after == whole, step
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_carry_is_counted_in_batches_though_the_last_one_is_short(num_workers: int) -> None:
+    """The last of 26 batches has three samples, and two batches are carried."""
+    whole, _ = Accumulating(num_workers, True, drop_last=False).used(19)
+    for step in (9, 10, 17, 18):
+        before, state = Accumulating(num_workers, True, drop_last=False).used(step)
+        after, _ = Accumulating(num_workers, True, state, drop_last=False).used(19)
+        assert before + after == whole, step
+
+
+@pytest.mark.parametrize("counts_on", [True, False])
+def test_a_run_that_began_in_the_rest_of_an_epoch_resumes_again(counts_on: bool) -> None:
+    """No step of the resumed epoch shows how far the loader is ahead; its workers tell."""
+    whole, _ = Accumulating(1, counts_on).used(12)
+    _, state = Accumulating(1, counts_on).used(8)
+    middle, state = Accumulating(1, counts_on, state).used(10)
+    end, _ = Accumulating(1, counts_on, state).used(12)
+    assert whole[8:] == middle + end
 
 
 def test_a_state_of_other_data_is_refused() -> None:
