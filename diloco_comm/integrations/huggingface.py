@@ -56,6 +56,8 @@ _REMEDY = (
     "write `replicas = replica_per_process()` (of diloco_comm.integrations.launch) before "
     "TrainingArguments and the Trainer are made, and DiLoCoCallback(..., **replicas)"
 )
+# A function that deletes checkpoints, with its arguments.
+Deletion = tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]
 _FOLDER = "give each replica its own TrainingArguments(output_dir=...)"
 _RESUME = "give DiLoCoCallback(resume_from=...) the checkpoint's folder"
 
@@ -135,6 +137,10 @@ class DiLoCoCallback(TrainerCallback):
         # The step of the newest checkpoint, and what gives the trainer its own way of saving back.
         self._saved_step = -1
         self._release: Callable[[], None] = _nothing
+        # The step of the newest checkpoint that all replicas have, and the checkpoints after that:
+        # how many exchanges must have ended until all replicas have it, and its step.
+        self._common_step = -1
+        self._saves: list[tuple[int, int]] = []
         self._figures = Figures()
         self.diloco: DiLoCo | None = None
 
@@ -195,7 +201,8 @@ class DiLoCoCallback(TrainerCallback):
         arguments = with_total_steps(self._arguments, state.max_steps)
         self.diloco = attach(self._make, model, optimizer, arguments, saved)
         self._swap = Swap(self.diloco)
-        self._saved_step = -1
+        self._saved_step, self._saves = -1, []
+        self._common_step = -1 if saved is None else state.global_step
         if self._trainer is not None:
             self._save_with_state(self._trainer)
         if self.diloco.view >= 0:
@@ -297,20 +304,58 @@ class DiLoCoCallback(TrainerCallback):
 
         The trainer deletes them (``save_total_limit``) before it calls ``on_save``.
         """
-        save = trainer._save_checkpoint
+        save, rotation = trainer._save_checkpoint, _rotation(trainer)
+        if rotation is None and trainer.args.save_total_limit:
+            _logger.warning(
+                "save_total_limit=%d: transformers %s deletes older checkpoints before DiLoCo's "
+                "state is in the new one, so a kill meanwhile may leave no whole one",
+                trainer.args.save_total_limit,
+                transformers.__version__,
+            )
 
         def save_whole(*arguments: Any, **options: Any) -> None:
-            deletions: list[Callable[[], None]] = []
-            with _held_deletions(deletions):
+            is_own = self in trainer.callback_handler.callbacks and self._swap is not None
+            if rotation is None or not (is_own and self._is_training()):
+                return save(*arguments, **options)
+            with _held_deletions(*rotation) as held:
                 save(*arguments, **options)
             self._add_state(trainer.args, trainer.state)
-            # Each worker of this replica has a file of its own.
-            trainer.accelerator.wait_for_everyone()
-            for delete in deletions:
-                delete()
+            self._delete(trainer.args, held)
 
-        trainer._save_checkpoint = save_whole
-        self._release = partial(setattr, trainer, "_save_checkpoint", save)
+        self._release = _replace(trainer, "_save_checkpoint", save_whole)
+
+    def _delete(self, args: TrainingArguments, held: list[Deletion]) -> None:
+        """Delete older checkpoints, but for the newest that every worker of every replica has.
+
+        Another replica, or another worker of this one, may be killed before the newest checkpoint
+        is whole there. All would have to resume from an older one.
+        """
+        assert self.diloco is not None
+        limit = args.save_total_limit
+        if limit and not args.save_only_model and args.world_size * self.diloco.num_replicas > 1:
+            steps = _saved_steps(Path(args.output_dir or ""))
+            limit = max(limit, sum(step >= self._common_step for step in steps))
+        put_back = _replace(args, "save_total_limit", limit)
+        for rotate, arguments, options in held:
+            # Before transformers 5 the function reads the limit from the trainer's arguments.
+            has_limit = "save_total_limit" in options
+            rotate(*arguments, **options | ({"save_total_limit": limit} if has_limit else {}))
+        put_back()
+
+    def _note_save(self, step: int) -> None:
+        """Note a checkpoint, and which older ones the other replicas have by now.
+
+        The end of an exchange that began after a save shows that all replicas have saved.
+        """
+        assert self.diloco is not None
+        num_syncs = self.diloco.totals().num_syncs
+        common = [step for needed, step in self._saves if needed <= num_syncs]
+        self._common_step = max([self._common_step, *common])
+        self._saves = self._saves[len(common) :]
+        under_way = sum(len(part.in_flight) for part in self.diloco._rounds.parts)
+        # The workers of a single replica meet at each step.
+        needed = num_syncs + under_way + 1 if self.diloco.num_replicas > 1 else 0
+        self._saves.append((needed, step))
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -330,6 +375,7 @@ class DiLoCoCallback(TrainerCallback):
         whole = state_with_local(self.diloco) if has_outer else self.diloco.state_dict()
         file = _folder(args, state) / _file_name(args)
         save_state("DiLoCo's state", savable(whole), file)
+        self._note_save(state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -441,19 +487,50 @@ def _nothing() -> None:
     """Do nothing: the trainer saves in its own way."""
 
 
+def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of an object; return a function that undoes this, once."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+
+    def put_back() -> None:
+        if vars(owner).get(name) is not value:
+            return  # The user has replaced the attribute since then.
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+    return put_back
+
+
+def _rotation(trainer: Trainer) -> tuple[Any, str] | None:
+    """Return the owner and the name of the function that deletes the trainer's old checkpoints.
+
+    Source: transformers 5, ``trainer_utils.py``; transformers 4, ``trainer.py``.
+    """
+    places = (transformers.trainer, "rotate_checkpoints"), (trainer, "_rotate_checkpoints")
+    return next((place for place in places if hasattr(*place)), None)
+
+
 @contextmanager
-def _held_deletions(held: list[Callable[[], None]]) -> Iterator[None]:
+def _held_deletions(owner: Any, name: str) -> Iterator[list[Deletion]]:
     """Enter a block in which a trainer only says which checkpoints it would delete."""
-    rotate = transformers.trainer.rotate_checkpoints
+    rotate, held = getattr(owner, name), list[Deletion]()
 
     def hold(*arguments: Any, **options: Any) -> None:
-        held.append(partial(rotate, *arguments, **options))
+        held.append((rotate, arguments, options))
 
-    transformers.trainer.rotate_checkpoints = hold
+    put_back = _replace(owner, name, hold)
     try:
-        yield
+        yield held
     finally:
-        transformers.trainer.rotate_checkpoints = rotate
+        put_back()
+
+
+def _saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder."""
+    ends = [path.name.rpartition("-")[2] for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    return [int(end) for end in ends if end.isdigit()]
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
