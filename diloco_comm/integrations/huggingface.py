@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -332,7 +332,9 @@ class DiLoCoCallback(TrainerCallback):
         """
         assert self.diloco is not None
         limit = args.save_total_limit
-        if limit and not args.save_only_model and args.world_size * self.diloco.num_replicas > 1:
+        num_apart = self.diloco.num_replicas
+        num_apart *= args.world_size if self.diloco._workers is None else 1
+        if limit and not args.save_only_model and num_apart > 1:
             steps = _saved_steps(Path(args.output_dir or ""))
             limit = max(limit, sum(step >= self._common_step for step in steps))
         put_back = _replace(args, "save_total_limit", limit)
@@ -374,7 +376,10 @@ class DiLoCoCallback(TrainerCallback):
             return
         whole = state_with_local(self.diloco) if has_outer else self.diloco.state_dict()
         file = _folder(args, state) / _file_name(args)
-        save_state("DiLoCo's state", savable(whole), file)
+        workers = self.diloco._workers
+        # If one worker cannot write its file, all raise.
+        with nullcontext() if workers is None else workers.all_workers():
+            save_state("DiLoCo's state", savable(whole), file)
         self._note_save(state.global_step)
 
     def on_train_end(

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fault_replicas import hash_of
 from small_disk import mounted
-from trainers import Rows, WithLoss, needs
+from trainers import Rows, WithLoss, needs, on_store
 from workers import Pool
+
+from diloco_comm import Streaming, SyncError
+from diloco_comm.options import grouped
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +194,247 @@ def test_a_whole_checkpoint_is_left_wherever_the_save_is_killed(
     [(resumed, whole, was_killed)] = replicas(1).run(die_while_saving, tmp_path, place)
     assert was_killed and resumed == whole
     assert [path.name for path in (tmp_path / "whole").iterdir()] == ["checkpoint-6"]
+
+
+def save_in_another_version(
+    rank: int, world: int, folder: Path, has_method: bool
+) -> tuple[list[bool], list[str]]:
+    """Return whether the state was there at each deletion, and the warnings about deletions.
+
+    In transformers 4 the trainer has a method that deletes checkpoints, and no function has this
+    task.
+    """
+    import transformers.trainer
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
+
+    from diloco_comm.integrations import huggingface
+
+    rotate, remove = transformers.trainer.rotate_checkpoints, shutil.rmtree
+    rotations: list[Callable[..., None]] = []
+    there: list[bool] = []
+    said: list[str] = []
+
+    def call(*, output_dir: str, use_mtime: bool, **others: Any) -> None:
+        rotations[0](use_mtime=use_mtime, output_dir=output_dir)
+
+    class Other(Trainer):
+        _save_checkpoint = FunctionType(
+            Trainer._save_checkpoint.__code__,
+            {**vars(transformers.trainer), "rotate_checkpoints": call},
+        )
+
+        def _rotate(self, use_mtime: bool = False, output_dir: str = "") -> None:
+            rotate(output_dir, self.args.save_total_limit, use_mtime=use_mtime)
+
+    if has_method:
+        Other._rotate_checkpoints = Other._rotate  # type: ignore[attr-defined]
+
+    def look(path: Any, *others: Any, **options: Any) -> None:
+        there.append((folder / f"checkpoint-{trainer.state.global_step}" / "diloco.pt").exists())
+        remove(path, *others, **options)
+
+    args = quiet_arguments(folder, max_steps=6, save_steps=2, save_total_limit=1)
+    callback = huggingface.DiLoCoCallback(sync_every=4, shard=False)
+    trainer = Other(WithLoss(), args, train_dataset=Rows(0), callbacks=[callback])
+    name = "_rotate_checkpoints" if has_method else "_rotate"
+    rotations.append(lambda **given: getattr(trainer, name)(**given))
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    huggingface._logger.addHandler(handler)
+    del transformers.trainer.rotate_checkpoints
+    shutil.rmtree = look  # type: ignore[assignment]
+    try:
+        trainer.train()
+    finally:
+        shutil.rmtree, transformers.trainer.rotate_checkpoints = remove, rotate
+        huggingface._logger.removeHandler(handler)
+    return there, [text for text in said if "save_total_limit" in text]
+
+
+@needs("transformers")
+@pytest.mark.parametrize("has_method", [True, False])
+def test_the_versions_of_transformers_that_delete_in_another_way(
+    has_method: bool, replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    [(there, said)] = replicas(1).run(save_in_another_version, tmp_path, has_method)
+    assert there == [has_method] * 2 and len(said) == (not has_method)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
+
+
+def save_without_training(rank: int, world: int, folder: Path) -> tuple[list[str], bool, bool]:
+    """Return the saves after a failed training, and the trainer's way of saving after others."""
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer, TrainerCallback
+
+    from diloco_comm.integrations.huggingface import DiLoCoCallback
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == 3:
+                raise ZeroDivisionError
+
+    def trainer_of(name: str, *others: Any) -> Any:
+        args = quiet_arguments(folder / name, max_steps=6, save_steps=2)
+        callbacks = [DiLoCoCallback(sync_every=2, shard=False), *others]
+        return Trainer(WithLoss(), args, train_dataset=Rows(0), callbacks=callbacks)
+
+    failed, good, own = trainer_of("failed", Failing()), trainer_of("good"), trainer_of("own")
+    with contextlib.suppress(ZeroDivisionError):
+        failed.train()
+    callback = failed.callback_handler.pop_callback(DiLoCoCallback)
+    failed._save_checkpoint(failed.model, None)
+    failed.pop_callback(Failing)
+    failed.train()
+    callback.close()
+    good.train()
+    save = own._save_checkpoint
+    own._save_checkpoint = lambda *given: save(*given)
+    before = own._save_checkpoint
+    own.train()
+    files = [str(path.parent.name) for path in (folder / "failed").rglob("diloco.pt")]
+    others = {"_save_checkpoint"} & (vars(good).keys() | vars(failed).keys())
+    return files, not others, vars(own)["_save_checkpoint"] is before
+
+
+@needs("transformers")
+def test_a_trainer_saves_in_its_own_way_when_diloco_does_not_train(
+    replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    [(files, is_taken_away, is_put_back)] = replicas(1).run(save_without_training, tmp_path)
+    assert files == ["checkpoint-2"] and is_taken_away and is_put_back
+
+
+# ---------------------------------------------------------------- several replicas, or workers
+
+
+def train_one_of_two(
+    rank: int,
+    world: int,
+    address: tuple[str, int],
+    folder: Path,
+    options: dict[str, Any],
+    step: int | None,
+    dies: bool,
+) -> tuple[set[int], str]:
+    """Train from a checkpoint; with ``dies`` a child of replica 1 is killed in the third save.
+
+    Returns:
+        The steps of the checkpoints that are whole, and the hash of the parameters at the end.
+    """
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
+
+    from diloco_comm.integrations.huggingface import DiLoCoCallback
+
+    replace, out, found = os.replace, folder / str(rank), ""
+
+    def die(source: Any, target: Any) -> None:
+        if Path(target) == out / "checkpoint-6" / "diloco.pt":
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    def run() -> str:
+        place = on_store(rank, world, address, f"killed {options} {step} {folder}")
+        args = quiet_arguments(out, max_steps=10, save_steps=2, save_total_limit=1)
+        callback = DiLoCoCallback(shard=False, **grouped({**place, **options}))
+        trainer = Trainer(WithLoss(rank), args, train_dataset=Rows(rank), callbacks=[callback])
+        try:
+            trainer.train(resume_from_checkpoint=step and f"{out}/checkpoint-{step}")
+        finally:
+            callback.close()
+        return hash_of([param.detach() for param in trainer.model.parameters()])
+
+    if not dies:
+        found = run()
+    elif rank == 0:
+        with pytest.raises(SyncError):
+            run()
+    elif not (child := os.fork()):
+        os.replace = die
+        with contextlib.suppress(BaseException):
+            run()
+        os._exit(1)
+    else:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    files = out.glob("checkpoint-*/diloco.pt")
+    return {int(file.parent.name.rpartition("-")[2]) for file in files}, found
+
+
+@needs("transformers")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_every": 2},
+        {"sync_every": 4},
+        {"sync_every": 4, "fragments": 2, "overlap": Streaming(delay=2, alpha=0.5)},
+    ],
+    ids=str,
+)
+def test_replicas_keep_a_checkpoint_in_common_when_one_is_killed_while_saving(
+    options: dict[str, Any], replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Each keeps one checkpoint (``save_total_limit=1``), and what the others may lack besides."""
+    pool = replicas(2)
+    (first, _), (second, _) = pool.run(
+        train_one_of_two, pool.store, tmp_path / "killed", options, None, True
+    )
+    assert 6 in first and 6 not in second and len(first) <= 4
+    step = max(first & second)
+    resumed = pool.run(train_one_of_two, pool.store, tmp_path / "killed", options, step, False)
+    whole = pool.run(train_one_of_two, pool.store, tmp_path / "whole", options, None, False)
+    assert [end[1] for end in resumed] == [end[1] for end in whole]
+    # The newest, and those since the last exchange.
+    assert all(len(steps) <= 4 for steps, _ in whole)
+
+
+def save_on_one_worker(
+    rank: int, world: int, address: tuple[str, int], folder: Path
+) -> tuple[str, list[str]]:
+    """Two workers of a replica save; where worker 1's second state would lie is a folder."""
+    from accelerate.state import AcceleratorState
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer, TrainerCallback
+
+    from diloco_comm.integrations.huggingface import DiLoCoCallback
+
+    class Blocking(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == 3:
+                (folder / "checkpoint-4" / "diloco_1.pt" / "folder").mkdir(
+                    parents=True, exist_ok=True
+                )
+
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    before = dict(os.environ)
+    os.environ |= {name: str(value) for name, value in launched.items()}
+    os.environ |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+    job = on_store(rank, 2, address, "one job")["store"]
+    dist.init_process_group("gloo", store=job, rank=rank, world_size=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    place = {**on_store(0, 1, address, "one replica"), "shard_group": dist.group.WORLD}
+    args = quiet_arguments(folder, max_steps=4, save_steps=2, save_total_limit=1)
+    callback = DiLoCoCallback(sync_every=2, shard=False, **grouped(place))
+    trainer = Trainer(WithLoss(), args, train_dataset=Rows(0), callbacks=[callback, Blocking()])
+    said = ""
+    try:
+        trainer.train()
+    except (OSError, SyncError) as error:
+        said = str(error)
+    callback.close()
+    dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.clear()
+    os.environ |= before
+    return said, sorted(path.name for path in folder.glob("checkpoint-2/diloco*"))
+
+
+@needs("transformers")
+def test_no_worker_waits_for_another_that_cannot_save(
+    replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    pool = replicas(2)
+    (first, left), (second, _) = pool.run(save_on_one_worker, pool.store, tmp_path, timeout=60)
+    assert second.startswith("cannot write DiLoCo's state") and "diloco_1.pt" in second
+    assert first.startswith("worker 1 of this replica failed: OSError: cannot write DiLoCo's state")
+    assert left == ["diloco_0.pt", "diloco_1.pt"]
