@@ -637,8 +637,8 @@ def open_new(path: Path, mode: int) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
-# Error numbers of file systems that do not know an operation, such as CIFS and several of FUSE.
-WITHOUT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+# Error numbers of file systems, such as CIFS and several of FUSE, that cannot fsync a folder.
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 _unsynced: set[Path] = set()
 
 
@@ -655,7 +655,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(file)
     except OSError as error:
-        if error.errno not in WITHOUT:
+        if error.errno not in _NO_FOLDER_SYNC:
             raise
         if folder not in _unsynced:
             _unsynced.add(folder)

@@ -6,8 +6,10 @@ import dataclasses
 import os
 import re
 import resource
+import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ import zmq.auth
 from diloco_comm import _C
 from diloco_comm.base.service.keys import (
     Allowed,
+    Guard,
     Keys,
     LinkKeys,
     allow,
@@ -592,38 +595,126 @@ def test_a_secret_as_kubernetes_mounts_it_is_taken(tmp_path: Path) -> None:
 # --------------------------------------------------------- a folder that cannot be read for now
 
 
-def test_the_last_keys_stay_while_no_descriptor_is_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_keys(tmp_path, ["tokyo", "lima"])
-    allowed = Allowed(tmp_path / "allowed", lambda keys: keys.curve.encode())
-    before = allowed.present()
-    assert len(before) == 2
-    (tmp_path / "allowed" / "lima.key").unlink()
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """Let this process open nothing."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
-        for _ in range(3):
-            assert allowed.present(at_once=True) == before
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"the folder {tmp_path}/allowed cannot be read (Too many open files)")
-    assert len(allowed.present(at_once=True)) == 1
 
 
-def test_a_key_whose_file_cannot_be_read_again_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def curve(keys: Keys) -> bytes:
+    return keys.curve.encode()
+
+
+@pytest.fixture(params=["server", "link"])
+def in_allowed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Allowed]:
+    """The keys that a server, or a link, lets in: lima, nice and tokyo."""
+    make_keys(tmp_path, ["lima", "nice", "tokyo"])
+    if request.param == "link":
+        yield LinkKeys.read(tmp_path / "lima.key_secret").allowed
+        return
+    with zmq.Context() as context:
+        guard = Guard(context, tmp_path / "allowed")
+        yield guard.allowed
+        guard.stop()
+
+
+def test_a_key_that_is_removed_while_no_descriptor_is_left_counts_at_once(
+    in_allowed: Allowed, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_keys(tmp_path, ["tokyo", "lima"])
-    allowed = Allowed(tmp_path / "allowed", lambda keys: keys.curve.encode())
-    before = allowed.present()
-    # Reading a folder as a file is an error for root too.
-    (tmp_path / "allowed" / "lima.key").unlink()
-    (tmp_path / "allowed" / "lima.key").mkdir()
-    for _ in range(3):
-        assert allowed.present(at_once=True) == before
+    """New keys, and changed ones, wait for a descriptor."""
+    folder = tmp_path / "allowed"
+    lima, nice, tokyo = (folder / f"{name}.key" for name in ("lima", "nice", "tokyo"))
+    before = in_allowed.present(at_once=True)
+    assert len(before) == 3
+    make_pairs(tmp_path / "other", ["oslo", "tokyo"])
+    shutil.copy(tmp_path / "other" / "oslo.key", folder)
+    os.replace(tmp_path / "other" / "tokyo.key", tokyo)
+    lima.unlink()
+    with no_descriptor():
+        for _ in range(3):
+            left = in_allowed.present(at_once=True)
+            assert left < before and len(left) == 2
+        nice.unlink()
+        assert len(in_allowed.present(at_once=True)) == 1
+        # The folder itself is gone: the last keys stay.
+        folder.rename(tmp_path / "away")
+        assert len(in_allowed.present(at_once=True)) == 1
+        (tmp_path / "away").rename(folder)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "allowed cannot be read (Is a directory)" in line
-    (tmp_path / "allowed" / "lima.key").rmdir()
-    assert len(allowed.present(at_once=True)) == 1
+    assert line.startswith(f"the folder {folder} cannot be read (Too many open files)")
+    after = in_allowed.present(at_once=True)
+    assert len(after) == 2 and not after & before
+
+
+def test_a_key_whose_file_cannot_be_read_again_stays_and_holds_no_other_up(
+    in_allowed: Allowed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "allowed"
+    before = in_allowed.present(at_once=True)
+    # Reading a folder as a file is an error for root too.
+    for name in ("lima.key", "oslo.key"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+    for _ in range(3):
+        assert in_allowed.present(at_once=True) == before
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == f"{folder}/lima.key cannot be read (Is a directory): its last keys stay"
+    assert said[1].startswith(f"{folder}/oslo.key lets nobody in: ") and len(said) == 2
+    remove(tmp_path, "tokyo")
+    left = in_allowed.present(at_once=True)
+    assert left < before and len(left) == 2
+    (folder / "lima.key").rmdir()
+    assert len(in_allowed.present(at_once=True)) == 1
+    shutil.copy(tmp_path / "lima.key", folder)
+    assert in_allowed.present(at_once=True) == left
+    assert len(caplog.records) == 2
+
+
+def test_trouble_that_comes_and_goes_is_said_once_until_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Strangers decide when a process has no descriptor, and so must not fill the log."""
+    clock = SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr("diloco_comm.base.service.keys.time", clock)
+    make_keys(tmp_path)
+    allowed = Allowed(tmp_path / "allowed", curve)
+    assert len(allowed.present()) == 1
+
+    def said_at(seconds: float, *, is_readable: bool) -> list[str]:
+        caplog.clear()
+        clock.monotonic = lambda: seconds
+        with nullcontext() if is_readable else no_descriptor():
+            assert len(allowed.present()) == 1
+        return [record.getMessage() for record in caplog.records]
+
+    for begin in (110.0, 140.0):
+        (line,) = said_at(begin, is_readable=False)
+        assert "cannot be read (Too many open files)" in line
+        for second in range(1, 9):
+            assert said_at(begin + second, is_readable=second % 2 == 0) == []
+        assert said_at(begin + 16.0, is_readable=True) == []
+        (line,) = said_at(begin + 18.0, is_readable=True)
+        assert line == f"{tmp_path}/allowed can be read again"
+        assert said_at(begin + 29.0, is_readable=True) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process of another user needs root")
+def test_the_last_keys_stay_while_a_folder_above_is_closed(tmp_path: Path) -> None:
+    for folder in tmp_path.parents[:2]:
+        folder.chmod(0o755)
+    make_keys(tmp_path / "keys")
+
+    def look() -> None:
+        allowed = Allowed(tmp_path / "keys" / "allowed", curve)
+        assert len(allowed.present()) == 1
+        (tmp_path / "keys").chmod(0)
+        assert len(allowed.present(at_once=True)) == 1
+
+    for path in (tmp_path, tmp_path / "keys"):
+        os.chown(path, 10001, 10001)
+    assert _as_user(10001, [], look) == ""

@@ -264,6 +264,22 @@ def test_a_file_system_without_a_disk_is_such_a_one(caplog: pytest.LogCaptureFix
     assert caplog.text.count("the file system of the folder /proc cannot fsync a folder") == 1
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO, errno.ENOLCK, errno.EBADF])
+def test_only_a_file_system_without_locks_has_a_folder_without_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def lock(file: int, kind: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", lock)
+    if number in (errno.EINVAL, errno.EIO):
+        with pytest.raises(OSError, match=os.strerror(number)):
+            Journal(tmp_path)
+        return
+    Journal(tmp_path).close()
+    assert f"the journal folder {tmp_path} cannot be locked" in caplog.text
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_disk_that_does_not_take_the_names_in_a_folder_is_an_error(
     tmp_path: Path, folders_answer: Callable[[int], None], number: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from workers import Pool
 from zygote import Job, Zygote
 
 from diloco_comm import SGD, DiLoCo, Link, StorePeers, __version__
+from diloco_comm.tools.common.hosting import opened_relay
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -117,6 +119,26 @@ def test_taken_port_is_one_sentence() -> None:
 )
 def test_wrong_command_line_is_one_sentence(arguments: list[str], named: str) -> None:
     check_misuse(run_cli(*arguments), named)
+
+
+def test_a_relay_fits_the_open_files_that_its_process_may_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit cannot be raised here, as in some sandboxes."""
+
+    def refuse(kind: int, limits: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, limits[1]))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(resource, "setrlimit", refuse)
+            opened_relay("127.0.0.1", 0, 1000).stop_soon()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    said = "the relay takes 100 connections, because this process may have 400 open files"
+    assert said in capsys.readouterr().err
 
 
 def test_version() -> None:

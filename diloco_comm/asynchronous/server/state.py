@@ -36,9 +36,10 @@ OVERHEAD_BYTES = 32 * 2**20
 SMALL_BYTES = 8 * 2**20
 # Least room beside the rule's buffers, in models, for data on its way to and from workers.
 MIN_ROOM = 0.5
-# Seconds between two attempts to make a file for an update on a full disk.
+# Seconds between two attempts to make a file for an update.
 FILE_RETRY_S = 1.0
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class ServerState:
@@ -53,7 +54,7 @@ class ServerState:
         max_readers: Number of workers that may fetch parameters at the same time.
         unexchanged: See ``Host``.
         history: A random number that tells workers whether the server was restarted.
-        problem: One sentence while an update waits for room on a disk, else "".
+        problem: One sentence while an update waits for room on a disk or a descriptor, else "".
         began: Version that the server restored from disk; -1 if it restored none.
         keeper: Writes snapshots and the journal; None before ``begin``, and without a snapshot
             folder.
@@ -121,10 +122,11 @@ class ServerState:
         """Make room for an update in a file, beside the snapshot if there is room.
 
         Returns:
-            None while the disk is full; ``problem`` then says so, and a later call tries again.
+            None while the disk is full, or no descriptor is free; ``problem`` then says so, and a
+            later call tries again.
 
         Raises:
-            OSError: If a file cannot be made for another reason than a full disk.
+            OSError: If a file cannot be made for another reason.
         """
         if self.problem and time.monotonic() < self._retry_at:
             return None
@@ -137,18 +139,21 @@ class ServerState:
             else:
                 self.problem = self._lost_file = ""
                 return files
-        full = next((error for error in errors if error.errno in _FULL), None)
-        if full is None:
+        passing = (*_FULL, *_NO_DESCRIPTOR)
+        reason = next((error for error in errors if error.errno in passing), None)
+        if reason is None:
             raise errors[-1]
-        self._wait_for_room(sum(sizes), full)
+        self._wait_for_file(sum(sizes), reason)
         return None
 
-    def _wait_for_room(self, num_bytes: int, error: OSError) -> None:
+    def _wait_for_file(self, num_bytes: int, error: OSError) -> None:
         is_new, self._retry_at = not self.problem, time.monotonic() + FILE_RETRY_S
         places = dict.fromkeys((self._folder or tempfile.gettempdir(), tempfile.gettempdir()))
+        missing = f"room in {' or '.join(map(str, places))}"
+        if error.errno in _NO_DESCRIPTOR:
+            missing = "a free descriptor for its file"
         self.problem = (
-            f"an update of {num_bytes:,} bytes waits for room in {' or '.join(map(str, places))}: "
-            f"{error.strerror or error}"
+            f"an update of {num_bytes:,} bytes waits for {missing}: {error.strerror or error}"
         )
         if is_new:
             logger.error("%s; the server goes on, and tries again", self.problem)

@@ -10,9 +10,12 @@ import socket
 import weakref
 from pathlib import Path
 
-from ..log import WITHOUT, expect_regular
+from ..log import expect_regular
 
 logger = logging.getLogger(__name__)
+
+# Error numbers of file systems without locks.
+_WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 class FolderInUse(OSError):
@@ -49,7 +52,7 @@ class FolderLock:
                 f"{holder or 'whose process is not known'}: each server needs a folder of its own"
             ) from None
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, *WITHOUT):
+            if error.errno not in _WITHOUT:
                 raise
             logger.warning("the %s %s cannot be locked: %s", name, folder, error.strerror)
             self._end()

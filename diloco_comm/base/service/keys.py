@@ -22,8 +22,8 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,8 +45,8 @@ PUBLIC, SECRET = ".key", ".key_secret"
 LOOK_S = 1.0
 # Error numbers of a process, or a host, that has no descriptor left.
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-# Trouble that comes and goes is said once in so many seconds.
-_QUIET_S = 60.0
+# Seconds without trouble after which trouble counts as over: strangers can make it come and go.
+_QUIET_S = 10.0
 # The mode in which Kubernetes mounts a Secret for a pod with fsGroup: root's, for the pod's group.
 _OF_A_SECRET = 0o440
 # ZeroMQ's text of 32 bytes.
@@ -346,23 +346,18 @@ def remove(folder: Path, name: str) -> Path:
     return path
 
 
-def readable_keys(folder: Path, known: Mapping[Path, Keys] | None = None) -> dict[Path, Keys]:
+def readable_keys(folder: Path) -> dict[Path, Keys]:
     """Return the public keys in a folder by file; a word in the log for each unreadable file.
 
-    Args:
-        known: The keys of each file as they were read before.
-
     Raises:
-        OSError: If the folder, or a file in ``known``, cannot be read now.
+        OSError: If the folder cannot be read, or this process has no descriptor left.
     """
     found = {}
     for path in _public_files(folder) if folder.is_dir() else ():
         try:
             found[path] = Keys.read(path)
-        except (FileNotFoundError, ValueError) as error:
-            logger.warning("%s lets nobody in: %s", path, error)
-        except OSError as error:
-            if error.errno in _NO_DESCRIPTOR or path in (known or {}):
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR:
                 raise
             logger.warning("%s lets nobody in: %s", path, error)
     return found
@@ -375,26 +370,24 @@ def _public_files(folder: Path) -> list[Path]:
 class Allowed:
     """The keys of one kind in a folder as it is now: the folder is looked at once a second.
 
-    While the folder cannot be read, the last keys stay.
+    A file that is gone loses its keys at the next look: ``stat`` needs no descriptor, so strangers
+    that use up the descriptors of a server hold no removal up. A new file, or a changed one, waits
+    until this process has a descriptor. A file that cannot be read keeps its last keys, and no
+    other file waits for that one. If the folder itself is gone or unreadable, all last keys stay.
 
     Args:
         folder: With a file ``NAME.key`` for each client.
         key_of: Returns the key that counts of those in a file, or None.
-        spare: Entered for a look where this process has no descriptor left.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        key_of: Callable[[Keys], bytes | None],
-        spare: AbstractContextManager[object] | None = None,
-    ) -> None:
-        self._folder, self._key_of, self._spare = folder, key_of, spare or nullcontext()
+    def __init__(self, folder: Path, key_of: Callable[[Keys], bytes | None]) -> None:
+        self._folder, self._key_of = folder, key_of
         self._keys: frozenset[bytes] = frozenset()
-        self._files: dict[Path, Keys] = {}
-        self._seen: Sequence[tuple[object, ...]] = ()
+        # For each file its stamp, and its keys: None for a file without keys.
+        self._files: dict[Path, tuple[object, Keys | None]] = {}
         self._look_at = 0.0
-        self._trouble, self._said_at = "", 0.0
+        # For the folder or a file in trouble the sentence in the log, and when trouble was seen last.
+        self._troubles: dict[Path, tuple[str, float]] = {}
 
     def present(self, *, at_once: bool = False) -> frozenset[bytes]:
         """Return the keys that are let in.
@@ -405,52 +398,84 @@ class Allowed:
         now = time.monotonic()
         if now >= self._look_at or at_once:
             self._look_at = now + LOOK_S
-            try:
-                self._look()
-            except OSError as error:
-                self._note(error)
-            else:
-                if self._trouble and now > self._said_at + _QUIET_S:
-                    logger.warning("the folder %s can be read again", self._folder)
-                    self._trouble = ""
+            self._look()
+            self._end_troubles()
         return self._keys
 
     def _look(self) -> None:
         try:
-            self._read()
+            paths = _public_files(self._folder)
         except OSError as error:
+            self._note_folder(error)
             if error.errno not in _NO_DESCRIPTOR:
-                raise
-            with self._spare:
-                self._read()
+                return
+            paths = list(self._files)
+        files = {path: found for path in paths if (found := self._read(path)) is not None}
+        if self._files.keys() - files.keys() and not os.path.isdir(self._folder):
+            # The folder went while its files were looked at.
+            return
+        keys = (self._key_of(keys) for _, keys in files.values() if keys is not None)
+        self._files, self._keys = files, frozenset(filter(None, keys))
 
-    def _read(self) -> None:
-        seen = [_stamp(path) for path in _public_files(self._folder)]
-        if seen != self._seen:
-            self._files = readable_keys(self._folder, self._files)
-            keys = map(self._key_of, self._files.values())
-            self._keys, self._seen = frozenset(filter(None, keys)), seen
+    def _read(self, path: Path) -> tuple[object, Keys | None] | None:
+        """Return the stamp and the keys of a file; None for a file that is gone or never read."""
+        known = self._files.get(path)
+        try:
+            stamp = _stamp(path)
+            if known is not None and known[0] == stamp:
+                return known
+            return stamp, Keys.read(path)
+        except FileNotFoundError as error:
+            if known is None:
+                self._note(path, f"{path} lets nobody in: {error}")
+            return None
+        except ValueError as error:
+            logger.warning("%s lets nobody in: %s", path, error)
+            return stamp, None
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTOR:
+                self._note_folder(error)
+            elif known is None:
+                self._note(path, f"{path} lets nobody in: {error}")
+            else:
+                self._note(path, f"{path} cannot be read ({error.strerror}): its last keys stay")
+            return known
 
     def bindings(self, key: bytes) -> dict[Path, tuple[int, ...]]:
         """Return the files that bind a key, each with its numbers, as of the last look."""
         return {
             path: keys.replicas
-            for path, keys in self._files.items()
-            if keys.replicas is not None and self._key_of(keys) == key
+            for path, (_, keys) in self._files.items()
+            if keys is not None and keys.replicas is not None and self._key_of(keys) == key
         }
 
-    def _note(self, error: OSError) -> None:
-        """Say once that the folder cannot be read, or is gone, such as before a copy takes over."""
-        trouble, remedy = f"cannot be read ({error.strerror})", "a removed key counts after that"
-        if not self._folder.is_dir():
+    def _note_folder(self, error: OSError) -> None:
+        """Say that the folder cannot be read, or is gone, such as before a copy takes over."""
+        trouble = f"cannot be read ({error.strerror})"
+        effect = "the clients that it named before stay allowed; a removed key counts after that"
+        if error.errno in _NO_DESCRIPTOR:
+            effect = "a removed file counts at once, a new or changed file after that"
+        elif isinstance(error, (FileNotFoundError, NotADirectoryError)):
             trouble = "is gone"
-            remedy = "make the folder again, without the keys that are to be refused"
-        if trouble != self._trouble:
-            self._trouble, self._said_at = trouble, time.monotonic()
-            logger.warning(
-                "the folder %s %s: the clients that it named before stay allowed; %s",
-                *(self._folder, trouble, remedy),
+            effect = (
+                "the clients that it named before stay allowed; make the folder again, without the "
+                "keys that are to be refused"
             )
+        self._note(self._folder, f"the folder {self._folder} {trouble}: {effect}")
+
+    def _note(self, path: Path, sentence: str) -> None:
+        if self._troubles.get(path, ("", 0.0))[0] != sentence:
+            logger.warning("%s", sentence)
+        self._troubles[path] = sentence, time.monotonic()
+
+    def _end_troubles(self) -> None:
+        """Say what can be read again, and has been readable for a while."""
+        now = time.monotonic()
+        for path, (_, seen_at) in list(self._troubles.items()):
+            if now > seen_at + _QUIET_S:
+                self._troubles.pop(path, None)
+                if path == self._folder or path in self._files:
+                    logger.warning("%s can be read again", path)
 
 
 @dataclass(frozen=True)
@@ -528,6 +553,10 @@ class LinkKeys:
 def read_secret(path: Path) -> Keys:
     """Read a file of secret keys; whatever the keys are for, nobody else may use the file.
 
+    Mode 0440 is taken for a file of root's: for a process of root whatever the group of the file,
+    and for another process if the group of the file is one of the process. The other members of
+    that group may read the file, too.
+
     Raises:
         ValueError: If the file cannot be read, is no file of keys, or may be used by others.
     """
@@ -546,7 +575,7 @@ def read_secret(path: Path) -> Keys:
 
 
 def _is_roots(found: os.stat_result) -> bool:
-    """Whether a file is root's, and its group is one of this process."""
+    """Whether a file is root's, and its group is one of this process; any group for root."""
     groups = {os.getegid(), *os.getgroups()}
     return found.st_uid == 0 and (os.geteuid() == 0 or found.st_gid in groups)
 
@@ -641,12 +670,9 @@ def _allowed_in_link(folder: Path) -> Allowed:
     return allowed
 
 
-def _stamp(path: Path) -> tuple[object, ...]:
-    try:
-        found = path.stat()
-    except OSError:
-        return path, None
-    return path, found.st_ino, found.st_size, found.st_mtime_ns
+def _stamp(path: Path) -> object:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 # --------------------------------------------------------------------- sockets of ZeroMQ (CURVE)
@@ -662,10 +688,7 @@ class Guard:
     def __init__(self, context: zmq.Context, folder: Path) -> None:
         from zmq.auth.thread import ThreadAuthenticator
 
-        from .sockets import SpareDescriptors
-
-        self._spare = SpareDescriptors()
-        self.allowed = Allowed(folder, lambda keys: keys.curve.encode(), self._spare)
+        self.allowed = Allowed(folder, lambda keys: keys.curve.encode())
         self.allowed.present()
         self._thread = ThreadAuthenticator(context)
         self._thread.start()
@@ -683,7 +706,6 @@ class Guard:
     def stop(self) -> None:
         """End the thread; idempotent."""
         self._thread.stop()
-        self._spare.close()
 
 
 def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> Guard:

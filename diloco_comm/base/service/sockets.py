@@ -1,17 +1,14 @@
-"""ZeroMQ sockets: heartbeats, messages without waiting, and descriptors while all are in use."""
+"""ZeroMQ sockets: heartbeats that end dead connections, and messages without waiting."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 import zmq
 
 # Plain integers: operations on zmq's enum flags cost more than a small message.
 NOBLOCK, POLLIN, POLLOUT = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.POLLOUT)
 EVENTS = int(zmq.EVENTS)
-_SPARE = 8
 
 
 def beat(socket: zmq.Socket, lost_after: float) -> None:
@@ -55,31 +52,3 @@ def send_to_peer(
     """
     socket.getsockopt(EVENTS)
     socket.send_multipart(frames, NOBLOCK, copy=copy)
-
-
-class SpareDescriptors:
-    """Descriptors that a server keeps back: ZeroMQ accepts connections until none is left.
-
-    Within a ``with`` block these descriptors are free. ZeroMQ's own thread may take some of them
-    meanwhile, which are missing until a later block has got them back.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[int] = []
-        self._fill()
-
-    def _fill(self) -> None:
-        with suppress(OSError):
-            while len(self._held) < _SPARE:
-                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-
-    def close(self) -> None:
-        """Give all back; idempotent."""
-        while self._held:
-            os.close(self._held.pop())
-
-    def __enter__(self) -> None:
-        self.close()
-
-    def __exit__(self, *exception: object) -> None:
-        self._fill()

@@ -99,8 +99,9 @@ def opened_relay(host: str, port: int, connections: int) -> Relay:
 
 
 def raise_descriptors() -> int:
-    """Raise the limit of open files as far as allowed, and return the limit."""
+    """Raise the limit of open files as far as allowed, and return the limit that holds then."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
