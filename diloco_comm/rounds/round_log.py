@@ -284,4 +284,6 @@ def replay(part: SyncedFragment, entry: LoggedRound, payloads: Tensor, impl: str
     terms = list(zip(there, entry.coefficients, strict=True))
     # The operator wants parameters to write: without a merge, outer ones become what they are.
     part.state.step(Update(terms, [part.state.outer], layout, entry.outer_lr, impl=impl))
+    # Pieces of later rounds may be copied over the values that this step led to.
+    part.state.last_update = None
     part.round, part.history = entry.number + 1, entry.after

@@ -60,6 +60,21 @@ def test_rounds_that_the_log_has_lost_cost_pieces_not_the_join() -> None:
         group.check()
 
 
+def test_a_copy_keeps_no_payload_of_a_round_that_pieces_have_overtaken() -> None:
+    with training(Nesterov, 1, log_bytes=12 << 20) as group:
+        group.train(2)
+        group.turn_until(group.is_ready)
+        group.train()
+        group.turn_until(group.is_ready)
+        before = sum(copy.num_dropped for copy in group.newcomer.copies)
+        group.train(5)
+        group.turn_until(group.is_ready)
+        assert sum(copy.num_dropped for copy in group.newcomer.copies) > before
+        group.check()
+        # Without the payload the newcomer says that it lacks the mean of the last round.
+        assert all(part.state.last_update is None for part in group.fresh.parts)
+
+
 def test_rounds_that_come_too_fast_end_the_copy() -> None:
     with training(Nesterov, 1, log_bytes=0, width=64) as group:
 
