@@ -36,6 +36,7 @@ class Update:
         alpha: Weight of the local value in the merge.
         clip: Bound of the momentum's elements, for optimizers with a momentum.
         penalty: The terms' sum times this is the mean pseudo-gradient.
+        base_lr: ``lr`` without the factor of this round's overlap policy; None without a factor.
         impl: Implementation of the operators; "" for the fastest.
         verdict: None, or int64 [1] on the device: unless it is 0 the step does nothing. Only for a
             state with ``takes_verdict``.
@@ -48,6 +49,7 @@ class Update:
     alpha: float = 0.0
     clip: float = math.inf
     penalty: float = 1.0
+    base_lr: float | None = None
     impl: str = ""
     verdict: Tensor | None = None
 
@@ -76,10 +78,10 @@ class OuterState(ABC):
         last_lr: Learning rate of the last step; None where that is not known.
         last_momentum: Factor of the momentum in the last step, if the step looked ahead.
         last_update: The last step, until the next payload of the fragment is encoded: its terms are
-            free from then on. None after a load too.
+            free from then on. None after a load or a copy too.
         equal_at: Number of outer steps at which all replicas had the same outer parameters.
         ended_at: Number of outer steps after which training ended; -1 before.
-        is_mean: Training ended on the mean of the last round.
+        is_mean: Training ended at ``ended_at`` on the mean of the last round.
         takes_verdict: A step can be left to the device's decision.
     """
 
@@ -535,7 +537,9 @@ class _TorchState(OuterState):
         super().__init__(outer)
         self.factory = factory
         self.param = nn.Parameter(outer)
-        self.gradient = persistent_like(outer)
+        # Outer parameters before the last step less the mean pseudo-gradient, for ``take_mean``: a
+        # step of an optimizer of torch cannot be undone.
+        self.mean = persistent_like(outer)
         self.optimizer = factory([self.param])
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -544,27 +548,24 @@ class _TorchState(OuterState):
             )
 
     def step(self, update: Update) -> None:
-        count = update.layout.num_elements
-        ops.decode(outs=[self.gradient], begin=0, end=count, **update.payloads())
+        gradient, count = torch.empty_like(self.outer), update.layout.num_elements
+        ops.decode(outs=[gradient], begin=0, end=count, **update.payloads())
         groups = [group for group in self.optimizer.param_groups if "lr" in group]
-        rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = update.lr
-        mean = torch.sub(self.outer, self.gradient, alpha=update.penalty)
-        self.param.grad = self.gradient
+        torch.sub(self.outer, gradient, alpha=update.penalty, out=self.mean)
+        self.param.grad = gradient
         self.optimizer.step()
         self.param.grad = None
-        for group, rate in zip(groups, rates, strict=True):
-            # The rate of the round may have a factor, which the next round does not inherit.
-            if group["lr"] == update.lr:
-                group["lr"] = rate
-        # The gradient's memory is free now; ``take_mean`` may need this value.
-        self.gradient.copy_(mean)
+        for group in groups:
+            # The next round does not inherit the factor. The optimizer may have set another rate.
+            if update.base_lr is not None and group["lr"] == update.lr:
+                group["lr"] = update.base_lr
         ops.merge(self.outer, update.params, alpha=update.alpha, impl=update.impl)
         self.count_step(update)
 
     def take_mean(self, params: list[Tensor]) -> None:
-        self.outer.copy_(self.gradient)
+        self.outer.copy_(self.mean)
         ops.merge(self.outer, params)
 
     def look_ahead(self) -> tuple[Tensor, float] | None:

@@ -186,6 +186,7 @@ class SendTimed(RoundRunner):
             flight.lr * inner_lr,
             clip=math.inf if policy.clip is None else policy.clip,
             penalty=penalty,
+            base_lr=None if policy.inner_lr is None else flight.lr,
             impl=self.impl,
         )
 

@@ -25,7 +25,7 @@ from problems import (
     ulps,
 )
 
-from diloco_comm import SGD, Adam, DiLoCo, FromTorch, HeavyBall, Nesterov, ReplicaMismatch, ops
+from diloco_comm import CO2, SGD, Adam, DiLoCo, FromTorch, HeavyBall, Nesterov, ReplicaMismatch, ops
 from diloco_comm.methods.outer import OuterOptimizer, OuterState, Update, make_outer
 from diloco_comm.ops.wire import Layout, WireFormat
 from diloco_comm.options import grouped
@@ -285,6 +285,41 @@ def make_sgd(momentum: float) -> Any:
 
 def make_adam() -> Any:
     return lambda params: torch.optim.Adam(params, lr=0.7)
+
+
+def keep_rates(rank: int, world: int, overlap: Any) -> list[float]:
+    """Assign a rate for one round, without a factor of a policy; return the rates after steps."""
+    made: list[torch.optim.Optimizer] = []
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(params, lr=0.7))
+        return made[-1]
+
+    model, optimizer, diloco = attach(rank, sync_every=2, outer=make, overlap=overlap)
+    rates = []
+    with closing(diloco):
+        group = made[0].param_groups[0]
+        for step in range(8):
+            if overlap is None:
+                diloco.outer.lr = 0.2 if step == 3 else None
+            train_step(model, optimizer, rank, step)
+            rates.append(group["lr"])
+    return rates
+
+
+def half() -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_of_torch_takes_over_the_rate_of_the_round(world: int, workers) -> None:
+    for rates in workers(world).run(keep_rates, None):
+        assert rates == [0.7] * 3 + [0.2] * 5
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_factor_of_a_policy_is_for_one_round(world: int, workers) -> None:
+    assert workers(world).run(keep_rates, CO2(gap=1.0, inner_lr=half)) == [[0.7] * 8] * world
 
 
 def attach_optimizers_of_torch(rank: int, world: int, factories: list[Any]) -> str:
