@@ -26,10 +26,11 @@ _COMMAND, _COMMAND_MODULE = "diloco-comm", "diloco_comm.tools.cli"
 # Versions of all that two processes of this package say to each other. Raise one with every change
 # that a process of the version before would misread. The headers of exchanges have a version of
 # their own, in csrc/exchange/transport/message.h.
-# The meeting of replicas on a store, and the JSON that they compare before their first exchange.
+# The meeting of replicas on a store, and the JSON that they compare: before their first exchange,
+# at a flush and after a change of the group.
 # Another size of the exchanges' headers needs another number here, too: two replicas that post
 # different sizes abort before they compare the version in the headers.
-HANDSHAKE = 2
+HANDSHAKE = 3
 # Records of views and beats of members in the registry of elastic training, as JSON.
 VIEW = 2
 # Frames between the registry's server and its clients.
