@@ -17,6 +17,7 @@ ahead of the iterate by lr * mu * m. ``docs/measurements/end-of-training.md`` ha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -24,13 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.errors import ReplicaMismatch, difference
+from ..base.errors import ReplicaMismatch, difference, named
 from ..base.memory import device_of
 from ..exchange.exchange import Exchange
-from ..exchange.round import Header
+from ..exchange.round import STATE_ADVICE, Header
 from ..ops.wire import WireFormat
 from .handshake import gather_json
 from .part import SyncedFragment, SyncedPart, mixed
+
+logger = logging.getLogger(__name__)
 
 
 def mean_state(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> dict[str, Any]:
@@ -137,30 +140,59 @@ class Ending:
 
         The views are older than that round: a part that was at another step then has been sent.
         """
+        due: list[tuple[SyncedFragment, list[_View]]] = []
         for part in parts if self._is_wanted else []:
             if not isinstance(part, SyncedFragment) or has_ended(part):
                 continue
             heard = _at_same_step(part, self._views)
-            if any(view.has_ended for view in heard):
+            ended = [view for view in heard if view.has_ended]
+            if ended:
                 # A newcomer has copied the ended state beside training, without its numbers.
-                part.state.ended_at = part.state.num_steps
+                part.state.ended_at, part.state.is_mean = part.state.num_steps, ended[0].is_mean
             else:
-                _end(part, heard, impl, writing)
+                due.append((part, heard))
+        _end(due, impl, writing)
+        # Once: ``Eager`` may set parts that cannot end here to the mean of ends.
+        self._is_wanted = False
 
 
 def end_like_others(
     exchange: Exchange, parts: Sequence[SyncedPart], impl: str, writing: Writing
 ) -> None:
-    """End the parts that others have ended, whose flush broke off here; a collective call."""
+    """End the parts that others have ended, whose flush broke off here; a collective call.
+
+    Raises:
+        ReplicaMismatch: On every replica, if one lacks the mean on which others have ended.
+    """
     views = gather_json(exchange, [_view(part) for part in parts])
+    for part in parts:
+        _refuse_without_mean(exchange, part, [_View(*view[part.index]) for view in views])
     if exchange.replica in exchange.joined:
         return  # A newcomer is given the state, or has a copy of it, with its end.
+    due: list[tuple[SyncedFragment, list[_View]]] = []
     for part in parts:
         if isinstance(part, SyncedFragment) and not has_ended(part):
             # The others have the state that this replica reaches now.
             ended = [view for view in _at_same_step(part, views) if view.has_ended]
             if ended:
-                _end(part, ended, impl, writing)
+                due.append((part, ended))
+    _end(due, impl, writing)
+
+
+def _refuse_without_mean(exchange: Exchange, part: SyncedPart, views: Sequence[_View]) -> None:
+    ends = {view.num_steps for view in views if view.has_ended and view.is_mean}
+    lacking = [
+        replica
+        for replica, view in zip(exchange.members, views, strict=True)
+        if view.num_steps in ends
+        and not (view.has_ended or view.is_mean or replica in exchange.joined)
+    ]
+    if lacking:
+        raise ReplicaMismatch(
+            f"training of fragment {part.index} has ended on the mean of the last round, which "
+            f"{named(lacking)} lost by a load before this change of the group: {STATE_ADVICE}",
+            stage="outer state",
+        )
 
 
 def has_ended(part: SyncedPart) -> bool:
@@ -200,8 +232,22 @@ def _at_same_step(part: SyncedFragment, views: Sequence[Sequence[Any]]) -> list[
     return [view for view in of_part if view.num_steps == part.state.num_steps]
 
 
-def _end(part: SyncedFragment, heard: Sequence[_View], impl: str, writing: Writing) -> None:
-    """End a part as the replicas do that are at the same step, if its last step is known."""
+def _end(due: Sequence[tuple[SyncedFragment, list[_View]]], impl: str, writing: Writing) -> None:
+    """End parts as the replicas do that are at the same steps, and say which ones lack the mean."""
+    for part, heard in due:
+        _end_one(part, heard, impl, writing)
+    lacking = [part.index for part, _ in due if has_ended(part) and not part.state.is_mean]
+    if lacking:
+        logger.info(
+            "training ends without the mean of the last round in fragments %s: since a load, a "
+            "join or a lost round it is gone on some replica, and only the look-ahead of Nesterov "
+            "is taken back",
+            lacking,
+        )
+
+
+def _end_one(part: SyncedFragment, heard: Sequence[_View], impl: str, writing: Writing) -> None:
+    """End a part, if its last step is known."""
     views = [*heard, _view(part)]
     known = [(view.lr, view.momentum) for view in views if view.lr is not None]
     if not known:

@@ -725,7 +725,7 @@ class Match:
         if not sources:
             # The schedule of the learning rate goes on, and no outer step was taken.
             merged |= {"num_steps": 0, "extra": {}, "last_lr": None, "ended_at": -1}
-            merged["last_momentum"] = None
+            merged |= {"last_momentum": None, "is_mean": False}
         return merged
 
 
@@ -746,4 +746,5 @@ def _merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "last_lr": furthest.get("last_lr"),
         "last_momentum": furthest.get("last_momentum"),
         "ended_at": max(steps) if has_ended else -1,
+        "is_mean": has_ended and all(one.get("is_mean", False) for one in sources),
     }

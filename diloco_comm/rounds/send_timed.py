@@ -11,18 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..base.memory import Reading
 from ..exchange.membership.regroup import Repair
 from ..exchange.round import Kind, Mean
-from ..methods.outer import OuterState, Update
+from ..methods.outer import Update
 from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout
 from . import consensus, handshake
 from .consensus import Ending
-from .part import Measure, RoundInFlight, SyncedFragment, SyncedPart, mean_of, weight_sum
+from .part import Measure, RoundInFlight, SyncedFragment, SyncedPart, mean_of, mixed, weight_sum
 from .runner import RoundRunner
 
 
@@ -229,12 +230,12 @@ class SendTimed(RoundRunner):
         taken an outer step on that fragment since the last such call.
         """
         parts = [part for part in self.parts if isinstance(part, SyncedFragment)]
-        own = [_numbers(part.state) for part in parts]
+        own = [_numbers(part) for part in parts]
         each = list(zip(*handshake.gather_json(self.exchange, own), strict=True))
         differing = [
             part
             for part, views in zip(parts, each, strict=True)
-            if any(num_steps != equal_at for num_steps, equal_at, *_ in views)
+            if any(num_steps != equal_at for _, num_steps, equal_at, *_ in views)
         ]
         # Replicas that do this at different times would not find each other.
         with self.uninterruptible():
@@ -242,10 +243,14 @@ class SendTimed(RoundRunner):
             for part, views in zip(parts, each, strict=True):
                 state = part.state
                 has_ended = state.ended_at == state.num_steps
-                state.num_steps = state.equal_at = max(num_steps for num_steps, *_ in views)
+                state.num_steps = state.equal_at = max(num_steps for _, num_steps, *_ in views)
+                pasts = sorted({past for past, *_ in views})
+                if part in differing and len(pasts) > 1:
+                    # The replicas have ended at their own numbers of steps, or have not.
+                    part.history = mixed(*pasts)
                 if has_ended:
                     state.ended_at = state.num_steps
-                numbers = [view[2:] for view in views if view[2] is not None]
+                numbers = [view[3:] for view in views if view[3] is not None]
                 state.last_lr, state.last_momentum = next(iter(numbers), (None, None))
 
     def drain(self, inner_step: int) -> None:
@@ -343,8 +348,9 @@ class SendTimed(RoundRunner):
         self._count(part, repair.round, flight, mean)
 
 
-def _numbers(state: OuterState) -> list[float | None]:
-    return [state.num_steps, state.equal_at, state.last_lr, state.last_momentum]
+def _numbers(part: SyncedFragment) -> list[Any]:
+    state = part.state
+    return [part.history, state.num_steps, state.equal_at, state.last_lr, state.last_momentum]
 
 
 def _nothing(mean: Mean | None, fresh: RoundInFlight | None) -> tuple[Terms, Layout] | None:

@@ -5,8 +5,8 @@ The layout of a saved state (a ``torch.distributed.checkpoint`` Stateful):
     version, inner_step, overlap
     layout                  the run that saved the state, as JSON text: see ``Run``
     parts/<fragment>        round, last_sent, num_steps, weight_sum, step norms, last_lr, ended_at,
-                            extra (what the outer optimizer adds), flights (rounds under way, see
-                            ``pack_shared``)
+                            is_mean, extra (what the outer optimizer adds), flights (rounds under
+                            way, see ``pack_shared``)
     outer/<parameter>       fp32, the parameter's shape
     buffers/<buffer>/<parameter>            momentum and the like, fp32
     flights/<fragment>/<k>/<term>           payloads of rounds under way
@@ -366,6 +366,7 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
         # each key of a fresh state, and files of older versions lack these.
         if part.state.last_lr is not None:
             numbers |= {"last_lr": part.state.last_lr, "ended_at": part.state.ended_at}
+            numbers["is_mean"] = part.state.is_mean
         if part.state.last_momentum is not None:
             numbers["last_momentum"] = part.state.last_momentum
     return numbers
@@ -383,6 +384,7 @@ def set_numbers(part: SyncedPart, numbers: Mapping[str, Any]) -> None:
         part.state.last_lr = numbers.get("last_lr")
         part.state.last_momentum = numbers.get("last_momentum")
         part.state.ended_at = int(numbers.get("ended_at", -1))
+        part.state.is_mean = bool(numbers.get("is_mean", False))
 
 
 _SHARED = ("number", "kind", "sent_step", "apply_step", "lr")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -316,6 +319,81 @@ def test_replicas_end_alike_after_a_round_that_was_voted_down(workers) -> None:
         assert all(bool(tensor.isfinite().all()) for tensor in after[1])
 
 
+def test_a_resume_from_the_last_round_says_that_the_mean_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = io.BytesIO()
+    with caplog.at_level(logging.INFO, "diloco_comm.rounds.consensus"):
+        for is_resumed in (False, True):
+            model, optimizer, diloco = attach(num_replicas=1, outer=HeavyBall(LR, MOMENTUM))
+            with diloco:
+                if is_resumed:
+                    load_training(file, model, optimizer, diloco)
+                else:
+                    for step in range(4):
+                        train_step(model, optimizer, 0, step)
+                    file = save_training(model, optimizer, diloco)
+                before = state_of(model, diloco)
+                diloco.flush(final=True)
+                assert equal(before[1], state_of(model, diloco)[1]) == is_resumed
+            found = [record.getMessage() for record in caplog.records]
+            assert len(found) == is_resumed
+    assert "without the mean of the last round in fragments [0]" in found[0]
+
+
+def lose_the_mean(rank: int, world: int, address: tuple[str, int]) -> str:
+    """As ``break_off``, and the replica that fails loads its own state before the new group."""
+    store = dist.TCPStore(*address, is_master=False)
+    arguments = {"store": store, "replica": rank, "num_replicas": 2}
+    arguments["timeout"] = 20.0 if rank else 3.0
+    model, optimizer, diloco = attach(rank, sync_every=4, outer=Nesterov(LR, MOMENTUM), **arguments)
+    with closing(diloco):
+        for step in range(4):
+            train_step(model, optimizer, rank, step)
+        fail_to_end(diloco, rank)
+        if rank:
+            load_training(save_training(model, optimizer, diloco), model, optimizer, diloco)
+        with pytest.raises(ReplicaMismatch) as error:
+            diloco.change_group(range(2))
+    return str(error.value)
+
+
+def test_a_replica_that_lost_the_mean_of_others_is_named(workers) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for text in workers(2).run(lose_the_mean, ("127.0.0.1", store.port)):
+        assert "ended on the mean of the last round, which replica 1 lost by a load" in text
+
+
+def end_with_an_older_state(rank: int, world: int) -> list[State]:
+    """End under Eager; replica 1 has a state of a version that saved no number of the steps."""
+    arguments = {"overlap": Eager(), "sync_every": 4, "outer": Nesterov(LR, MOMENTUM)}
+    model, optimizer, diloco = attach(rank, **arguments)
+    with closing(diloco):
+        for step in range(8):
+            train_step(model, optimizer, rank, step)
+        diloco.flush()
+        saved = copy.deepcopy([model.state_dict(), diloco.state_dict()])
+    if rank == 1:
+        for name in ("num_steps", "last_lr", "last_momentum", "ended_at", "is_mean"):
+            saved[1]["replica_1"]["parts"]["0"].pop(name, None)
+    model, optimizer, diloco = attach(rank, **arguments)
+    with closing(diloco):
+        model.load_state_dict(saved[0])
+        diloco.load_state_dict(saved[1])
+        states = []
+        for _ in range(2):
+            diloco.flush(final=True)
+            states.append(state_of(model, diloco))
+        return states
+
+
+def test_eager_replicas_at_other_steps_end_once(workers) -> None:
+    first, second = workers(2).run(end_with_an_older_state)
+    assert all(equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+    for ends in (first, second):
+        assert all(equal(a, b) for a, b in zip(*ends, strict=True))
+
+
 # ------------------------------------------------------------------------- agreement and states
 
 
@@ -375,6 +453,23 @@ def test_a_fresh_state_asks_for_nothing_that_older_files_lack() -> None:
         assert {"last_lr", "ended_at"} <= diloco.state_dict()["parts"]["0"].keys()
 
 
+def test_a_saved_end_says_whether_it_is_the_mean() -> None:
+    for is_resumed in (False, True):
+        model, optimizer, diloco = attach(num_replicas=1)
+        with diloco:
+            for step in range(2):
+                train_step(model, optimizer, 0, step)
+            if is_resumed:
+                load_training(save_training(model, optimizer, diloco), model, optimizer, diloco)
+            assert not diloco.state_dict()["parts"]["0"]["is_mean"]
+            diloco.flush(final=True)
+            file = save_training(model, optimizer, diloco)
+        model, optimizer, diloco = attach(num_replicas=1)
+        with diloco:
+            load_training(file, model, optimizer, diloco)
+            assert diloco.state_dict()["parts"]["0"]["is_mean"] == (not is_resumed)
+
+
 def join_after_the_end(rank: int, world: int, address: tuple[str, int]) -> State:
     arguments = {"store": dist.TCPStore(*address, is_master=False), "replica": rank}
     arguments |= {"sync_every": 4, "outer": Nesterov(LR, MOMENTUM)}
@@ -406,22 +501,26 @@ def break_off(rank: int, world: int, address: tuple[str, int]) -> State:
     # The first replica waits in vain, and then comes to the new group.
     arguments["timeout"] = 20.0 if rank else 3.0
     model, optimizer, diloco = attach(rank, sync_every=4, outer=Nesterov(LR, MOMENTUM), **arguments)
+    with diloco:
+        for step in range(6):
+            train_step(model, optimizer, rank, step)
+        fail_to_end(diloco, rank)
+        diloco.change_group(range(2))
+        return state_of(model, diloco)
+
+
+def fail_to_end(diloco: DiLoCo, rank: int) -> None:
     reach: Callable[..., None] = Ending.reach
 
     def fail(*_: Any) -> None:
         raise SyncError("the connection is lost")
 
-    with diloco:
-        for step in range(6):
-            train_step(model, optimizer, rank, step)
-        Ending.reach = fail if rank else reach  # type: ignore[method-assign]
-        try:
-            with pytest.raises(SyncError):
-                diloco.flush(final=True)
-        finally:
-            Ending.reach = reach  # type: ignore[method-assign]
-        diloco.change_group(range(2))
-        return state_of(model, diloco)
+    Ending.reach = fail if rank else reach  # type: ignore[method-assign]
+    try:
+        with pytest.raises(SyncError):
+            diloco.flush(final=True)
+    finally:
+        Ending.reach = reach  # type: ignore[method-assign]
 
 
 def test_an_end_that_breaks_off_is_reached_by_all(workers) -> None:

@@ -37,7 +37,8 @@ def differences(found: Any, expected: Any) -> list[str]:
         if path in theirs
     }
     # The older state lacks what the end of training needs, and has a hash as its layout.
-    newer = {path for path in ours if path.endswith(("/last_lr", "/last_momentum", "/ended_at"))}
+    added = ("/last_lr", "/last_momentum", "/ended_at", "/is_mean")
+    newer = {path for path in ours if path.endswith(added)}
     equal |= {path: True for path in equal if path.endswith("/layout")}
     return sorted((ours.keys() - newer) ^ theirs.keys()) + [
         path for path in equal if not equal[path]
