@@ -95,12 +95,15 @@ class OuterState(ABC):
     is_mean = False
     _before: tuple[float | None, float | None] = None, None
 
-    def count_step(self, update: Update) -> None:
-        """Count an outer step that was taken, or was left to the device's decision."""
-        ahead = self.look_ahead()
+    def count_step(self, update: Update, momentum: float | None = None) -> None:
+        """Count an outer step that was taken, or was left to the device's decision.
+
+        Args:
+            momentum: See ``last_momentum``.
+        """
         self.num_steps += 1
         self._before = self.last_lr, self.last_momentum
-        self.last_lr, self.last_momentum = update.lr, None if ahead is None else ahead[1]
+        self.last_lr, self.last_momentum = update.lr, momentum
         self.last_update = update
 
     def uncount_step(self) -> None:
@@ -426,7 +429,7 @@ class _FusedState(OuterState):
                 verdict=update.verdict,
                 outer_begin=begin,
             )
-        self.count_step(update)
+        self.count_step(update, self.mu if self.kind == "nesterov" else None)
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.momentum is None else {"momentum": self.momentum}
@@ -562,7 +565,8 @@ class _TorchState(OuterState):
             if update.base_lr is not None and group["lr"] == update.lr:
                 group["lr"] = update.base_lr
         ops.merge(self.outer, update.params, alpha=update.alpha, impl=update.impl)
-        self.count_step(update)
+        ahead = self.look_ahead()
+        self.count_step(update, None if ahead is None else ahead[1])
 
     def take_mean(self, params: list[Tensor]) -> None:
         self.outer.copy_(self.mean)

@@ -386,7 +386,7 @@ class Allowed:
         # For each file its stamp, and its keys: None for a file without keys.
         self._files: dict[Path, tuple[object, Keys | None]] = {}
         self._look_at = 0.0
-        # For the folder or a file in trouble the sentence in the log, and when trouble was seen last.
+        # For the folder or a file in trouble: the sentence in the log, and the time of the trouble.
         self._troubles: dict[Path, tuple[str, float]] = {}
 
     def present(self, *, at_once: bool = False) -> frozenset[bytes]:
