@@ -331,18 +331,20 @@ class DiLoCoCallback(TrainerCallback):
         is whole there. All would have to resume from an older one.
         """
         assert self.diloco is not None
-        limit = args.save_total_limit
+        limit = args.save_total_limit or 0
         num_apart = self.diloco.num_replicas
         num_apart *= args.world_size if self.diloco._workers is None else 1
-        if limit and not args.save_only_model and num_apart > 1:
+        if limit > 0 and not args.save_only_model and num_apart > 1:
             steps = _saved_steps(Path(args.output_dir or ""))
             limit = max(limit, sum(step >= self._common_step for step in steps))
         put_back = _replace(args, "save_total_limit", limit)
-        for rotate, arguments, options in held:
-            # Before transformers 5 the function reads the limit from the trainer's arguments.
-            has_limit = "save_total_limit" in options
-            rotate(*arguments, **options | ({"save_total_limit": limit} if has_limit else {}))
-        put_back()
+        try:
+            for rotate, arguments, options in held:
+                # Before transformers 5 the function reads the limit from the trainer's arguments.
+                has_limit = "save_total_limit" in options
+                rotate(*arguments, **options | ({"save_total_limit": limit} if has_limit else {}))
+        finally:
+            put_back()
 
     def _note_save(self, step: int) -> None:
         """Note a checkpoint, and which older ones the other replicas have by now.
