@@ -442,9 +442,8 @@ class DiLoCo:
 
         Args:
             final: Training ends here, on the mean of the last round, whatever the outer optimizer;
-                where a load or a join since has lost that mean, on other weights: without
-                Nesterov's look-ahead alone. Training that goes on has lost the last outer step.
-                The same on all replicas.
+                where a load or a join has lost that mean, without Nesterov's look-ahead alone.
+                Training that goes on has lost the last outer step. The same on all replicas.
 
         Raises:
             SyncError: As ``step``.
