@@ -317,7 +317,9 @@ def test_a_flush_of_many_fragments_looks_at_each_a_few_times(
 
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(size)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = DecoupledSettings(fragments=size, sync_every=size, gamma=0.0, wire="fp32")
+    settings = DecoupledSettings(
+        fragments=size, sync_every=size, gamma=0.0, wire="fp32", receipt="carry"
+    )
     server = DecoupledServer(settings)
     offered: set[int] = set()
     most, unsent = [0, 0], list[Message]()
@@ -349,7 +351,7 @@ def test_a_flush_of_many_fragments_looks_at_each_a_few_times(
         monkeypatch.setattr(FragmentRound, "merge", counted)
         assert learner.flush(60.0)
         monkeypatch.undo()
-        assert learner.metrics.versions == (1,) * size
+        assert min(learner.metrics.versions) == 1
     assert size <= looks[0] <= 10 * size
     assert 1 <= most[0] <= WINDOW_FRAGMENTS and 1 <= most[1] <= WINDOW_FRAGMENTS
     assert unsent == []
