@@ -322,7 +322,7 @@ class DiLoCo:
             self._workers.close()
 
     def __reduce__(self) -> NoReturn:
-        refuse_copy(self, "give its state_dict() to load_state_dict() of a new DiLoCo")
+        refuse_copy(self, "save diloco.state_dict() for load_state_dict() of a new DiLoCo")
 
     def __repr__(self) -> str:
         if not hasattr(self, "exchange"):  # An error came out of the constructor.

@@ -567,11 +567,17 @@ def _as_user(user: int, groups: list[int], what: Callable[[], object]) -> str:
     return said
 
 
+def open_to_all(folder: Path) -> None:
+    """Let other users reach a folder of this test's."""
+    for each in (folder, *folder.parents):
+        if each.stat().st_uid == os.getuid() and each.stat().st_mode & 0o005 != 0o005:
+            each.chmod(0o755)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="files of another owner need root")
 def test_a_secret_as_kubernetes_mounts_it_is_taken(tmp_path: Path) -> None:
     """A pod with fsGroup: links to files of mode 0440 that are root's, and the pod's group's."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    open_to_all(tmp_path)
     make_keys(tmp_path / "made", ["tokyo"])
     (tmp_path / "made").rename(tmp_path / "..data")
     (tmp_path / "keys").symlink_to("..data")
@@ -705,8 +711,7 @@ def test_trouble_that_comes_and_goes_is_said_once_until_it_is_over(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process of another user needs root")
 def test_the_last_keys_stay_while_a_folder_above_is_closed(tmp_path: Path) -> None:
-    for folder in tmp_path.parents[:2]:
-        folder.chmod(0o755)
+    open_to_all(tmp_path)
     make_keys(tmp_path / "keys")
 
     def look() -> None:
