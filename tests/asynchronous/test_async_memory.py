@@ -97,6 +97,7 @@ def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.Monk
         assert first.hear().kind == Kind.GONE
 
 
+@pytest.mark.nightly("runs that are asked for again are the same promise, without real time")
 def test_a_question_without_end_is_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for the reader of an older version, and compute all newer ones anew."""
     monkeypatch.setattr(sending, "TURN_S", 0.0)
