@@ -30,7 +30,7 @@ from problems import (
     save_training,
     train_step,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco_comm import (
     CO2,
@@ -271,17 +271,27 @@ def test_a_loaded_state_loses_the_look_ahead_that_it_holds(name: str) -> None:
         assert all(equal(a, b) for a, b in zip(state_of(model, diloco), after, strict=True))
 
 
-def end_with_a_newcomer(rank: int, world: int, address: tuple[str, int]) -> tuple[State, State]:
-    """Let replica 2 come after the last whole round, and end; return the state before too."""
+def joined_by_a_third(
+    rank: int, address: tuple[str, int], *, num_steps: int, has_ended: bool
+) -> tuple[nn.Module, DiLoCo]:
+    """Let replicas 0 and 1 train, and end or not, before replica 2 joins them."""
     arguments = {"store": dist.TCPStore(*address, is_master=False), "replica": rank}
     arguments |= {"sync_every": 4, "outer": Nesterov(LR, MOMENTUM)}
     if rank == 2:
         model, _, diloco = attach(rank, init="join", members=range(3), **arguments)
-    else:
-        model, optimizer, diloco = attach(rank, num_replicas=2, **arguments)
-        for step in range(8):
-            train_step(model, optimizer, rank, step)
-        diloco.change_group(range(3))
+        return model, diloco
+    model, optimizer, diloco = attach(rank, num_replicas=2, **arguments)
+    for step in range(num_steps):
+        train_step(model, optimizer, rank, step)
+    if has_ended:
+        diloco.flush(final=True)
+    diloco.change_group(range(3))
+    return model, diloco
+
+
+def end_with_a_newcomer(rank: int, world: int, address: tuple[str, int]) -> tuple[State, State]:
+    """Let replica 2 come after the last whole round, and end; return the state before too."""
+    model, diloco = joined_by_a_third(rank, address, num_steps=8, has_ended=False)
     with diloco:
         before = state_of(model, diloco)
         diloco.flush(final=True)
@@ -471,16 +481,7 @@ def test_a_saved_end_says_whether_it_is_the_mean() -> None:
 
 
 def join_after_the_end(rank: int, world: int, address: tuple[str, int]) -> State:
-    arguments = {"store": dist.TCPStore(*address, is_master=False), "replica": rank}
-    arguments |= {"sync_every": 4, "outer": Nesterov(LR, MOMENTUM)}
-    if rank == 2:
-        model, _, diloco = attach(rank, init="join", members=range(3), **arguments)
-    else:
-        model, optimizer, diloco = attach(rank, num_replicas=2, **arguments)
-        for step in range(6):
-            train_step(model, optimizer, rank, step)
-        diloco.flush(final=True)
-        diloco.change_group(range(3))
+    model, diloco = joined_by_a_third(rank, address, num_steps=6, has_ended=True)
     with diloco:
         diloco.flush(final=True)
         return state_of(model, diloco)
