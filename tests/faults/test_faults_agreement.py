@@ -268,6 +268,9 @@ def handle_bad_values(rank: int, world: int, address: Address, setup: Setup) -> 
         ValueError, match='"survivors"\\) follows the loss of a replica, but none is known'
     ):
         diloco.change_group("survivors")
+    # All have asked before the first one decides: after that, survivors are known.
+    replica.store.set(f"asked/{rank}", "")
+    replica.store.wait([f"asked/{other}" for other in range(world)])
     if rank == 1:
         with pytest.raises(ValueError, match=r"replica 1 is not one of the members \[0, 2\]"):
             diloco.change_group(set(diloco.members) - set(error.missing))
