@@ -194,11 +194,15 @@ DILOCO_INLINE Vec::F as_written(DType dtype, Vec::F x) {
                                    : Vec::round_fp16(x);
 }
 
-// x rounded to the dtype in the direction of the target, a value of the dtype.
-DILOCO_INLINE Vec::F rounded_toward(DType dtype, Vec::F x, Vec::F target) {
-    return dtype == DType::kFp32   ? x
-           : dtype == DType::kBf16 ? Vec::bf16_toward(x, target)
-                                   : Vec::fp16_toward(x, target);
+// The value rounded to the dtype in the direction of the target, a value of the dtype.
+DILOCO_INLINE void store_toward(DType dtype, void* out, int64_t i, Vec::F value, Vec::F target) {
+    if (dtype == DType::kFp32) {
+        Vec::store(static_cast<float*>(out) + i, value);
+    } else if (dtype == DType::kBf16) {
+        Vec::store_bf16_toward(static_cast<uint16_t*>(out) + i, value, target);
+    } else {
+        Vec::store_fp16_toward(static_cast<uint16_t*>(out) + i, value, target);
+    }
 }
 
 // Few payloads into memory that is not read soon: straight from the registers.

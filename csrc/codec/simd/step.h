@@ -61,10 +61,11 @@ DILOCO_INLINE void write_param(void* params, int64_t i, Vec::F outer, bool is_me
     if (is_merge) {
         value = Vec::add(Vec::mul(alpha, load_as(kParams, params, i)),
                          Vec::mul(one_minus_alpha, outer));
-        value = rounded_toward(kParams, value, as_written(kParams, outer));
     }
     if (kParams == DType::kFp32 && streams) {
         Vec::stream(static_cast<float*>(params) + i, value);
+    } else if (is_merge) {
+        store_toward(kParams, params, i, value, as_written(kParams, outer));
     } else {
         store_as(kParams, params, i, value);
     }

@@ -89,12 +89,21 @@ struct Vec {
             _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
         __builtin_memcpy(p, &packed, sizeof(packed));
     }
-    static void store_bf16(uint16_t* p, F v) {
-        const M is_nan = as_int(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-        store_u16(p, select(is_nan, set(0x7FC0), shift_right<16>(nearest_bf16(as_int(v)))));
+    static void store_bf16(uint16_t* p, F v) { store_upper(p, v, nearest_bf16(as_int(v))); }
+    static void store_fp16(uint16_t* p, F v) { store128(p, to_half(v)); }
+    // The next one in the direction of the target, a value of the dtype: down where they are equal.
+    // Cutting bits off a bf16 rounds to zero, and from zero after 0xFFFF has been added.
+    static void store_bf16_toward(uint16_t* p, F v, F target) {
+        const F is_away = _mm256_xor_ps(less(v, target), less(v, zero()));
+        store_upper(p, v, add(as_int(v), shift_right<16>(as_int(is_away))));
     }
-    static void store_fp16(uint16_t* p, F v) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_half(v));
+    static void store_fp16_toward(uint16_t* p, F v, F target) {
+        const __m128i below = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        const __m128i above = _mm256_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+        const I is_below = as_int(less(v, target));
+        const __m128i takes_above = _mm_packs_epi32(_mm256_castsi256_si128(is_below),
+                                                    _mm256_extracti128_si256(is_below, 1));
+        store128(p, _mm_blendv_epi8(below, above, takes_above));
     }
 
     static F set(float x) { return _mm256_set1_ps(x); }
@@ -112,17 +121,6 @@ struct Vec {
         return _mm256_or_ps(as_float(upper), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
     }
     static F round_fp16(F v) { return _mm256_cvtph_ps(to_half(v)); }
-    // The next one in the direction of the target, a value of the dtype: down where they are equal.
-    // Cutting bits off a bf16 rounds to zero, and from zero after 0xFFFF has been added.
-    static F bf16_toward(F v, F target) {
-        const F is_away = _mm256_xor_ps(less(v, target), less(v, zero()));
-        return as_float(and_(add(as_int(v), shift_right<16>(as_int(is_away))), set(kBf16Mask)));
-    }
-    static F fp16_toward(F v, F target) {
-        const __m128i below = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-        const __m128i above = _mm256_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-        return _mm256_blendv_ps(_mm256_cvtph_ps(below), _mm256_cvtph_ps(above), less(v, target));
-    }
     static I to_half_bits(F v) { return _mm256_cvtepu16_epi32(to_half(v)); }
 
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
@@ -346,6 +344,14 @@ struct Vec {
     // In the upper half of each lane the nearest bf16; the lower half may be anything.
     static I nearest_bf16(I bits) {
         return add(add(bits, set(0x7FFF)), and_(shift_right<16>(bits), set(1)));
+    }
+    // The upper halves of the lanes as bf16; the one NaN where v is a NaN.
+    static void store_upper(uint16_t* p, F v, I upper) {
+        const M is_nan = as_int(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+        store_u16(p, select(is_nan, set(0x7FC0), shift_right<16>(upper)));
+    }
+    static void store128(uint16_t* p, __m128i v) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v);
     }
     static I load_mask16(const uint8_t* bits) {
         uint16_t word;

@@ -69,11 +69,19 @@ struct Vec {
         const I pairs = _mm512_or_si512(v, _mm512_srli_epi64(v, 28));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm512_cvtepi64_epi8(pairs));
     }
-    static void store_bf16(uint16_t* p, F v) {
-        const M is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-        store_u16(p, select(is_nan, set(0x7FC0), shift_right<16>(nearest_bf16(as_int(v)))));
-    }
+    static void store_bf16(uint16_t* p, F v) { store_upper(p, v, nearest_bf16(as_int(v))); }
     static void store_fp16(uint16_t* p, F v) { store256(p, to_half(v)); }
+    // The next one in the direction of the target, a value of the dtype: down where they are equal.
+    // Cutting bits off a bf16 rounds to zero, and from zero after 0xFFFF has been added.
+    static void store_bf16_toward(uint16_t* p, F v, F target) {
+        const M is_away = _kxor_mask16(less(v, target), less(v, zero()));
+        store_upper(p, v, add_where(is_away, as_int(v), set(0xFFFF)));
+    }
+    static void store_fp16_toward(uint16_t* p, F v, F target) {
+        const __m256i below = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        const __m256i above = _mm512_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+        store256(p, _mm256_mask_mov_epi16(below, less(v, target), above));
+    }
 
     static F set(float x) { return _mm512_set1_ps(x); }
     static I set(int32_t x) { return _mm512_set1_epi32(x); }
@@ -93,17 +101,6 @@ struct Vec {
         return as_float(_mm512_mask_and_epi32(bits, is_number, nearest_bf16(bits), set(kBf16Mask)));
     }
     static F round_fp16(F v) { return _mm512_cvtph_ps(to_half(v)); }
-    // The next one in the direction of the target, a value of the dtype: down where they are equal.
-    // Cutting bits off a bf16 rounds to zero, and from zero after 0xFFFF has been added.
-    static F bf16_toward(F v, F target) {
-        const M is_away = _kxor_mask16(less(v, target), less(v, zero()));
-        return as_float(and_(add_where(is_away, as_int(v), set(0xFFFF)), set(kBf16Mask)));
-    }
-    static F fp16_toward(F v, F target) {
-        const __m256i below = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-        const __m256i above = _mm512_cvtps_ph(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-        return _mm512_cvtph_ps(_mm256_mask_mov_epi16(below, less(v, target), above));
-    }
     static I to_half_bits(F v) { return _mm512_cvtepu16_epi32(to_half(v)); }
 
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -282,6 +279,11 @@ struct Vec {
     static I nearest_bf16(I bits) {
         const M is_odd = _mm512_test_epi32_mask(bits, set(0x10000));
         return add_where(is_odd, add(bits, set(0x7FFF)), set(1));
+    }
+    // The upper halves of the lanes as bf16; the one NaN where v is a NaN.
+    static void store_upper(uint16_t* p, F v, I upper) {
+        const M is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        store_u16(p, select(is_nan, set(0x7FC0), shift_right<16>(upper)));
     }
     static __mmask32 load_mask16(const uint8_t* bits) {
         uint32_t mask;
