@@ -355,11 +355,11 @@ def test_a_target_that_the_proxy_forbids_does_not_end_the_dials_to_others() -> N
 def test_dials_that_fail_hold_no_other_dial_back() -> None:
     """The targets are not there, and the proxy says so again and again."""
     ports = free_ports(3)
-    with Proxy("http", hosts=HOSTS, delay_s=0.2) as proxy:
+    with Proxy("http", hosts=HOSTS, delay_s=0.05) as proxy:
         with closing(OwnLink(None, "", None, None, proxy_of(proxy.url))) as own:
             others = [(f"{rank:032x}", f"{NAME}:{port}") for rank, port in enumerate(ports, 1)]
             with pytest.raises(RuntimeError):
-                own.link.groups("token", 0, [(own.nonce, ""), *others], 4, 1.0)
+                own.link.groups("token", 0, [(own.nonce, ""), *others], 4, 2.0)
         assert set(proxy.asked) == {place for _, place in others}
 
 
