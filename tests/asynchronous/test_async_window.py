@@ -1,11 +1,14 @@
-"""Windows of runs: which runs are asked for and when; and downloads that were ended."""
+"""Windows of runs: which runs are asked for and when; downloads that were ended, or are slow."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
+from async_helpers import PLAIN
 
 from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, layout_of
 from diloco_comm.asynchronous.protocol.messages import MAX_BATCH, MAX_BODY, Kind, Message
@@ -16,6 +19,11 @@ from diloco_comm.asynchronous.protocol.window import (
     bodies,
     is_within,
 )
+from diloco_comm.asynchronous.server import sessions
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.server.sessions import Session
+from diloco_comm.asynchronous.server.transfer import sending
+from diloco_comm.asynchronous.worker import downloads, link
 from diloco_comm.asynchronous.worker.downloads import Download
 from diloco_comm.ops.wire import WireFormat
 
@@ -87,3 +95,103 @@ def test_what_was_not_kept_until_the_end_is_fetched_again() -> None:
     download.receive(Message(Kind.KEPT, 0, 4))
     assert download.is_complete and (download.version, download.steps) == (4, 5)
     assert torch.equal(download.outer[0], torch.full((size,), 2.0))
+
+
+class SlowLink:
+    """A worker's link on which each DATA takes ``data_s`` seconds of a clock of its own.
+
+    Attributes:
+        most: Messages that wait on the link at most.
+        kinds: Messages that were delivered, by kind.
+    """
+
+    most = 128
+
+    def __init__(self, server: AsyncServer, size: int, data_s: float) -> None:
+        self.now, self.data_s, self.kinds = 0.0, data_s, Counter[Kind]()
+        self._server, self._on_way = server, deque[Message]()
+        self._arrives_at = 0.0
+        self.sender = sending.Sender(server.state, self._answer, lambda: None)
+        self.session = Session(b"peer", 1, "peer", [size], 0, 0.0)
+        server.state.sessions.add(self.session)
+        self.link = link.Link("tcp://127.0.0.1:1", "peer", [size], 0, timeout=1e4)
+        self.link.send, self.link.next_message = self._ask, self._next
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def _answer(self, peer: bytes, message: Message) -> bool:
+        if len(self._on_way) >= self.most:
+            return False
+        if not self._on_way:
+            self._arrives_at = self.now + self._seconds_of(message)
+        self._on_way.append(message)
+        return True
+
+    def _seconds_of(self, message: Message) -> float:
+        return self.data_s if message.kind == Kind.DATA else 0.01
+
+    def _ask(self, message: Message) -> bool:
+        self.session.seen_at = self.now
+        handle = {Kind.PULL: self.sender.pull, Kind.GET: self.sender.get}
+        handle.get(message.kind, self.sender.done)(self.session, message)
+        return True
+
+    def _next(self, seconds: float) -> Message | None:
+        end = self.now + seconds
+        while not self._on_way or self._arrives_at > self.now:
+            if self.now >= end:
+                return None
+            self.now += 0.05
+            self.sender.evict(self.now, is_memory_short=False)
+        message = self._on_way.popleft()
+        if self._on_way:
+            self._arrives_at = self.now + self._seconds_of(self._on_way[0])
+        self.kinds[message.kind] += 1
+        assert self.kinds[message.kind] < 500, "the download does not end"
+        return message
+
+
+@pytest.fixture
+def slow_link(monkeypatch: pytest.MonkeyPatch):
+    """``slow_link(num_runs, data_s)``: a link to a server with a model of so many runs."""
+    servers = []
+
+    def make(num_runs: int, data_s: float) -> SlowLink:
+        size = num_runs * RUN_ELEMENTS
+        servers.append(AsyncServer(PLAIN, parameters=[torch.ones(size)]))
+        made = SlowLink(servers[-1], size, data_s)
+        clock = SimpleNamespace(monotonic=made.monotonic)
+        for module in (sending, sessions, downloads, link):
+            monkeypatch.setattr(module, "time", clock)
+        return made
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.parametrize("data_s", [0.1, 1.5, 4.0, 15.0])
+def test_a_worker_on_a_slow_link_gets_a_version(slow_link, data_s: float) -> None:
+    """A message takes longer than the time after which a worker asks again, up to ``STALL_S``."""
+    num_runs = 12
+    slow = slow_link(num_runs, data_s)
+    outer = torch.zeros(num_runs * RUN_ELEMENTS)
+    assert slow.link.pull([outer])[0] == 0 and outer.eq(1.0).all()
+    slow.link.close()
+    # The worker does not know the link yet when it waits for the first run.
+    assert slow.kinds[Kind.DATA] <= num_runs + data_s + 1
+    assert slow.kinds[Kind.GONE] == (data_s == 15.0)
+
+
+def test_a_new_place_is_progress_of_a_reader_whose_queue_is_full(slow_link) -> None:
+    slow = slow_link(3, 1.0)
+    slow.link.send(Message(Kind.PULL))
+    slow.most = 1
+    read_at = []
+    for run in (0, 0, 1, 0, 1, 2):
+        slow.now += 1.0
+        slow.link.send(Message(Kind.GET, 0, 0, 0, run, count=1))
+        read_at.append(slow.session.read_at)
+    assert read_at == [1.0, 1.0, 3.0, 3.0, 3.0, 6.0]
+    slow.link.close()

@@ -37,6 +37,7 @@ class Window:
         window_bytes: Bytes on their way at most; a single run may be larger.
 
     Attributes:
+        window_bytes: As above; it may be changed.
         asked: Runs that were asked for and have not arrived, with their bytes.
     """
 
@@ -50,7 +51,7 @@ class Window:
     ) -> None:
         self._wanted = list(wanted)[::-1]
         self._size_of = size_of
-        self._batch_bytes, self._window_bytes = batch_bytes, window_bytes
+        self._batch_bytes, self.window_bytes = batch_bytes, window_bytes
         self.asked: dict[Position, int] = {}
         self._asked_bytes = 0
         # Runs in ``asked``, by number and fragment.
@@ -71,7 +72,7 @@ class Window:
     def _has_room(self) -> bool:
         # Wait for room for a whole batch: fewer requests.
         needed = max(self._batch_bytes, self._size_of(self._wanted[-1]))
-        fits = self._asked_bytes + needed <= self._window_bytes
+        fits = self._asked_bytes + needed <= self.window_bytes
         return not self.asked or (fits and len(self._num_asked) < WINDOW_FRAGMENTS)
 
     def _next_batch(self) -> list[Position]:

@@ -35,8 +35,8 @@ class Session:
         answer: How the worker gets version ``held``: READY (parameters), STATE (all buffers) or
             UPDATES (the updates since version ``base``).
         is_reading: The worker has the answer and fetches the version.
-        read_at: When the worker began to fetch, or was sent the last runs that it asked for.
-        sent_bytes: Bytes of the version that the worker was sent, those sent again included.
+        read_at: When the worker began to fetch, or asked for a place beyond ``furthest``.
+        furthest: Last place (number, fragment, run) of the version that the worker has asked for.
         patience_s: How long the worker may keep an older version before it asks for any of it.
         barred_until: The worker waits until then: it kept others waiting, and asked for nothing.
         steps: Inner steps of the worker's next round.
@@ -61,7 +61,7 @@ class Session:
     held_at: float = 0.0
     is_reading: bool = False
     read_at: float = 0.0
-    sent_bytes: int = 0
+    furthest: tuple[int, int, int] | None = None
     barred_until: float = 0.0
     patience_s: float = BEGIN_S
     steps: int = 0
@@ -85,7 +85,7 @@ class Session:
             model.pin(self.base)
         else:
             self.held = model.hold()
-        self.held_at, self.steps, self.sent_bytes = time.monotonic(), steps, 0
+        self.held_at, self.steps, self.furthest = time.monotonic(), steps, None
 
     def release(self, coordinator: Coordinator | None) -> None:
         """Keep no version for this worker any more; idempotent."""

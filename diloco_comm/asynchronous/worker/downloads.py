@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from torch import Tensor
 
 from ...ops.wire import WireFormat
 from ..model.shared import layout_of
-from ..protocol.messages import Kind, Message
-from ..protocol.window import Position, Window
+from ..protocol.messages import MAX_BODY, Kind, Message
+from ..protocol.window import WINDOW_BYTES, Position, Window
+
+# A link is slow if a message takes longer.
+SLOW_S = 1.0
 
 
 class Download:
@@ -38,6 +42,7 @@ class Download:
         self.steps = 0
         self.is_complete = False
         self._window = Window([], self._size_of)
+        self._heard_at = 0.0
 
     def ask(self) -> None:
         """Ask for a version, or ask again for the runs that have not arrived."""
@@ -60,6 +65,7 @@ class Download:
             self.ask()
         elif message.kind == Kind.DATA and message.version == self.version:
             position = Position(message.number, message.fragment, message.run)
+            self._widen()
             if position in self._window.asked:
                 self._take(position, message.body)
                 if self._window.is_empty:
@@ -71,8 +77,18 @@ class Download:
 
     def _begin(self, message: Message, positions: list[Position]) -> None:
         self.version, self.steps = message.version, message.meta["steps"]
-        self._window = Window(positions, self._size_of)
+        self._heard_at = time.monotonic()
+        self._window = Window(positions, self._size_of, batch_bytes=MAX_BODY, window_bytes=MAX_BODY)
         self._get(self._window.ask())
+
+    def _widen(self) -> None:
+        """Ask for several messages at a time, but on a slow link for one at a time.
+
+        The server ends the download of a worker that asks for nothing new for some time.
+        """
+        now = time.monotonic()
+        is_slow, self._heard_at = now - self._heard_at > SLOW_S, now
+        self._window.window_bytes = MAX_BODY if is_slow else WINDOW_BYTES
 
     def _arrived(self) -> None:
         """Ask the server to confirm the version: every run has arrived."""

@@ -204,11 +204,13 @@ class Link:
         """
         silence = Silence()
         began = asked_at = silence.heard_at
+        again_s = RETRY_S
         ask()
         while True:
             wait_s = BLOCKED_S if self.is_blocked else RETRY_S
             message = self.next_message(wait_s)
             now = silence.look(wait_s)
+            silent_s = now - silence.heard_at
             if message is not None:
                 silence.end()
                 if message.kind == Kind.REFUSED:
@@ -230,10 +232,12 @@ class Link:
                 # The caller has answered these kinds with its next request.
                 if message.kind in (Kind.DATA, Kind.WANT):
                     asked_at = now
-            if now - asked_at < RETRY_S and not self.is_blocked:
+                    # On a slow link each question that is asked again delays all later answers.
+                    again_s = max(again_s, min(2 * silent_s, self.timeout / 4))
+            elif silent_s > self.timeout:
+                raise self.silence(silent_s, stage, now - began)
+            if now - asked_at < again_s and not self.is_blocked:
                 continue
-            if now - silence.heard_at > self.timeout:
-                raise self.silence(now - silence.heard_at, stage, now - began)
             ask()
             asked_at = now
 

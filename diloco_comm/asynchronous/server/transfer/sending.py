@@ -27,8 +27,6 @@ PAUSE_S = 3.0
 # A reader that has asked for none of an older version within its patience waits so many times as
 # long before it is told to begin anew; its patience is doubled, since its answers may travel long.
 _WAITS = 4.0
-# Times that a worker may be sent all that leads to a version. Further runs are no progress.
-_MOST_SENT = 4
 
 
 class Sender:
@@ -130,6 +128,10 @@ class Sender:
                 f"there are no {message.count} runs from run {message.run} of fragment "
                 f"{message.fragment}, or they are too many at a time"
             )
+        # Runs that a worker asks for again are no progress. Workers ask in ascending order.
+        asked = (message.number, message.fragment, message.run)
+        if session.furthest is None or asked > session.furthest:
+            session.furthest, session.read_at = asked, time.monotonic()
         for run, count in bodies(layout, message.run, message.count):
             body = self._read(message, run, count).numpy().data.cast("B")
             place = (message.number, message.version, message.fragment, run)
@@ -137,15 +139,6 @@ class Sender:
                 # The worker is gone, and its version is released; or it does not read, and asks
                 # again.
                 return
-            session.sent_bytes += len(body)
-        if session.sent_bytes <= self._most_bytes:
-            session.read_at = time.monotonic()
-
-    @property
-    def _most_bytes(self) -> int:
-        """Bytes beyond which runs that a worker asks for are no progress."""
-        model = self.state.model
-        return _MOST_SENT * 4 * model.num_elements * (1 + len(model.states[0].tensors()))
 
     def _layout(self, session: Session, message: Message) -> Layout:
         """Return the layout of the fragment that a worker asks for."""
@@ -210,7 +203,7 @@ class Sender:
             is_slow &= session.evictions < MAX_EVICTIONS
             # The server computes all newer versions anew as long as it keeps an older one.
             is_old = session.is_reading and session.held != self.state.version
-            is_idle = is_old and not session.sent_bytes and silent_s > session.patience_s
+            is_idle = is_old and session.furthest is None and silent_s > session.patience_s
             if silent_s > STALL_S or is_slow or is_idle:
                 session.evictions += is_slow
                 if is_idle:
