@@ -115,7 +115,7 @@ class SlowLink:
         self.session = Session(b"peer", 1, "peer", [size], 0, 0.0)
         server.state.sessions.add(self.session)
         self.link = link.Link("tcp://127.0.0.1:1", "peer", [size], 0, timeout=1e4)
-        self.link.send, self.link.next_message = self._ask, self._next
+        self.link.send, self.link.next_message = self.say, self._next
 
     def monotonic(self) -> float:
         return self.now
@@ -131,10 +131,11 @@ class SlowLink:
     def _seconds_of(self, message: Message) -> float:
         return self.data_s if message.kind == Kind.DATA else 0.01
 
-    def _ask(self, message: Message) -> bool:
+    def say(self, message: Message) -> bool:
         self.session.seen_at = self.now
-        handle = {Kind.PULL: self.sender.pull, Kind.GET: self.sender.get}
-        handle.get(message.kind, self.sender.done)(self.session, message)
+        sender = self.sender
+        handle = {Kind.GET: sender.get, Kind.DONE: sender.done}
+        handle.get(message.kind, sender.pull)(self.session, message)
         return True
 
     def _next(self, seconds: float) -> Message | None:
@@ -186,12 +187,43 @@ def test_a_worker_on_a_slow_link_gets_a_version(slow_link, data_s: float) -> Non
 
 def test_a_new_place_is_progress_of_a_reader_whose_queue_is_full(slow_link) -> None:
     slow = slow_link(3, 1.0)
-    slow.link.send(Message(Kind.PULL))
+    slow.say(Message(Kind.PULL))
     slow.most = 1
     read_at = []
     for run in (0, 0, 1, 0, 1, 2):
         slow.now += 1.0
-        slow.link.send(Message(Kind.GET, 0, 0, 0, run, count=1))
+        slow.say(Message(Kind.GET, 0, 0, 0, run, count=1))
         read_at.append(slow.session.read_at)
     assert read_at == [1.0, 1.0, 3.0, 3.0, 3.0, 6.0]
+    slow.link.close()
+
+
+def test_questions_of_two_kinds_in_turn_are_no_progress_of_a_reader(slow_link) -> None:
+    slow = slow_link(3, 1.0)
+    session = slow.session
+    for number in range(10):
+        slow.now += 1.0
+        slow.say(Message(Kind.FOLLOW if number % 2 else Kind.PULL))
+        # The first run of each kind that the worker asks for is progress once.
+        slow.say(Message(Kind.GET, int(session.answer == Kind.STATE), 0, 0, 0, count=1))
+    assert session.is_reading and session.held_at == 1.0 and session.read_at <= 2.0
+    slow.now += sending.STALL_S
+    slow.sender.evict(slow.now, is_memory_short=False)
+    assert session.held is None
+    slow.link.close()
+
+
+def test_a_bar_counts_the_reading_and_not_the_time_in_line(slow_link) -> None:
+    slow = slow_link(1, 1.0)
+    session, state = slow.session, slow.sender.state
+    state.max_readers = 0
+    slow.say(Message(Kind.PULL))
+    slow.now, state.max_readers = 10.0, 1
+    slow.sender.after_reading()
+    assert session.is_reading
+    layouts = session.layouts(sending._FP32)
+    state.model.apply([torch.zeros(layouts[0].payload_bytes, dtype=torch.uint8)], layouts, 1.0)
+    slow.now += 3.0
+    slow.sender.evict(slow.now, is_memory_short=False)
+    assert session.held is None and session.barred_until == slow.now + 4.0 * 3.0
     slow.link.close()

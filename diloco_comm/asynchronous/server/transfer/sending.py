@@ -54,7 +54,10 @@ class Sender:
         is_other, session.follows = session.follows != follows, follows
         if session.held is not None:
             if is_other:
+                # Another question is no progress: the reader keeps its place and its times.
+                kept = session.is_reading, session.held_at, session.furthest
                 session.hold(coordinator, session.steps)
+                session.is_reading, session.held_at, session.furthest = kept
             self._ready(session)
         elif time.monotonic() < session.barred_until:
             pass
@@ -207,7 +210,7 @@ class Sender:
             if silent_s > STALL_S or is_slow or is_idle:
                 session.evictions += is_slow
                 if is_idle:
-                    session.barred_until = now + _WAITS * (now - session.held_at)
+                    session.barred_until = now + _WAITS * silent_s
                     session.patience_s = min(2 * session.patience_s, STALL_S)
                 self._lend_updates(session)
                 session.release(self.state.coordinator)
