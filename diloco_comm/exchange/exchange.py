@@ -72,7 +72,8 @@ class Exchange(StreamMember):
         admission: Is asked before this replica enters an epoch.
         listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
-        board: Where replicas that wait for each other say at which name; default: ``store``.
+        board: Where replicas that wait for each other say at which name; None on a store, which
+            other runs may share.
 
     Attributes:
         link: Description of the emulated link, or None.
@@ -144,7 +145,7 @@ class Exchange(StreamMember):
             )
             tcp = options.make_link(name)
         super().__init__(engine, store, replica, current, options, name, line_name, tcp)
-        self.board = store if board is None else board
+        self.board = board
         self.link: str | None = None
         self.guard_by(admission)
         self._queues: dict[torch.device, _C.DeviceQueue] = {}

@@ -210,7 +210,8 @@ class Member:
         tcp: OwnLink | None,
     ) -> None:
         self.engine, self.tcp = engine, tcp
-        self.store = self._users_store = self.board = store
+        self.store = self._users_store = store
+        self.board: dist.Store | None = None
         self.replica, self.name = replica, name
         self.line_name = name if line_name is None else line_name
         self.lanes, self.window = options.lanes, options.window

@@ -253,7 +253,6 @@ def _meet(
     if member.tcp is not None:
         settings["Link(keys=)"] = "given" if member.tcp.public_key else "none"
     is_first = last_rounds is None and not join
-    waiting = _others_wait(member, members, is_first=is_first)
     return rendezvous.agree(
         store,
         member.replica,
@@ -266,19 +265,19 @@ def _meet(
         if last_rounds is None
         else sealing.Survivor(member, members, last_rounds),
         limits=_limits(member, is_first=is_first),
-        is_given_up=waiting if member.admission is None else member.admission.is_given_up,
+        is_given_up=_is_given_up(member, members, is_first=is_first),
         place=describe_store(member.store),
         newest_members=member.newest_group[1],
     )
 
 
-def _others_wait(member: Member, members: Sequence[int], *, is_first: bool) -> Callable[[], bool]:
-    """Return what to ask while this replica waits: in a first meeting, the names of the others."""
-    if not is_first or len(members) == 1:
+def _is_given_up(member: Member, members: Sequence[int], *, is_first: bool) -> Callable[[], bool]:
+    """Return what to ask while this replica waits; a first meeting looks at the others' names."""
+    if member.admission is not None:
+        return member.admission.is_given_up
+    if not is_first or member.board is None:
         return lambda: False
-    kind = member.name.removeprefix(member.line_name)
-    board = bounded_by(member, member.board)
-    names = Names(board, member.replica, members, member.line_name, kind)
+    names = Names(bounded_by(member, member.board), member.replica, members, member.name)
 
     def is_given_up() -> bool:
         names.look()
@@ -317,7 +316,7 @@ def store_of_group(
         kinds = [kind.type for kind in group._device_types]
         on_device = token.to("cpu" if "cpu" in kinds else kinds[0])
         work = group.broadcast([on_device], _broadcast_options())
-        names = Names(board_of_group(group), rank, range(size), name, "")
+        names = Names(board_of_group(group), rank, range(size), name)
         while not work.is_completed():
             names.look()
             time.sleep(_POLL_S)

@@ -28,17 +28,14 @@ class Names:
     once a second while it waits, so that the others know that it still does.
 
     Args:
-        store: Has the names of all exchanges of these replicas.
+        store: Has the names of all exchanges of one process group, where a rank is one process.
         name: The name of this replica's exchange.
-        kind: Replicas of other kinds are other workers, and wait at other names.
     """
 
-    def __init__(
-        self, store: dist.Store, replica: int, members: Sequence[int], name: str, kind: str
-    ) -> None:
+    def __init__(self, store: dist.Store, replica: int, members: Sequence[int], name: str) -> None:
         self._store, self._replica, self._name = store, replica, name
         self._members = list(members)
-        self._keys = {f"waits{kind}/{member}": member for member in members}
+        self._keys = {_key(member): member for member in members}
         self._is_main = threading.current_thread() is threading.main_thread()
         self._next, self._beat = time.monotonic() + _PERIOD_S, 0
         self._known: set[str] = set()
@@ -67,8 +64,8 @@ class Names:
 
     def _tell(self) -> None:
         self._next, self._beat = time.monotonic() + _PERIOD_S, self._beat + 1
-        key = next(key for key, member in self._keys.items() if member == self._replica)
-        self._store.set(key, json.dumps([self._name, self._members, self._beat]))
+        text = json.dumps([self._name, self._members, self._beat])
+        self._store.set(_key(self._replica), text)
 
     def _refuse(self, other: int, name: str) -> None:
         for _ in range(_RISES):  # The others see this replica here for as long.
@@ -80,6 +77,10 @@ class Names:
             "names in one order on all replicas, or each object on a thread of its own",
             stage="rendezvous",
         )
+
+
+def _key(member: int) -> str:
+    return f"waits/{member}"
 
 
 def refuse_second_founding(
