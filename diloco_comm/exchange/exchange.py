@@ -150,6 +150,10 @@ class Exchange(StreamMember):
         self.guard_by(admission)
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
+        if tcp is not None:
+            # A dropped exchange leaves its link too, after the engine has ended.
+            self._leave_link = weakref.finalize(engine, tcp.leave, name)
+            self._leave_link.atexit = False
         _open.add(self)
         try:
             self._enter(current.members, store, last_rounds=None)
@@ -419,7 +423,7 @@ class Exchange(StreamMember):
             self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
         finally:
             if self.tcp is not None:
-                self.tcp.leave(self.name)
+                self._leave_link()
 
     def __enter__(self) -> Exchange:
         return self

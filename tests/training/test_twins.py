@@ -198,7 +198,16 @@ def test_objects_with_one_listen_share_a_link(workers) -> None:
     for first, both, num_addresses, refused in workers(2).run(on_one_port, free_port()):
         assert (first, both, num_addresses) == ([True], [True, True], 1)
         assert all("listens at 127.0.0.1:" in sentence for sentence in refused)
-        assert all("'critic a', 'critic b'" in sentence for sentence in refused)
+        assert "a name= each, got 'critic a' beside 'critic a', 'critic b'" in refused[0]
+        assert "the same advertise= of Link, got 'localhost:1' beside None" in refused[1]
+
+
+def test_a_dropped_object_gives_its_listen_free() -> None:
+    """The dropped object gives its name free too, and the next one may choose other options."""
+    listen = f"127.0.0.1:{free_port()}"
+    for advertise in (None, None, "localhost:1"):
+        link = Link("tcp", listen=listen, advertise=advertise)
+        Critic("a", peers="alone", link=link).step()
 
 
 def test_a_name_is_for_fixed_groups() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import re
@@ -88,15 +89,13 @@ class OwnLink:
             return cls(listen, advertise, keys, relay, proxy)
         choices = advertise, None if keys is None else keys.seed, relay, proxy
         with _sharing:
+            if listen in _shared:
+                gc.collect()  # A dropped object and the hooks of its optimizer refer to each other.
             if listen not in _shared:
                 _shared[listen] = _Shared(cls(listen, advertise, keys, relay, proxy), choices)
             shared = _shared[listen]
-            if shared.choices != choices or name in shared.names | shared.spent:
-                raise ValueError(
-                    f"this process listens at {listen} already: objects that share one listen= "
-                    "need the same other choices of Link, and each DiLoCo a name= of its own, got "
-                    f"{name!r} beside {', '.join(map(repr, sorted(shared.names)))}"
-                )
+            if why := shared.refusal_of(name, choices):
+                raise ValueError(f"this process listens at {listen} already: {why}")
             shared.names.add(name)
         return shared.link
 
@@ -201,10 +200,23 @@ class _Shared:
     names: set[str] = field(default_factory=set)
     spent: set[str] = field(default_factory=set)
 
+    def refusal_of(self, name: str, choices: tuple[Any, ...]) -> str:
+        """Return why an exchange cannot share this link, in a sentence; empty if it can."""
+        words = ("advertise", "keys", "relay", "proxy")
+        for word, new, old in zip(words, choices, self.choices, strict=True):
+            if new != old:
+                got = "others" if word == "keys" else f"{new!r} beside {old!r}"
+                return f"objects that share one listen= need the same {word}= of Link, got {got}"
+        if name not in self.names | self.spent:
+            return ""
+        taken = ", ".join(map(repr, sorted(self.names | self.spent)))
+        return f"objects that share one listen= need a name= each, got {name!r} beside {taken}"
+
 
 # The links of this process at ports that the program has chosen, by ``listen``.
 _shared: dict[str, _Shared] = {}
-_sharing = threading.Lock()
+# A garbage collection within this lock may let dropped exchanges leave their links.
+_sharing = threading.RLock()
 os.register_at_fork(after_in_child=_shared.clear)
 
 
