@@ -12,6 +12,7 @@ Source: transformers 5.23, ``trainer_callback.py`` and ``trainer.py``.
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -56,8 +57,6 @@ _REMEDY = (
     "write `replicas = replica_per_process()` (of diloco_comm.integrations.launch) before "
     "TrainingArguments and the Trainer are made, and DiLoCoCallback(..., **replicas)"
 )
-# A function that deletes checkpoints, with its arguments.
-Deletion = tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]
 _FOLDER = "give each replica its own TrainingArguments(output_dir=...)"
 _RESUME = "give DiLoCoCallback(resume_from=...) the checkpoint's folder"
 
@@ -297,7 +296,7 @@ class DiLoCoCallback(TrainerCallback):
         given = args.resume_from_checkpoint
         if isinstance(given, str) and Path(given).is_dir():
             return Path(given)
-        return _folder(args, state)
+        return _folder(args, state.global_step)
 
     def _save_with_state(self, trainer: Trainer) -> None:
         """Let the trainer keep older checkpoints until the state is in the new one.
@@ -320,31 +319,34 @@ class DiLoCoCallback(TrainerCallback):
             with _held_deletions(*rotation) as held:
                 save(*arguments, **options)
             self._add_state(trainer.args, trainer.state)
-            self._delete(trainer.args, held)
+            self._delete(trainer, held)
 
         self._release = _replace(trainer, "_save_checkpoint", save_whole)
 
-    def _delete(self, args: TrainingArguments, held: list[Deletion]) -> None:
+    def _delete(self, trainer: Trainer, held: list[Callable[[], None]]) -> None:
         """Delete older checkpoints, but for the newest that every worker of every replica has.
 
         Another replica, or another worker of this one, may be killed before the newest checkpoint
         is whole there. All would have to resume from an older one.
         """
         assert self.diloco is not None
-        limit = args.save_total_limit or 0
+        args, limit = trainer.args, trainer.args.save_total_limit or 0
         num_apart = self.diloco.num_replicas
         num_apart *= args.world_size if self.diloco._workers is None else 1
-        if limit > 0 and not args.save_only_model and num_apart > 1:
-            steps = _saved_steps(Path(args.output_dir or ""))
-            limit = max(limit, sum(step >= self._common_step for step in steps))
-        put_back = _replace(args, "save_total_limit", limit)
-        try:
-            for rotate, arguments, options in held:
-                # Before transformers 5 the function reads the limit from the trainer's arguments.
-                has_limit = "save_total_limit" in options
-                rotate(*arguments, **options | ({"save_total_limit": limit} if has_limit else {}))
-        finally:
-            put_back()
+        if not held or limit < 1 or args.save_only_model or num_apart == 1:
+            for delete in held:
+                delete()
+            return
+        kept = {Path(trainer.state.best_model_checkpoint or "")}
+        steps = [self._common_step, *(step for _, step in self._saves)]
+        kept |= {_folder(args, step) for step in steps}
+        # Transformers 4 has a method that sorts, transformers 5 a function.
+        sort = getattr(trainer, "_sorted_checkpoints", None)
+        sort = sort or transformers.trainer.sort_checkpoints
+        paths = [Path(path) for path in sort(output_dir=args.output_dir, use_mtime=True)]
+        others = [path for path in paths if path not in kept]
+        for path in others[: max(0, len(paths) - limit)]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _note_save(self, step: int) -> None:
         """Note a checkpoint, and which older ones the other replicas have by now.
@@ -377,7 +379,7 @@ class DiLoCoCallback(TrainerCallback):
         if args.save_only_model:
             return
         whole = state_with_local(self.diloco) if has_outer else self.diloco.state_dict()
-        file = _folder(args, state) / _file_name(args)
+        file = _folder(args, state.global_step) / _file_name(args)
         workers = self.diloco._workers
         # If one worker cannot write its file, all raise.
         with nullcontext() if workers is None else workers.all_workers():
@@ -520,12 +522,12 @@ def _rotation(trainer: Trainer) -> tuple[Any, str] | None:
 
 
 @contextmanager
-def _held_deletions(owner: Any, name: str) -> Iterator[list[Deletion]]:
+def _held_deletions(owner: Any, name: str) -> Iterator[list[Callable[[], None]]]:
     """Enter a block in which a trainer only says which checkpoints it would delete."""
-    rotate, held = getattr(owner, name), list[Deletion]()
+    rotate, held = getattr(owner, name), list[Callable[[], None]]()
 
     def hold(*arguments: Any, **options: Any) -> None:
-        held.append((rotate, arguments, options))
+        held.append(partial(rotate, *arguments, **options))
 
     put_back = _replace(owner, name, hold)
     try:
@@ -534,16 +536,10 @@ def _held_deletions(owner: Any, name: str) -> Iterator[list[Deletion]]:
         put_back()
 
 
-def _saved_steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder."""
-    ends = [path.name.rpartition("-")[2] for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
-    return [int(end) for end in ends if end.isdigit()]
-
-
-def _folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the folder in which the trainer saves at this step."""
+def _folder(args: TrainingArguments, step: int) -> Path:
+    """Return the folder in which the trainer saves at a step."""
     assert args.output_dir is not None
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def _file_name(args: TrainingArguments) -> str:

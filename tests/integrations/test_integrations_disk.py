@@ -388,6 +388,50 @@ def test_replicas_keep_a_checkpoint_in_common_when_one_is_killed_while_saving(
     assert all(len(steps) <= 4 for steps, _ in whole)
 
 
+def train_beside_other_folders(
+    rank: int, world: int, address: tuple[str, int], folder: Path, case: str, limit: int
+) -> set[str]:
+    """Train while the oldest checkpoint is the best, or the newest folder is another one.
+
+    Returns:
+        The names of the folders that are left.
+    """
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
+
+    from diloco_comm.integrations.huggingface import DiLoCoCallback
+
+    out = folder / str(rank)
+
+    class Meddling(Trainer):
+        def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+            if case == "best":
+                self.state.best_model_checkpoint = str(out / "checkpoint-2")
+            elif self.state.global_step > 2:
+                other = out / f"checkpoint-{case}"
+                other.mkdir(exist_ok=True)
+                os.utime(other, (2**32, 2**32))
+            super()._save_checkpoint(*arguments, **options)
+
+    place = on_store(rank, world, address, f"other folders {case}")
+    args = quiet_arguments(out, max_steps=10, save_steps=2, save_total_limit=limit)
+    callback = DiLoCoCallback(sync_every=4, shard=False, **grouped(place))
+    Meddling(WithLoss(rank), args, train_dataset=Rows(rank), callbacks=[callback]).train()
+    return {path.name for path in out.iterdir()}
+
+
+@needs("transformers")
+@pytest.mark.parametrize(("case", "limit"), [("best", 3), ("2", 1), ("own", 1)])
+def test_the_checkpoint_in_common_stays_whatever_other_folders_there_are(
+    case: str, limit: int, replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """The second exchange, at step 8, shows that all have the checkpoint of step 6."""
+    pool = replicas(2)
+    names = pool.run(train_beside_other_folders, pool.store, tmp_path, case, limit)
+    expected = {f"checkpoint-{step}" for step in (6, 8, 10)}
+    assert names == [expected | ({"checkpoint-2"} if case == "best" else set())] * 2
+
+
 def save_on_one_worker(
     rank: int, world: int, address: tuple[str, int], folder: Path
 ) -> tuple[str, list[str]]:
