@@ -121,7 +121,8 @@ class DiLoCoCallback(pl.Callback):
         self._swap: Swap | None = None  # while training, and after a failure
         self._steps: TrainerSteps | None = None
         self._last_step = sys.maxsize
-        # A signal that saves a checkpoint, until the end of the batch.
+        # Whether a signal must wait, and the save that the signal asks for.
+        self._is_busy = True
         self._signal: Callable[[], object] | None = None
         self.diloco: DiLoCo | None = None
 
@@ -185,7 +186,7 @@ class DiLoCoCallback(pl.Callback):
         self._delay_requeue(trainer)
 
     def _delay_requeue(self, trainer: pl.Trainer) -> None:
-        """Let Slurm's signal save a checkpoint at the end of a batch, where all of it fits."""
+        """Let Slurm's signal save a checkpoint where all of it fits: outside a batch and a swap."""
         environment = trainer._accelerator_connector.cluster_environment
         if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
             return
@@ -196,11 +197,15 @@ class DiLoCoCallback(pl.Callback):
 
         def delay(*arguments: Any) -> None:
             self._signal = partial(requeue, *arguments)
+            if not self._is_busy:
+                self._heed_signal()
 
         # Lightning puts the program's own handler back when training has ended.
+        self._is_busy = True
         signal.signal(environment.requeue_signal, delay)
 
     def _heed_signal(self) -> None:
+        self._is_busy = False
         saving, self._signal = self._signal, None
         if saving is not None:
             saving()
@@ -283,6 +288,12 @@ class DiLoCoCallback(pl.Callback):
                 "alone end the training (max_epochs=-1)"
             )
 
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Let a signal wait for the end of the batch."""
+        self._is_busy = True
+
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,
@@ -315,6 +326,7 @@ class DiLoCoCallback(pl.Callback):
         """Share what was learned since the last outer step, and leave the group."""
         if self.diloco is not None:
             self._heed_signal()
+            self._is_busy = True
             try:
                 finish(self.diloco)
                 self._log(trainer)
@@ -336,13 +348,17 @@ class DiLoCoCallback(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the outer parameters into the model for the validation."""
+        self._is_busy = True
         if self._swap is not None and self._is_outer and not self._swap.is_over:
             self._swap.enter()
+        self._heed_signal()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the local parameters back."""
+        self._is_busy = True
         if self._swap is not None:
             self._swap.leave()
+        self._heed_signal()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

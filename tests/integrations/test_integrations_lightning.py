@@ -97,8 +97,15 @@ def test_an_average_of_the_outer_parameters_is_the_same_on_all_replicas(
     assert other == (average, model, count) and average != model and count == 5
 
 
-def requeue(rank: int, world: int, home: Path, where: str) -> list[tuple[str, bool]]:
-    """Slurm's signal comes in the middle of a step; a second training begins at its checkpoint."""
+def requeue(
+    rank: int, world: int, home: Path, where: str
+) -> tuple[list[tuple[str, bool]], list[bool]]:
+    """Slurm's signal comes at a place of a step; a second training begins at its checkpoint.
+
+    Returns:
+        For each training the hash of its end, and whether it has saved; and whether the checkpoint
+        was there when the signal had been sent.
+    """
     from lightning.pytorch.plugins.environments import SLURMEnvironment
     from lightning_runs import Module, quiet_trainer
 
@@ -113,6 +120,7 @@ def requeue(rank: int, world: int, home: Path, where: str) -> list[tuple[str, bo
         def send(self, place: str) -> None:
             if place == where and self.trainer.global_step == self.at:
                 os.kill(os.getpid(), signal.SIGUSR1)
+                at_once.append((home / "signalled" / "hpc_ckpt_1.ckpt").exists())
 
         def training_step(self, rows: Any, index: int) -> Any:
             self.send("closure")
@@ -123,7 +131,10 @@ def requeue(rank: int, world: int, home: Path, where: str) -> list[tuple[str, bo
             optimizer.register_step_post_hook(lambda *_: self.send("updated"))
             return optimizer
 
-    ends = []
+        def validation_step(self, rows: Any, index: int) -> None:
+            self.send("validation")
+
+    ends, at_once, evaluate = [], list[bool](), "outer" if where == "validation" else "local"
     for folder, at in (("whole", -1), ("signalled", 5), ("signalled", -1)):
         module = Signalled()
         module.at = at
@@ -131,18 +142,21 @@ def requeue(rank: int, world: int, home: Path, where: str) -> list[tuple[str, bo
             max_epochs=10,
             default_root_dir=home / folder,
             plugins=[SLURMEnvironment()],
-            callbacks=[DiLoCoCallback(sync_every=4, peers="alone", shard=False)],
+            num_sanity_val_steps=0,
+            callbacks=[DiLoCoCallback(sync_every=4, peers="alone", shard=False, evaluate=evaluate)],
         )
-        trainer.fit(module, torch.utils.data.DataLoader(Rows(0, 1), batch_size=ROWS))
+        loaders = [torch.utils.data.DataLoader(Rows(0, 1), batch_size=ROWS) for _ in range(2)]
+        trainer.fit(module, *loaders)
         has_saved = (home / folder / "hpc_ckpt_1.ckpt").exists()
         ends.append((hash_of([p.detach() for p in module.parameters()]), has_saved))
-    return ends
+    return ends, at_once
 
 
 @needs("lightning")
-@pytest.mark.parametrize("where", ["closure", "updated"])
-def test_a_signal_of_slurm_saves_at_the_end_of_the_batch(
+@pytest.mark.parametrize("where", ["closure", "updated", "validation"])
+def test_a_signal_of_slurm_saves_at_the_end_of_the_batch_or_at_once_outside(
     where: str, replicas: Callable[[int], Pool], tmp_path: Path
 ) -> None:
-    (whole, no), signalled, resumed = replicas(1).run(requeue, tmp_path, where)[0]
+    ((whole, no), signalled, resumed), at_once = replicas(1).run(requeue, tmp_path, where)[0]
+    assert at_once == [where == "validation"]
     assert signalled == resumed == (whole, True) and not no
