@@ -190,7 +190,7 @@ def _refuse_without_mean(exchange: Exchange, part: SyncedPart, views: Sequence[_
     if lacking:
         raise ReplicaMismatch(
             f"training of fragment {part.index} has ended on the mean of the last round, which "
-            f"{named(lacking)} lost by a load before this change of the group: {STATE_ADVICE}",
+            f"{named(lacking)} no longer has since a load or another send: {STATE_ADVICE}",
             stage="outer state",
         )
 

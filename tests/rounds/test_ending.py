@@ -371,7 +371,7 @@ def lose_the_mean(rank: int, world: int, address: tuple[str, int]) -> str:
 def test_a_replica_that_lost_the_mean_of_others_is_named(workers) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for text in workers(2).run(lose_the_mean, ("127.0.0.1", store.port)):
-        assert "ended on the mean of the last round, which replica 1 lost by a load" in text
+        assert "the mean of the last round, which replica 1 no longer has since a load" in text
 
 
 def end_with_an_older_state(rank: int, world: int) -> list[State]:
@@ -495,8 +495,11 @@ def test_a_newcomer_knows_of_the_end(workers) -> None:
         assert all(equal(a, b) for a, b in zip(found, truth, strict=True))
 
 
-def break_off(rank: int, world: int, address: tuple[str, int]) -> State:
-    """Let the first replica end training, and the second one fail right before that."""
+def break_off(rank: int, world: int, address: tuple[str, int], trains_on: bool) -> State:
+    """Let the first replica end training, and the second one fail right before that.
+
+    If it ``trains_on``, the second one finds at its next send that the group is dead.
+    """
     store = dist.TCPStore(*address, is_master=False)
     arguments = {"store": store, "replica": rank, "num_replicas": 2}
     # The first replica waits in vain, and then comes to the new group.
@@ -506,6 +509,11 @@ def break_off(rank: int, world: int, address: tuple[str, int]) -> State:
         for step in range(6):
             train_step(model, optimizer, rank, step)
         fail_to_end(diloco, rank)
+        if rank and trains_on:
+            diloco.exchange.seal()
+            with pytest.raises(SyncError):
+                for step in range(6, 9):
+                    train_step(model, optimizer, rank, step)
         diloco.change_group(range(2))
         return state_of(model, diloco)
 
@@ -524,9 +532,10 @@ def fail_to_end(diloco: DiLoCo, rank: int) -> None:
         Ending.reach = reach  # type: ignore[method-assign]
 
 
-def test_an_end_that_breaks_off_is_reached_by_all(workers) -> None:
+@pytest.mark.parametrize("trains_on", [False, True])
+def test_an_end_that_breaks_off_is_reached_by_all(trains_on: bool, workers) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ends = workers(2).run(break_off, ("127.0.0.1", store.port))
+    ends = workers(2).run(break_off, ("127.0.0.1", store.port), trains_on)
     truth = workers(2).run(end, 6, [True], {})[0][0]
     for found in ends:
         assert all(equal(a, b) for a, b in zip(found, truth, strict=True))
