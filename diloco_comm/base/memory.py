@@ -232,10 +232,13 @@ def memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def as_held(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return fp32 values as dense tensors, virtually concatenated, hold them: a copy, fp32.
+def round_as(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Round fp32 values in place to what dense tensors, virtually concatenated, hold of them.
 
     A value is rounded to nearest in the dtype of the tensor at its place.
     """
     pieces = values.split([tensor.numel() for tensor in tensors])
-    return torch.cat([p.to(t.dtype).float() for p, t in zip(pieces, tensors, strict=True)])
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        if tensor.dtype != piece.dtype:
+            piece.copy_(piece.to(tensor.dtype))
+    return values

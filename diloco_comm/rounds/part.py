@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, ops
-from ..base.memory import as_held, device_of, memory_order, page_locked, persistent
+from ..base.memory import device_of, memory_order, page_locked, persistent, round_as
 from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
 from ..exchange.membership.regroup import Repair
@@ -522,7 +522,7 @@ class SyncedFragment(SyncedPart):
     def progress(self) -> Tensor:
         """Return outer minus local parameters, as ``ops.encode`` takes it, fp32 [num_elements]."""
         tensors = self.tensors()
-        values, offset = as_held(self.on_device(), tensors), 0
+        values, offset = round_as(self.on_device(copy=True), tensors), 0
         for tensor in tensors:
             values[offset : offset + tensor.numel()] -= memory_order(tensor)
             offset += tensor.numel()

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from decoupled_helpers import Setting
+from peak_memory import peak_bytes
 from torch import Tensor, nn
 
 from diloco_comm import SGD, Nesterov
-from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
-from diloco_comm.asynchronous.decoupled.learner import Receipt
+from diloco_comm.asynchronous.decoupled.fragment_round import Merge, QuorumRule
+from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
+from diloco_comm.asynchronous.decoupled.pieces import Piece
+from diloco_comm.asynchronous.decoupled.syncer import Commit
 from diloco_comm.asynchronous.decoupled.virtual import Link
 from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.model.shared import SharedModel
@@ -127,3 +130,15 @@ def test_without_gradient_a_syncer_moves_nothing(receipt: str, wire: str, outer:
     assert largest_move(first, before) > 0 and more > commits + 30
     assert largest_move(before, after) == 0
     assert largest_move(outer_before, outer_after) < 1e-6
+
+
+def test_a_learner_that_carries_progress_has_two_fp32_copies() -> None:
+    tensors, size = [torch.ones(1 << 14).bfloat16() for _ in range(8)], 1 << 17
+    pieces, wire = [Piece(tuple(range(8)), size, "mean")], WireFormat("fp32")
+    learner = Learner("0", [tensors], [pieces], wire=wire, receipt=Receipt(mode="carry"))
+    learner.stepped(tokens=1)
+    tensors[0] += 0.5
+    commit = Commit(0, 1, {}, [torch.full((size,), 2.0)], Merge(0, (), ()), [])
+    # One tensor more in bf16 is small beside the whole piece.
+    assert peak_bytes(lambda: learner.receive(commit)) < 2.3 * 4 * size
+    assert [tensor.unique().item() for tensor in tensors] == [2.5] + [2.0] * 7

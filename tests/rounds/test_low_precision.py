@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import BF16, FP16, Grid, Method, OuterOptimizer, simulate
+from peak_memory import peak_bytes
 from torch import Tensor, nn
 
 from diloco_comm import (
@@ -235,3 +236,13 @@ def owed_progress(rank: int, world: int) -> list[float]:
 def test_what_was_sent_leaves_no_progress(workers) -> None:
     """The rounding of the local parameters, which were just written, is no progress."""
     assert workers(2).run(owed_progress) == [[0.0] * 5] * 2
+
+
+def test_progress_has_one_fp32_copy() -> None:
+    model = nn.ParameterList(nn.Parameter(torch.ones(1 << 14).bfloat16()) for _ in range(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = {"sync_every": 1, "overlap": Delayed(), "num_replicas": 1}
+    with DiLoCo(model, optimizer, **grouped(given)) as diloco:
+        (part,) = diloco.parts
+        # One tensor more in bf16, or in fp32, is small beside the whole part.
+        assert peak_bytes(part.progress) < 1.3 * 4 * part.num_elements

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...base.memory import as_held, empty_pages
+from ...base.memory import empty_pages, round_as
 from ...ops.residuals import Residuals
 from ...ops.wire import STAGE_ENCODE, WireFormat, rng_key
 from ..model.shared import layout_of
@@ -124,7 +124,7 @@ class LearnerPiece:
 
     def held(self, values: Tensor) -> Tensor:
         """Return shared values as the parameters hold them: progress is measured from there."""
-        return as_held(values, self.tensors)
+        return round_as(values.clone(), self.tensors)
 
     def write(self, impl: str = "") -> None:
         """Set the parameters to the shared ones."""
@@ -315,8 +315,9 @@ class Learner:
         """Set the parameters of a piece; ``has_more``: there is progress beside the merged one."""
         alpha = self.receipt.alpha if self.receipt.mode == "blend" else 0.0
         if self.receipt.mode == "carry" and has_more:
-            start = piece.snapshot(self.impl) if is_merged else piece.held(piece.base)
-            values = (piece.values() - start).add_(piece.held(values))
+            carried = piece.values()
+            carried -= piece.snapshot(self.impl) if is_merged else piece.held(piece.base)
+            values = carried.add_(piece.held(values))
         ops.merge(values, piece.tensors, alpha, impl=self.impl)
 
     def restart(self, versions: Sequence[int], values: Sequence[Sequence[Tensor]]) -> None:

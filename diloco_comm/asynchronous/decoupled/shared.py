@@ -143,4 +143,4 @@ def _empty_like(values: Tensor) -> Tensor:
 
 def flatten(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
     """Return a copy of the piece's elements in memory order, fp32 [num_elements]."""
-    return torch.cat([memory_order(tensors[i].detach()).float() for i in piece.indices])
+    return torch.cat([memory_order(tensors[i].detach()) for i in piece.indices]).float()
