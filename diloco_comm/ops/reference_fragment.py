@@ -69,7 +69,7 @@ def _rounded_toward(x: Tensor, target: Tensor) -> Tensor:
     """Round fp32 values to the dtype of the targets, in the direction of the targets.
 
     The result is x rounded to nearest where that value lies on the target's side of x, and else
-    the neighbour on the target's side. From 65510 in fp16 the neighbour above is Inf, and from Inf
+    the neighbour on the target's side. Above 65504 in fp16 the neighbour above is Inf, and from Inf
     the neighbour below is 65504. A zero has the sign of x. NaN is rounded as ``Tensor.to`` does.
     """
     nearest = x.to(target.dtype)
