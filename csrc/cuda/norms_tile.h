@@ -35,7 +35,8 @@ DILOCO_DEVICE void load_norm_tile(const Lanes& lanes, const NormsArgs& args, con
     load_tile<kNormQuads>(lanes, args.params, tile, place, x);
 }
 
-// Puts outer - x, or x, on `stage`, zero where that is bad, and adds the bad elements to `bad`.
+// Puts outer - x, or x, on `stage`, zero where that is bad, and adds the bad elements to `bad`. The
+// caller has rounded `outer` to what the parameters hold.
 template <class Lanes>
 DILOCO_DEVICE void stage_differences(const Lanes& lanes, bool has_outer, float* stage,
                                      const typename Lanes::template Of<NormQuads>& outer,

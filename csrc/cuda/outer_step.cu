@@ -12,7 +12,7 @@ constexpr int kStepBlocks =
     kIsAdam || (!wire::has_scales(kFormat) && kFormat != Format::kFp32) ? 3 : 4;
 
 // g = sum_i c_i decode(payload_i);  the optimizer's update of outer and its state;  params <-
-// alpha params + (1 - alpha) outer.
+// outer, or alpha params + (1 - alpha) outer rounded toward c(outer).
 // Nesterov, int8, fp32 parameters: reads 9n bytes and writes 12n; Adam 4n more each. alpha reads
 // the parameters, too: 4n. One warp per tile.
 template <Format kFormat, bool kIsAdam>

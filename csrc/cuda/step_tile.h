@@ -60,7 +60,7 @@ DILOCO_DEVICE void blend(const Lanes& lanes, const Segments& params, const Tile&
         });
 }
 
-// params <- outer, or alpha * params + (1 - alpha) * outer; `outer` is destroyed.
+// params <- outer rounded to nearest, or with an alpha the result of `blend`, in `outer`.
 template <class Lanes>
 DILOCO_DEVICE void merge_into(const Lanes& lanes, const Segments& params, const Tile& tile,
                               Place& place, float alpha, float one_minus_alpha,
@@ -182,7 +182,7 @@ DILOCO_DEVICE void decode_tile(const Lanes& lanes, const DecodeArgs& args, uint3
     store_tile<kStepQuads>(lanes, args.outs, tile, place, sum);
 }
 
-// params <- alpha * params + (1 - alpha) * outer.
+// Writes the parameters of a tile as `merge_into` does.
 template <class Lanes>
 DILOCO_DEVICE void merge_tile(const Lanes& lanes, const MergeArgs& args, uint32_t index,
                               Place& place) {

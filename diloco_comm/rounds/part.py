@@ -318,7 +318,7 @@ class SyncedPart(ABC):
 
     @abstractmethod
     def squared_norm(self, impl: str) -> Tensor:
-        """Return fp64 [2] on the device: of outer minus local values, see ``ops.norms``."""
+        """Return fp64 [2] on the device: of c(outer) minus local values, see ``ops.norms``."""
 
     @abstractmethod
     def apply(

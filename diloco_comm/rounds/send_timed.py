@@ -1,9 +1,10 @@
 """Rounds of the parts under ``Delayed``, ``Eager`` and ``CO2``.
 
 A round is due ``rounds`` sends after its own send. At each send a part waits for the round that is
-due, encodes outer - local and starts a new round. Then the outer optimizer steps on the round that
-is due, and the local parameters are set to the outer ones. From then on a lost round is nowhere but
-in its payload, which is decoded and owed to the next encoding.
+due, encodes c(outer) - local, with c(outer) the outer value as the parameter holds it, and starts a
+new round. Then the outer optimizer steps on the round that is due, and the local parameters are set
+to the outer ones. From then on a lost round is nowhere but in its payload, which is decoded and
+owed to the next encoding.
 """
 
 from __future__ import annotations
