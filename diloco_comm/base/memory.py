@@ -232,13 +232,18 @@ def memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def paired(values: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pair the values of dense tensors, virtually concatenated, with the tensors as 1-D views."""
+    pieces = values.split([tensor.numel() for tensor in tensors])
+    return zip(pieces, map(memory_order, tensors), strict=True)
+
+
 def round_as(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """Round fp32 values in place to what dense tensors, virtually concatenated, hold of them.
 
     A value is rounded to nearest in the dtype of the tensor at its place.
     """
-    pieces = values.split([tensor.numel() for tensor in tensors])
-    for piece, tensor in zip(pieces, tensors, strict=True):
+    for piece, tensor in paired(values, tensors):
         if tensor.dtype != piece.dtype:
             piece.copy_(piece.to(tensor.dtype))
     return values

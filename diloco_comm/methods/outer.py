@@ -78,7 +78,8 @@ class OuterState(ABC):
         last_lr: Learning rate of the last step; None where that is not known.
         last_momentum: Factor of the momentum in the last step, if the step looked ahead.
         last_update: The last step, until the next payload of the fragment is encoded: its terms are
-            free from then on. None after a load or a copy too.
+            free from then on. None after a load or a copy too. After a change of the group it holds
+            buffers of the former group beside the new ones: the next flush may be the final one.
         equal_at: Number of outer steps at which all replicas had the same outer parameters.
         ended_at: Number of outer steps after which training ended; -1 before.
         is_mean: Training ended at ``ended_at`` on the mean of the last round.
@@ -540,8 +541,9 @@ class _TorchState(OuterState):
         super().__init__(outer)
         self.factory = factory
         self.param = nn.Parameter(outer)
-        # Outer parameters before the last step less the mean pseudo-gradient, for ``take_mean``: a
-        # step of an optimizer of torch cannot be undone.
+        # Outer parameters before the last step less the mean pseudo-gradient, for ``take_mean``. It
+        # is kept at each step, because a step of an optimizer of torch cannot be undone, and only
+        # a later flush says which step was the last.
         self.mean = persistent_like(outer)
         self.optimizer = factory([self.param])
         if not isinstance(self.optimizer, torch.optim.Optimizer):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, ops
-from ..base.memory import device_of, memory_order, page_locked, persistent, round_as
+from ..base.memory import device_of, memory_order, page_locked, paired, persistent, round_as
 from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
 from ..exchange.membership.regroup import Repair
@@ -407,11 +407,8 @@ class SyncedFragment(SyncedPart):
 
     def read_local(self) -> None:
         """Set the outer parameters to the local ones."""
-        offset = 0
-        for tensor in self.tensors():
-            flat = memory_order(tensor)
-            self.outer[offset : offset + flat.numel()].copy_(flat)
-            offset += flat.numel()
+        for outer, flat in paired(self.outer, self.tensors()):
+            outer.copy_(flat)
 
     def differs_from_local(self) -> bool:
         """Whether an outer parameter is not the local one."""
@@ -522,10 +519,9 @@ class SyncedFragment(SyncedPart):
     def progress(self) -> Tensor:
         """Return outer minus local parameters, as ``ops.encode`` takes it, fp32 [num_elements]."""
         tensors = self.tensors()
-        values, offset = round_as(self.on_device(copy=True), tensors), 0
-        for tensor in tensors:
-            values[offset : offset + tensor.numel()] -= memory_order(tensor)
-            offset += tensor.numel()
+        values = round_as(self.on_device(copy=True), tensors)
+        for value, flat in paired(values, tensors):
+            value -= flat
         return values
 
     def owe_progress(self) -> None:
@@ -605,11 +601,8 @@ class SyncedBuffers(SyncedPart):
         # The steps since the send have changed the buffers: that change stays.
         change = torch.empty(self.num_elements, device=self.device)
         decode_terms([*update.terms, (own, -1.0)], update.layout, [change], impl=update.impl)
-        offset = 0
-        for tensor in update.params:
-            flat = memory_order(tensor)
-            flat += change[offset : offset + flat.numel()]
-            offset += flat.numel()
+        for here, flat in paired(change, update.params):
+            flat += here
 
 
 def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:

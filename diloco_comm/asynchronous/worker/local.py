@@ -128,11 +128,10 @@ class LocalModel:
             layout = layout_of(fragment.num_elements, WireFormat("fp32"))
             payload = empty_pages((layout.payload_bytes,), torch.uint8)
             values = payload.view(torch.float32)
-            run, offset = layout.run_bytes // 4, 0
-            flat = torch.cat([memory_order(t).float() for t in fragment.tensors()])
+            flat = torch.cat([memory_order(t) for t in fragment.tensors()]).float()
             for index in range(layout.num_runs):
                 begin, end = layout.run_range(index)
-                offset = index * run
+                offset = index * (layout.run_bytes // 4)
                 values[offset : offset + end - begin] = flat[begin:end]
             payloads.append(payload)
             layouts.append(layout)
@@ -152,7 +151,7 @@ class LocalModel:
     def read(self) -> None:
         """Set the shared parameters to the local ones."""
         for outer, fragment in zip(self.outer, self.fragments, strict=True):
-            torch.cat([memory_order(t).float() for t in fragment.tensors()], out=outer)
+            torch.cat([memory_order(t) for t in fragment.tensors()], out=outer)
 
     def _refuse_changes(self) -> None:
         for fragment in self.fragments:
