@@ -284,7 +284,7 @@ class SharedNorms:
     def __init__(
         self, workers: ReplicaWorkers, parts: Sequence[SyncedPart], policy: Overlap, *, sent: bool
     ) -> None:
-        device = next((part.device for part in parts if part.is_divided), CPU)
+        device = next((part.device for part in parts if part.has_outer), CPU)
         side = _C.OwnStream(device) if device != CPU else None
         board = partial(NormBoard, workers.group, len(parts), device, side)
         # A block sends one round of a part at most; flush() applies all that are under way.

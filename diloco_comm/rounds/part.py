@@ -252,15 +252,14 @@ class SyncedPart(ABC):
         history: Digest of the outer state and of the rounds applied to it; see ``history``.
         buffers: Buffers of the exchange; None while there are none, and for a part of no elements.
         loader: Brings outer parameters in host memory to the device; None where they are there.
-        has_outer: It has outer parameters, and a step of the outer optimizer in each round.
-        is_divided: The workers of the replica have different elements.
+        has_outer: It has outer parameters, and a step of the outer optimizer in each round; and the
+            workers of the replica have different elements.
         takes_verdict: A round can be applied on the device's decision.
     """
 
     device: torch.device
     loader: _C.ChunkLoader | None = None
     has_outer: ClassVar[bool] = False
-    is_divided: ClassVar[bool] = False
     takes_verdict = False
 
     def __init__(self, index: int, num_elements: int) -> None:
@@ -356,7 +355,7 @@ class SyncedFragment(SyncedPart):
             elements are held, and counted, by another worker.
     """
 
-    has_outer = is_divided = True
+    has_outer = True
 
     def __init__(
         self,

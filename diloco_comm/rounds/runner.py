@@ -247,7 +247,7 @@ class RoundRunner(ABC):
         if self.norms:
             squared = part.squared_norm(self.impl)
             reading = Reading(squared)
-            if self._norms is not None and part.is_divided:
+            if self._norms is not None and part.has_outer:
                 reading = self._norms.of_sent(part, squared)
         delay = 0 if kind == "flush" else self._delay
         assert part.buffers is not None

@@ -78,8 +78,9 @@ class SendTimed(RoundRunner):
         self, part: SyncedPart, inner_step: int, num_skipped: int, weight: float, kind: Kind
     ) -> RoundInFlight:
         last = part.in_flight[-1].work if part.in_flight else None
+        keeps_residual = part.buffers is not None and part.buffers.residual is not None
         # The vote on that round comes after this encoding, which must not lose its round too.
-        if last is not None and _keeps_residual(part) and last.has_bad_values():
+        if last is not None and keeps_residual and last.has_bad_values():
             _clean_residuals(part)
         return super().send(part, inner_step, num_skipped, weight, kind)
 
@@ -365,10 +366,6 @@ def _nothing(mean: Mean | None, fresh: RoundInFlight | None) -> tuple[Terms, Lay
 
 def _laid_out(own: Own, layout: Layout) -> Own:
     return Own(own.layout.rearrange(own.payload, layout), own.coefficient, layout)
-
-
-def _keeps_residual(part: SyncedPart) -> bool:
-    return part.buffers is not None and part.buffers.residual is not None
 
 
 def _clean_residuals(part: SyncedPart) -> None:
