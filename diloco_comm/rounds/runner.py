@@ -251,7 +251,7 @@ class RoundRunner(ABC):
                 reading = self._norms.of_sent(part, squared)
         delay = 0 if kind == "flush" else self._delay
         assert part.buffers is not None
-        last_update, was_dead = None, self.exchange.is_dead
+        last_update, was_dead = None, bool(self.exchange.engine.dead_reason)
         if state is not None:
             # The new round may take the buffers of the last one.
             last_update, state.last_update = state.last_update, None

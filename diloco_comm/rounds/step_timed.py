@@ -14,7 +14,7 @@ from ..base.errors import SyncError
 from ..exchange.round import Kind, Mean
 from .consensus import Ending
 from .part import RoundInFlight, SyncedPart
-from .runner import RoundRunner
+from .runner import NO_BLOCK, RoundRunner
 
 
 class StepTimed(RoundRunner):
@@ -105,7 +105,7 @@ class StepTimed(RoundRunner):
             return
         alpha = 0.0 if flight.kind == "flush" else self.settings.overlap.alpha
         update = self._update(part, result, alpha=alpha, verdict=result.verdict)
-        with self._writing(part):
+        with NO_BLOCK if self.log is None else self.log.writing(part):
             self._step(flight, update, own=flight.own_after(inner_step))
             if result.verdict is None:
                 self._commit(flight, result)

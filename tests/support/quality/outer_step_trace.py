@@ -35,7 +35,7 @@ MOST = {
     "Blocking, fp32": (16, 90, 12),
     "Blocking, int8": (16, 90, 12),
     "Streaming, int8": (15, 77, 12),
-    "Eager, int8": (18, 107, 12),
+    "Eager, int8": (18, 106, 12),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "Blocking, fp32": {"wire": "fp32"},
