@@ -143,7 +143,8 @@ class Mean:
         verdict: None; or, with ``leaves_verdict``, int64 [1] on the device: 0 once all votes
             are here and good, which is when the round counts.
         seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
-            and total (on the engine thread).
+            and total (on the engine thread). An exchange on streams has total, and exposed: for so
+            long the caller's stream stood still.
         sent_bytes, received_bytes: All bytes that this rank sent to and got from its peers.
         counters: Minor page faults of the calling and the engine thread.
         digest: Digest of the payloads, the same on all replicas; 0 where none is needed.

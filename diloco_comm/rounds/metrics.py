@@ -40,7 +40,8 @@ class SyncMetrics:
         encode_s: The training loop encoded the pseudo-gradient.
         exchange_s: From the first byte sent to the last one received.
         reduce_s: Decoding, averaging and encoding the own shard.
-        exposed_s: The training loop waited for the result, doing nothing else.
+        exposed_s: The training loop, or its stream on a device, waited for the result, doing
+            nothing else.
         outer_step_s: The training loop decoded, stepped and wrote the parameters.
         overlap_fraction: Part of the exchange during which the training loop went on.
         pseudo_gradient_norm: L2 norm of this replica's pseudo-gradient; NaN unless
@@ -138,6 +139,8 @@ class Recorder:
         # A round from a saved state was exchanged by another process: it took no seconds here.
         seconds = mean.seconds
         exchange_s = seconds.get("total", 0.0)
+        # On streams the training stands still for other times than the host waits.
+        exposed_s = seconds.get("exposed", flight.exposed_s)
         metrics = SyncMetrics(
             round=flight.number,
             fragment=flight.part.index,
@@ -147,9 +150,9 @@ class Recorder:
             encode_s=seconds.get("encode", 0.0),
             exchange_s=exchange_s,
             reduce_s=seconds.get("reduce", 0.0),
-            exposed_s=flight.exposed_s,
+            exposed_s=exposed_s,
             outer_step_s=flight.outer_step_s,
-            overlap_fraction=overlap_fraction(exchange_s, flight.exposed_s),
+            overlap_fraction=overlap_fraction(exchange_s, exposed_s),
             pseudo_gradient_norm=flight.norm if flight.reading is None else flight.measured_norm(),
             weight=flight.weight,
             is_reset=flight.is_reset,

@@ -108,6 +108,15 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
         std::lock_guard<std::mutex> lock(point->mutex);
         return point->reached == point->recorded;
     }
+    double elapsedTime(void* first, void* last, const DeviceIndex) const override {
+        const auto time_of = [](void* event) {
+            const PointPtr point = *static_cast<PointPtr*>(event);
+            std::lock_guard<std::mutex> lock(point->mutex);
+            TORCH_CHECK(point->reached == point->recorded, "an event was not reached yet");
+            return point->at;
+        };
+        return std::chrono::duration<double, std::milli>(time_of(last) - time_of(first)).count();
+    }
     void synchronizeEvent(void* event) const override {
         if (event == nullptr) return;
         note_wait("synchronizeEvent");

@@ -159,6 +159,7 @@ struct Point {
     std::condition_variable changed;
     uint64_t recorded = 0;
     uint64_t reached = 0;
+    std::chrono::steady_clock::time_point at;
 };
 using PointPtr = std::shared_ptr<Point>;
 
@@ -175,6 +176,7 @@ inline void record_point(const PointPtr& point, StreamId stream) {
     lane(stream).enqueue("record " + name_of(*point, version), [point, version] {
         std::lock_guard<std::mutex> lock(point->mutex);
         point->reached = std::max(point->reached, version);
+        point->at = std::chrono::steady_clock::now();
         point->changed.notify_all();
     });
 }

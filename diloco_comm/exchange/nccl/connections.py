@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -86,9 +86,20 @@ class Connections:
         self._own_stream = _C.OwnStream(device)
         self.side = self._own_stream.stream
         self._jobs: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._free_events: list[torch.Event] = []
         # A flag that the device reads before and after each vote. An aborted collective ends after
         # the flag is set, so whatever that collective leaves behind is never taken for a result.
         self._given_up = page_locked(1, torch.int64)
+
+    def take_event(self) -> torch.Event:
+        """Return an event that tells the time, one that was given back if there is one."""
+        if self._free_events:
+            return self._free_events.pop()
+        return torch.Event(self.device, enable_timing=True)
+
+    def give_back(self, events: Iterable[torch.Event]) -> None:
+        """Take events that nobody asks any more; what waits for them on a stream waits on."""
+        self._free_events.extend(events)
 
     def add(self, job: Watched) -> None:
         """Watch over an exchange that is enqueued, for as long as its caller holds it."""

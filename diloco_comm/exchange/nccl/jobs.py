@@ -33,7 +33,8 @@ class StreamJob:
 
     Args:
         control: The engine's job that exchanges and compares the headers.
-        events: Everything is encoded; all chunks are here; the verdict is.
+        events: Everything is encoded; the first chunk may leave; all chunks are here; the verdict
+            is. They tell the time, and the driver gets them back.
         presumed: Headers of all ranks as far as this one knows them: its own, with each weight.
         members: Replicas in rank order.
     """
@@ -57,12 +58,13 @@ class StreamJob:
         self._header, self._ballot = round.header, round.own.ballot
         num_payloads = len(members) if round.num_phases == 1 else 1
         self._digest_bytes = num_payloads * round.mean_layout.payload_bytes
-        self.encoded, self.data, self.done = events
+        self.encoded, self.begin, self.data, self.done = events
+        # Recorded on the caller's stream before and after that waits.
+        self._stops: list[torch.Event] = []
         self._presumed, self.members = presumed, members
         self.weights = shares([header.weight for header in presumed])
         self.failure: Any = None
         self.counters = {"sent_bytes": sent_bytes, "received_bytes": sent_bytes}
-        self.seconds: dict[str, float] = {}
         self._headers: list[_C.Header] = []
         self.has_data = self.has_votes = False
         self._begin = time.monotonic()
@@ -80,6 +82,11 @@ class StreamJob:
         """Of the payloads, once the vote is on the host."""
         product, total = self._ballot.host_digest.tolist()
         return finish_digest(product, total, self._digest_bytes)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By the device's clock: of the exchange, and of the caller's stream without work."""
+        return {"total": self.begin.elapsed_time(self.done) / 1e3, "exposed": self._exposed_s()}
 
     @property
     def standing(self) -> str:
@@ -115,6 +122,7 @@ class StreamJob:
 
     def wait(self, seconds: float) -> bool:
         """Poll until the exchange is decided; the host sleeps in between, never in the driver."""
+        self._expect_wait()
         deadline = time.monotonic() + seconds
         while not self.is_done:
             if time.monotonic() >= deadline:
@@ -128,13 +136,38 @@ class StreamJob:
 
     def wait_for_headers(self) -> None:
         """Wait until the headers are compared, or the exchange is decided."""
+        self._expect_wait()
         log = WaitLog()
         while not self.control.is_done and not self.is_done:
             self.control.wait(0.05)
             log.tick(lambda: self.waiting)
 
+    def __del__(self) -> None:
+        self.driver.give_back((self.encoded, self.begin, self.data, self.done, *self._stops))
+
+    def _expect_wait(self) -> None:
+        """Note on the caller's stream that the result is needed from here on."""
+        if not self._stops:
+            self._stop(torch.accelerator.current_stream(self.driver.device))
+
     def block_caller(self) -> None:
-        torch.accelerator.current_stream(self.driver.device).wait_event(self.done)
+        stream = torch.accelerator.current_stream(self.driver.device)
+        stream.wait_event(self.done)
+        if len(self._stops) == 1:
+            self._stop(stream)
+
+    def _stop(self, stream: torch.Stream) -> None:
+        self._stops.append(self.driver.take_event())
+        self._stops[-1].record(stream)
+
+    def _exposed_s(self) -> float:
+        """Return for how long the caller's stream stood still; the exchange is over."""
+        if len(self._stops) < 2 or not self._stops[0].query():
+            return 0.0  # The stream gets there after the exchange.
+        first, last = self._stops
+        while not last.query():
+            pass  # Between the two the stream does nothing but wait for the exchange.
+        return first.elapsed_time(last) / 1e3
 
     def look(self) -> None:
         """Note how far the device is. After an abort every event is reached, whatever came."""
@@ -172,7 +205,6 @@ class StreamJob:
             self._fail("SyncError", f"replica {names} gave the round up before its vote")
             return
         self.is_decided = True
-        self.seconds["total"] = time.monotonic() - self._begin
         message, replicas = _C.find_bad_elements(ballot.numbers(), list(self.members))
         if message:
             is_of_some = len(replicas) < len(self.members)

@@ -78,7 +78,7 @@ class StreamDriver(Connections):
     def enqueue(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending
     ) -> tuple[torch.Event, ...]:
-        """Enqueue one exchange; returns the events of the encoding, all chunks and the verdict."""
+        """Enqueue one exchange; returns its events, see ``StreamJob``."""
         return self.post(buffers, round, sending, self.encode(buffers, round, sending))
 
     def encode(self, buffers: ExchangeBuffers, round: Round, sending: Sending) -> torch.Event:
@@ -92,14 +92,14 @@ class StreamDriver(Connections):
         ballot.host_bad.copy_(ballot.bad, non_blocking=True)
         ballot.votes.zero_()
         ballot.verdict.fill_(1)
-        ready = torch.Event(self.device)
+        ready = self.take_event()
         ready.record(here)
         return ready
 
     def mark(self, buffers: ExchangeBuffers) -> torch.Event:
         """Say that a payload is ready when all that the caller has enqueued by now is done."""
         here = torch.accelerator.current_stream(self.device)
-        ready = torch.Event(self.device)
+        ready = self.take_event()
         for event in (*self._encoded[: buffers.num_chunks], ready):
             event.record(here)
         return ready
@@ -110,7 +110,9 @@ class StreamDriver(Connections):
         """Enqueue the rest of an exchange whose encoding is done at ``ready``; as ``enqueue``."""
         ballot = round.own.ballot
         assert ballot is not None
-        data, done = torch.Event(self.device), torch.Event(self.device)
+        begin, data, done = (self.take_event() for _ in range(3))
+        self.side.wait_event(self._encoded[0])
+        begin.record(self.side)
         plan = buffers.num_chunks, buffers.num_phases, 1, buffers.window
         for action, chunk, _ in _C.make_schedule(*plan):
             with current(self.side):
@@ -122,7 +124,7 @@ class StreamDriver(Connections):
                 else:
                     getattr(self, f"_{action}")(buffers, round, sending, chunk)
         done.record(self.side)
-        return ready, data, done
+        return ready, begin, data, done
 
     def _encode(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, here: torch.Stream
@@ -181,7 +183,8 @@ class StreamDriver(Connections):
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int
     ) -> None:
         assert self.group is not None and round.result is not None
-        self.side.wait_event(self._encoded[chunk])
+        if chunk > 0:
+            self.side.wait_event(self._encoded[chunk])
         own = self._chunk(buffers.layout, round.own.tensor, chunk)
         if buffers.num_phases == 1:
             parts = [self._chunk(buffers.layout, part, chunk) for part in round.received]
