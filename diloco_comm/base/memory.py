@@ -60,19 +60,20 @@ def page_locked(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32
 class Ballot:
     """Counts of bad elements in an exchange on streams.
 
-    A *bad* element is not finite or out of the wire's range. A vote is one int64: the bad elements
-    of the mean times 2^32, plus the bad elements that were encoded, plus the token of the vote. An
-    aborted gather leaves zeros or earlier votes behind, which differ from the token; so only a vote
-    that has arrived can read as "yes". A rank that has given its group up adds ``GIVEN_UP`` to its
-    vote, and its verdict is "no" whatever the others vote.
+    A *bad* element is not finite or out of the wire's range. A vote is two int64: the bad elements
+    that were encoded, and bad elements of the mean, each plus the token of the vote. An aborted
+    gather leaves zeros or earlier votes behind, which differ from the token; so only a vote that
+    has arrived can read as "yes". A rank that has given its group up adds ``GIVEN_UP`` to its vote,
+    and its verdict is "no" whatever the others vote.
 
     Attributes:
-        is_no: bool [size], whether each rank's vote differs from the token.
-        bad: int64 [1], bad elements that this rank has encoded; after the vote, this rank's vote.
+        is_no: bool [2 size], whether each number of each rank's vote differs from the token.
+        own: int64 [2], ``bad`` and ``bad_mean``; after the vote, this rank's vote.
+        bad: int64 [1], bad elements that this rank has encoded.
         bad_mean: int64 [1], bad elements of the mean that this rank has computed.
-        votes: int64 [size], the vote of every rank.
-        verdict: int64 [1], the number of votes that differ from the token; with 0 the round may be
-            applied.
+        votes: int64 [2 size], the vote of every rank.
+        verdict: int64 [1], how many numbers of the votes differ from the token; with 0 the round
+            may be applied.
         given_up: int64 [1], 0, or ``GIVEN_UP`` if this rank has given the group up.
         digest: int64 [2], the sums of the digest of all payloads in the mean.
         host_bad, host_votes, host_verdict, host_given_up, host_digest: Page-locked copies. The
@@ -81,8 +82,7 @@ class Ballot:
     """
 
     is_no: Tensor
-    bad: Tensor
-    bad_mean: Tensor
+    own: Tensor
     votes: Tensor
     verdict: Tensor
     given_up: Tensor
@@ -94,24 +94,25 @@ class Ballot:
     host_digest: Tensor
     token: int = field(default=0, init=False)
 
+    def __post_init__(self) -> None:
+        self.bad, self.bad_mean = self.own.split(1)
+
     @classmethod
     def make(cls, size: int, device: torch.device) -> Ballot:
-        sizes = 1, 1, size, 1, 1, 2
+        sizes = 2, 2 * size, 1, 1, 2
         on_device = (torch.zeros(n, dtype=torch.int64, device=device) for n in sizes)
-        is_no = torch.zeros(size, dtype=torch.bool, device=device)
-        hosts = (page_locked(n, torch.int64) for n in (1, size, 1, 1, 2))
+        is_no = torch.zeros(2 * size, dtype=torch.bool, device=device)
+        hosts = (page_locked(n, torch.int64) for n in (1, 2 * size, 1, 1, 2))
         return cls(is_no, *on_device, *hosts)
 
     def numbers(self) -> list[tuple[int, int]]:
         """Return every rank's bad elements, encoded and of the mean, from the votes on the host."""
-        return [(count & (1 << 32) - 1, count >> 32) for count in self._counts()]
+        counts = [number - self.token for number in self.host_votes.tolist()]
+        return list(zip(counts[::2], counts[1::2], strict=True))
 
     def quitters(self) -> list[int]:
         """List the ranks that had given their group up, from the votes on the host."""
-        return [rank for rank, count in enumerate(self._counts()) if count < 0]
-
-    def _counts(self) -> list[int]:
-        return [vote - self.token for vote in self.host_votes.tolist()]
+        return [rank for rank, counts in enumerate(self.numbers()) if min(counts) < 0]
 
 
 def vote_token(number: int) -> int:

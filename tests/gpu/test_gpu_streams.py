@@ -10,6 +10,7 @@ import gc
 import os
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import devices
@@ -21,9 +22,10 @@ from problems import equal
 
 from diloco_comm import Nesterov
 from diloco_comm.base.errors import NonFiniteError, ReplicaMismatch, SyncError
-from diloco_comm.base.memory import vote_token
+from diloco_comm.base.memory import GIVEN_UP, Ballot, vote_token
 from diloco_comm.exchange.nccl import connections
 from diloco_comm.exchange.nccl import group as nccl_group
+from diloco_comm.exchange.nccl.streams import StreamDriver
 
 NCCL_RANKS = int(os.environ.get("DILOCO_TEST_NCCL_RANKS", "1"))
 
@@ -323,6 +325,22 @@ def test_tokens_differ_in_both_halves() -> None:
     assert all(0 < token < 1 << 62 for token in tokens[1:])
     assert len({token >> 32 for token in tokens}) == len(tokens)
     assert len({token & (1 << 32) - 1 for token in tokens}) == len(tokens)
+
+
+@pytest.mark.parametrize("bad", [(0, 0), (10**9, 10**9), (7 * 10**9, 7 * 10**9 // 3), (1 << 32, 0)])
+def test_a_vote_tells_any_number_of_bad_elements(bad: tuple[int, int]) -> None:
+    numbers = (torch.zeros(size, dtype=torch.int64) for size in (2, 2, 1, 1, 2, 1, 2, 1, 1, 2))
+    ballot = Ballot(torch.zeros(2, dtype=torch.bool), *numbers)
+    ballot.bad.fill_(bad[0])
+    ballot.bad_mean.fill_(bad[1])
+    alone = SimpleNamespace(group=None, _num_votes=0, _given_up=torch.zeros(1, dtype=torch.int64))
+    StreamDriver._vote(alone, ballot)  # type: ignore[arg-type]
+    assert ballot.numbers() == [bad] and ballot.quitters() == []
+    assert bool(ballot.host_verdict) == any(bad)
+    alone._given_up.fill_(GIVEN_UP)
+    ballot.own.zero_()
+    StreamDriver._vote(alone, ballot)  # type: ignore[arg-type]
+    assert ballot.quitters() == [0] and bool(ballot.host_verdict)
 
 
 def changed(rank: int, world: int, device: str, library: str, names: list[str]) -> list[str]:

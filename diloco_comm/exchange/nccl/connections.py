@@ -152,14 +152,14 @@ class Connections:
             own, received = torch.zeros(
                 2, self.size * run_bytes, dtype=torch.uint8, device=self.device
             ).unbind()
-            votes = torch.zeros(self.size + 1, dtype=torch.int64, device=self.device)
+            votes = torch.zeros(2 * self.size + 2, dtype=torch.int64, device=self.device)
             try:
                 if self.size == 2:
                     self._send_to_all(group, [received], own).synchronize()
                 else:
                     self._send_chunk(group, received, own).synchronize()
                     group._allgather_base(received, own[:run_bytes]).synchronize()
-                group._allgather_base(votes[1:], votes[:1]).synchronize()
+                group._allgather_base(votes[2:], votes[:2]).synchronize()
             finally:
                 if self.group is None:
                     group.abort()  # This thread was left behind.

@@ -86,8 +86,7 @@ class StreamDriver(Connections):
         ballot = round.own.ballot
         assert ballot is not None
         here = torch.accelerator.current_stream(self.device)
-        ballot.bad.zero_()
-        ballot.bad_mean.zero_()
+        ballot.own.zero_()
         self._encode(buffers, round, sending, here)
         ballot.host_bad.copy_(ballot.bad, non_blocking=True)
         ballot.votes.zero_()
@@ -307,11 +306,11 @@ class StreamDriver(Connections):
         ballot.token = vote_token(self._num_votes)
         ballot.given_up.copy_(self._given_up, non_blocking=True)
         ballot.host_given_up.copy_(ballot.given_up, non_blocking=True)
-        ballot.bad.add_(ballot.bad_mean, alpha=1 << 32).add_(ballot.token).add_(ballot.given_up)
+        ballot.own.add_(ballot.token).add_(ballot.given_up)
         if self.group is None:
-            ballot.votes.copy_(ballot.bad)
+            ballot.votes.copy_(ballot.own)
         else:
-            self.group._allgather_base(ballot.votes, ballot.bad).synchronize()
+            self.group._allgather_base(ballot.votes, ballot.own).synchronize()
         torch.ne(ballot.votes, ballot.token, out=ballot.is_no)
         torch.sum(ballot.is_no, 0, keepdim=True, out=ballot.verdict)
         ballot.given_up.copy_(self._given_up, non_blocking=True)
