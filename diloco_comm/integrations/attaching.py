@@ -245,6 +245,12 @@ def state_with_local(diloco: DiLoCo) -> dict[str, Any]:
     return {"diloco": diloco.state_dict(), "local": parameters_of(diloco)}
 
 
+def step_of(saved: Any) -> int | None:
+    """Return the inner step of a saved state; None for something else."""
+    state = saved.get("diloco", saved) if isinstance(saved, Mapping) else {}
+    return state.get("inner_step") if isinstance(state, Mapping) else None
+
+
 def savable(state: Any) -> Any:
     """Return a state that ``torch.save`` takes.
 

@@ -39,6 +39,7 @@ from .attaching import (
     refuse_same_folder,
     savable,
     state_with_local,
+    step_of,
     with_norms,
     with_total_steps,
 )
@@ -58,7 +59,7 @@ _REMEDY = (
     "TrainingArguments and the Trainer are made, and DiLoCoCallback(..., **replicas)"
 )
 _FOLDER = "give each replica its own TrainingArguments(output_dir=...)"
-_RESUME = "give DiLoCoCallback(resume_from=...) the checkpoint's folder"
+_RESUME = "resume all replicas from one step: train(resume_from_checkpoint=FOLDER)"
 
 
 class DiLoCoCallback(TrainerCallback):
@@ -196,7 +197,14 @@ class DiLoCoCallback(TrainerCallback):
         self._detach()
         saved = None
         if state.global_step > 0:
-            saved = load_state(self._folder_to_resume(args, state) / _file_name(args), _RESUME)
+            file = self._folder_to_resume(args, state) / _file_name(args)
+            saved = load_state(file, _RESUME)
+            step = step_of(saved)
+            if step not in (None, state.global_step):
+                raise ValueError(
+                    f"the trainer resumes at step {state.global_step}, but {file} is of step "
+                    f"{step}: {_RESUME}"
+                )
         arguments = with_total_steps(self._arguments, state.max_steps)
         self.diloco = attach(self._make, model, optimizer, arguments, saved)
         self._swap = Swap(self.diloco)

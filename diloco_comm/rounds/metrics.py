@@ -216,7 +216,7 @@ class Recorder:
             raise TypeError(f"after_step takes a function without arguments, got {function!r}")
         if at_once:
             function()
-        else:
+        elif function not in self.waiting:
             self.waiting.append(function)
 
     def call_waiting(self) -> None:

@@ -100,7 +100,7 @@ class DiLoCo:
             an optimizer that was not given; "off" looks at nothing. Weights loaded before the first
             step are taken over, on all replicas or on none. ``docs/explanation/checks.md`` has all.
         name: Objects of one name meet, also if threads make them in another order on each replica.
-            A second object of the same layout over one process group needs a name.
+            A second object of the same layout over the same peers needs a name.
         choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers`` by their names of
             0.1, as ``options.HOMES`` has them, until 0.3. A DeprecationWarning shows the new line.
 

@@ -19,6 +19,7 @@ from ..base.service.addresses import proxy_of
 from ..base.service.keys import link_keys
 from ..exchange.exchange import Exchange
 from ..exchange.membership.member import Admission
+from ..exchange.waiting import describe_store
 from ..methods.settings import Settings
 from ..ops.digests import digest_of
 from ..replica.fragments import (
@@ -168,10 +169,10 @@ def join(replica: Replica, place: Place) -> Joined:
 class Twins:
     """The other objects of this process that their peers cannot tell from this one.
 
-    Two objects over one process group meet those that the other replicas make there, in order. With
-    one layout and without names, an object may so meet another one than its own: each replica's
-    program may make the two in another order. An object that was closed, collected, or that takes
-    no step any more after this one was made is no twin.
+    Two objects of one name meet those that the other replicas make at the same place, in order.
+    With one layout, an object may so meet another one than its own: each replica's program may make
+    the two in another order. No twin is an object that was closed or collected, nor one that has
+    taken steps before this one was made, and takes none after that.
 
     Attributes:
         has_begun: This object has taken an inner step.
@@ -179,10 +180,11 @@ class Twins:
     """
 
     def __init__(self, place: Place, plan: Plan, exchange: Exchange) -> None:
-        self._key = id(place.group), plan.layout
+        self._name = place.name
+        self._key = _where(place), place.name, place.replica, plan.worker, plan.layout
         self.has_begun = False
         self.others: list[weakref.ref[Twins]] = []
-        if place.group is None or exchange.size == 1 or place.name != "default":
+        if place.admission is not None or exchange.size == 1:
             return
         for other in list(_met):
             if other._key == self._key:
@@ -197,10 +199,10 @@ class Twins:
         self.others = [other for other in self.others if other() in _met]
         if self.others:
             raise RuntimeError(
-                "this process has two DiLoCo objects of one layout over one process group, and the "
-                "other replicas cannot tell these apart: give each object a name of its own "
-                '(DiLoCo(..., name="critic1")), the same on all replicas, or close() the first '
-                "before the second is made"
+                "this process has two DiLoCo objects of one layout that meet the other replicas as "
+                f"{self._name!r}, and these cannot tell the two apart: give each object a name of "
+                'its own (DiLoCo(..., name="critic1")), the same on all replicas, or close() the '
+                "first before the second is made"
             )
 
     def leave(self) -> None:
@@ -208,8 +210,17 @@ class Twins:
         _met.discard(self)
 
 
-# The open objects without a name that met their peers in the order of their making.
+# The open objects that met their peers in the order of their making.
 _met: weakref.WeakSet[Twins] = weakref.WeakSet()
+
+
+def _where(place: Place) -> object:
+    """Return what is equal for two objects whose replicas meet at one place."""
+    store = place.store
+    if store is None:
+        return id(place.group)
+    address = "" if isinstance(store, dist.PrefixStore) else describe_store(store)
+    return address if "://" in address else id(store)
 
 
 def _connect(replica: Replica, place: Place) -> Exchange:

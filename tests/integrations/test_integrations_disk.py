@@ -37,6 +37,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+RESUME = "resume all replicas from one step: train(resume_from_checkpoint=FOLDER)"
+
+
 def save_on_a_full_disk(rank: int, world: int, disk: Path) -> tuple[list[str], list[str], int]:
     """The disk has no room left when DiLoCo's state of the second checkpoint is written."""
     from huggingface_runs import quiet_arguments
@@ -52,9 +55,9 @@ def save_on_a_full_disk(rank: int, world: int, disk: Path) -> tuple[list[str], l
                     while True:
                         file.write(bytes(4096))
 
-    def run(resume: Any, kind: type[Trainer] = Trainer) -> int:
+    def run(resume: Any, kind: type[Trainer] = Trainer, state_of: Path | None = None) -> int:
         args = quiet_arguments(disk / "out", max_steps=6, save_steps=2)
-        callback = DiLoCoCallback(sync_every=2, shard=False)
+        callback = DiLoCoCallback(sync_every=2, shard=False, resume_from=state_of)
         trainer = kind(WithLoss(), args, train_dataset=Rows(0), callbacks=[callback])
         try:
             trainer.train(resume_from_checkpoint=resume)
@@ -63,14 +66,19 @@ def save_on_a_full_disk(rank: int, world: int, disk: Path) -> tuple[list[str], l
         return trainer.state.global_step
 
     said = []
-    for resume, kind in ((None, Filling), (True, Trainer)):
+    before = disk / "out" / "checkpoint-2"
+    for resume, kind, state_of in (
+        (None, Filling, None),
+        (True, Trainer, None),
+        (True, Trainer, before),
+    ):
         try:
-            run(resume, kind)
+            run(resume, kind, state_of)
         except (OSError, ValueError) as error:
             said.append(str(error))
         (disk / "full").unlink(missing_ok=True)
     left = [str(path.relative_to(disk)) for path in disk.rglob("*diloco*")]
-    return said, left, run(str(disk / "out" / "checkpoint-2"))
+    return said, left, run(str(before))
 
 
 @needs("transformers")
@@ -85,8 +93,11 @@ def test_a_resume_names_the_checkpoint_from_before_the_disk_was_full(
     assert said[0].endswith(" bytes are free")
     assert said[1] == (
         f"training goes on from a checkpoint, but {out / 'checkpoint-4' / 'diloco.pt'} is not "
-        f"there: the newest checkpoint that is whole is {out / 'checkpoint-2'}: give "
-        "DiLoCoCallback(resume_from=...) the checkpoint's folder"
+        f"there: the newest checkpoint that is whole is {out / 'checkpoint-2'}: {RESUME}"
+    )
+    assert said[2] == (
+        f"the trainer resumes at step 4, but {out / 'checkpoint-2' / 'diloco.pt'} is of step 2: "
+        f"{RESUME}"
     )
     assert left == ["out/checkpoint-2/diloco.pt"]
     assert num_steps == 6

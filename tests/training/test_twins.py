@@ -1,4 +1,4 @@
-"""Several DiLoCo objects of one layout over one process group: names tell them apart."""
+"""Several DiLoCo objects of one layout over the same peers: names tell them apart."""
 
 from __future__ import annotations
 
@@ -57,8 +57,13 @@ def train(critics: dict[str, Critic]) -> list[bool]:
 # ------------------------------------------------------------------------------- without a name
 
 
-def without_names(rank: int, world: int, overlap: Any) -> tuple[float, str]:
-    critics = {kind: Critic(kind, overlap=overlap) for kind in ("ab", "ba")[rank]}
+def without_names(rank: int, world: int, overlap: Any, port: int = 0) -> tuple[float, str]:
+    """Make two objects in turns; with a port, both have one name at a store."""
+    more: dict[str, Any] = {}
+    if port:
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        more = {"name": "critic", "peers": StorePeers(store, rank, of=world)}
+    critics = {kind: Critic(kind, overlap=overlap, **more) for kind in ("ab", "ba")[rank]}
     began = time.monotonic()
     with pytest.raises(RuntimeError) as info:
         train(critics)
@@ -74,6 +79,11 @@ def test_twins_without_a_name_are_refused_on_all_replicas(overlap: Any, workers)
         assert seconds < 20
 
 
+def test_twins_of_one_name_are_refused_at_a_store(workers) -> None:
+    for _, sentence in workers(2).run(without_names, Delayed(1), free_port()):
+        assert "two DiLoCo objects of one layout" in sentence and "as 'critic'" in sentence
+
+
 def one_after_the_other(rank: int, world: int, way: str) -> list[bool]:
     """Make several objects that are never in use at one time; nobody closes the first ones."""
     kept, results = [], []
@@ -84,7 +94,7 @@ def one_after_the_other(rank: int, world: int, way: str) -> list[bool]:
         if way == "kept":
             kept.append(critic)
     if way == "unused":
-        critic.step()
+        results = [critic.step() is None]
     critic.diloco.close()
     for each in kept:
         each.diloco.close()
@@ -94,7 +104,7 @@ def one_after_the_other(rank: int, world: int, way: str) -> list[bool]:
 @pytest.mark.parametrize("way", ["closed", "dropped", "kept", "unused"])
 def test_objects_that_follow_each_other_need_no_name(way: str, workers) -> None:
     for results in workers(2).run(one_after_the_other, way):
-        assert all(results)
+        assert results and all(results)
 
 
 # ---------------------------------------------------------------------------------- with names
