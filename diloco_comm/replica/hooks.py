@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -121,17 +122,31 @@ class StepHooks:
                 self.num_steps += 1
                 self._on_step()
 
-        return uncompiled(count, "diloco_step_hook")
+        hook = uncompiled(count, "diloco_step_hook")
+        _counters[hook] = self
+        return hook
+
+    @property
+    def is_between(self) -> bool:
+        """Whether each optimizer has stepped as often as the others."""
+        return not self._stepped
 
     def remove(self) -> None:
-        """Stop counting; idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Stop counting; idempotent. In a step of an optimizer the hooks stay, and do nothing."""
+        # The step goes through the hooks, and would raise if there were one less.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and not _steps_any(frame, self._optimizers):
+            frame = frame.f_back
+        if frame is None:
+            for handle in self._handles:
+                handle.remove()
+        self._handles, self._on_step = [], lambda: None
         _attached.difference_update(self._optimizers)
         self._optimizers = ()
 
 
+# The counter of each hook that counts the steps of an optimizer.
+_counters: weakref.WeakKeyDictionary[Callable[..., None], StepHooks] = weakref.WeakKeyDictionary()
 # torch puts this function around the ``step`` of each class; the hooks run in its frame.
 _AROUND_STEP = Optimizer.profile_hook_step(lambda: None).__code__
 
@@ -165,20 +180,64 @@ def is_in_step(
 ) -> bool:
     """Whether a call came in the middle of a step, as a signal handler may call.
 
-    The call stack says so, and no flag: a step that has failed leaves nothing behind.
+    The call stack says so, and no flag: a step that has failed leaves nothing behind. No step is
+    under way in a closure that the optimizer calls before its update, nor in a hook that runs
+    after the hook of ``StepHooks``.
 
     Args:
         frame: The caller of the call.
         optimizers: A step of one of these may be under way.
         owner, codes: Or a function of this object with one of these codes.
     """
+    inner: set[CodeType] = set()
     while frame is not None:
-        if frame.f_code is _AROUND_STEP or frame.f_code in codes:
-            its = frame.f_locals.get("self")
-            if its is owner or any(its is one for one in optimizers):
-                return True
+        if frame.f_code in codes and frame.f_locals.get("self") is owner:
+            return True
+        if _steps_any(frame, optimizers) and not (_is_counted(frame) or _is_before(frame, inner)):
+            return True
+        inner.add(frame.f_code)
         frame = frame.f_back
     return False
+
+
+def _steps_any(frame: FrameType, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether a frame is a step of one of the optimizers, with its hooks."""
+    if frame.f_code is not _AROUND_STEP:
+        return False
+    return any(frame.f_locals.get("self") is one for one in optimizers)
+
+
+def _is_counted(frame: FrameType) -> bool:
+    """Whether a step runs a hook behind the hook that has counted the step."""
+    present = frame.f_locals.get("post_hook")
+    if present is None:
+        return False
+    for hook in frame.f_locals["self"]._optimizer_step_post_hooks.values():
+        if hook is present:
+            return False
+        if hook in _counters:
+            return _counters[hook].is_between
+    return False
+
+
+def _is_before(frame: FrameType, inner: Collection[CodeType]) -> bool:
+    """Whether a step calls its closure, and has not changed a parameter yet.
+
+    Optimizers of torch, all but LBFGS, begin by their only call of the closure; others may not.
+
+    Args:
+        inner: The code of each function that is being called within the step.
+    """
+    values = frame.f_locals
+    module = getattr(values.get("func"), "__module__", "")
+    if "out" in values or not module.startswith("torch.optim.") or module == "torch.optim.lbfgs":
+        return False
+    closure = values["kwargs"].get("closure", [*values["args"], None, None][1])
+    while isinstance(closure, partial):
+        closure = closure.func
+    if not hasattr(closure, "__code__"):
+        closure = getattr(closure, "__func__", type(closure).__call__)
+    return getattr(closure, "__code__", None) in inner
 
 
 def refuse_in_step(call: str, *place: Any) -> None:

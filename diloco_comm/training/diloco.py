@@ -255,13 +255,15 @@ class DiLoCo:
     def __exit__(self, *exception: object) -> None:
         """End training: ``flush(final=True)``, which all replicas call, and ``close()``.
 
-        After an error nothing is shared, nor with ``Elastic``, whose other replicas may train on.
+        After an error nothing is shared, and no function of ``after_step`` is called; nor is
+        anything shared with ``Elastic``, whose other replicas may train on.
         """
         is_finished = False
         try:
             if exception[:1] == (None,):
                 self._share_rest()
                 is_finished = True
+                self._recorder.call_waiting()
         finally:
             self._close(is_finished=is_finished)
 
@@ -390,8 +392,7 @@ class DiLoCo:
             if again is None:
                 self._count_step(is_skipped)
             due = self._plan.sent_at(self.inner_step)
-            if again is not None:
-                due = [part for part in due if part.index in again]
+            due = [part for part in due if again is None or part.index in again]
             written = self._plan.written_at(self.inner_step, self._saved_writes)
             with (
                 self._recorder.deferred_callbacks(),
@@ -430,8 +431,7 @@ class DiLoCo:
 
     def _take_step_back(self, error: BaseException, is_done: bool) -> None:
         """After an interrupt before anything was sent or applied, the next call does all of it."""
-        is_untouched = not (is_done or self._rounds.uninterruptible.has_begun)
-        if is_untouched and not isinstance(error, Exception):
+        if not (is_done or self._rounds.uninterruptible.has_begun or isinstance(error, Exception)):
             self.inner_step -= 1
 
     def flush(self, *, final: bool = False) -> None:
@@ -701,9 +701,9 @@ class DiLoCo:
         """Call ``function`` once, at the end of the step under way, or of the next one.
 
         For signal handlers: in the middle of a step no ``state_dict()`` fits the model. A
-        ``flush`` or ``close`` counts as a step, a step that raises does not; after ``close`` the
-        function is called at once. The limits of ``on_sync`` hold. An error of the function comes
-        out of the step, which stays done.
+        ``flush``, ``close`` or ``with`` block's end counts as a step, one that raises does not;
+        after ``close`` the function is called at once. The limits of ``on_sync`` hold. An error of
+        the function comes out of the step, which stays done.
 
         Raises:
             TypeError: If it is not a function.

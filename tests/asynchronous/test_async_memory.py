@@ -15,6 +15,7 @@ import pytest
 import torch
 from async_helpers import (
     HELLO,
+    PLAIN,
     PUSH,
     Peer,
     attach,
@@ -34,7 +35,9 @@ from diloco_comm.asynchronous.protocol.messages import Kind, Message
 from diloco_comm.asynchronous.protocol.payloads import PayloadFile, payload_files, read_back
 from diloco_comm.asynchronous.server.decisions.coordinator import encode
 from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.server.sessions import Session
 from diloco_comm.asynchronous.server.transfer import sending
+from diloco_comm.asynchronous.server.transfer.receiving import STALL_S, Receiver
 from diloco_comm.methods.outer import make_outer
 from diloco_comm.ops.wire import WireFormat
 
@@ -123,7 +126,10 @@ def test_a_question_without_end_is_no_reading(monkeypatch: pytest.MonkeyPatch) -
             while session.held == 0:
                 assert time.monotonic() < begin + 15.0
                 number += 1
-                answer = push_by_hand(honest, payload([1.0] * 7), number, number - 1)
+                while True:
+                    answer = push_by_hand(honest, payload([1.0] * 7), number, number - 1)
+                    if answer.kind != Kind.WAIT:
+                        break
                 assert answer.kind == Kind.OUTCOME
             # The reader begins anew, with a newer version, after a multiple of that time only.
             kept_s, begin = time.monotonic() - begin, time.monotonic()
@@ -185,6 +191,24 @@ def test_an_update_that_stalls_again_and_again_leaves_room_to_others(
             pass
         endless.say(push)
         assert endless.hear().kind == Kind.WAIT
+
+
+def test_an_update_that_waits_for_the_end_of_a_bar_is_in_want_of_no_memory() -> None:
+    server, said = AsyncServer(PLAIN, parameters=[torch.zeros(7)]), []
+    receiver = Receiver(server.state, lambda peer, message: said.append(message.kind) or True)
+    barred, stalled = [Session(bytes([i]), i, str(i), [7], 0, 0.0) for i in (1, 2)]
+    for session in (barred, stalled):
+        session.barred_until = 1e12 if session is barred else 0.0
+        server.state.sessions.add(session)
+        receiver.push(session, Message(Kind.PUSH, 1, 0, meta=PUSH))
+    assert said == [Kind.WAIT, Kind.WANT]
+    # Downloads need not make way, and a worker whose update stalls may send the update again.
+    assert not receiver.is_anyone_waiting
+    receiver.drop_stalled(time.monotonic() + STALL_S + 1.0)
+    assert stalled.barred_until == 0.0
+    barred.barred_until = 0.0
+    assert receiver.is_anyone_waiting
+    server.stop()
 
 
 @pytest.mark.parametrize("turn_s", [1e6, 0.2])

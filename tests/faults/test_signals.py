@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.optim.optimizer
 from problems import Regression, equal, train_step
-from torch import Tensor
+from torch import Tensor, nn
 
 import diloco_comm
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming, Wire
@@ -216,6 +217,59 @@ def test_a_step_that_fails_refuses_no_later_state() -> None:
         assert calls == [3]
 
 
+def state_in_closure(diloco: DiLoCo, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Take a step whose closure asks for a state and for the outer parameters."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        assert diloco.state_dict()["inner_step"] == diloco.inner_step
+        with diloco.outer_parameters():
+            pass
+        loss = sum(param.square().sum() for param in model.parameters())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "LBFGS"])
+def test_a_closure_runs_before_the_step(kind: str) -> None:
+    """LBFGS calls its closure between two updates too, and is refused."""
+    model = Regression()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, sync_every=2, peers="alone", checks="raise") as diloco:
+        for number in range(1, 4):
+            if kind == "LBFGS":
+                with pytest.raises(RuntimeError, match="in the middle of a step"):
+                    state_in_closure(diloco, optimizer, model)
+            else:
+                state_in_closure(diloco, optimizer, model)
+                assert diloco.inner_step == number
+
+
+def test_a_later_hook_runs_after_the_step() -> None:
+    """The function of ``after_step`` may also end the training before that hook runs."""
+    model, optimizer, diloco = alone()
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(diloco.state_dict()["inner_step"]))
+    train_step(model, optimizer, 0, 0)
+    diloco.after_step(diloco.close)
+    train_step(model, optimizer, 0, 1)
+    train_step(model, optimizer, 0, 2)
+    assert steps == [1, 2, 2] and diloco.inner_step == 2
+
+
+def test_the_end_of_a_block_is_the_end_of_a_step() -> None:
+    """A block that an error leaves calls no function."""
+    calls: list[str] = []
+    for way in ("whole", "failed"):
+        with contextlib.suppress(KeyError), alone()[2] as diloco:
+            diloco.after_step(lambda: calls.append(way))  # noqa: B023
+            if way == "failed":
+                raise KeyError
+    assert calls == ["whole"]
+
+
 CALLS: dict[str, Callable[[DiLoCo], object]] = {
     "state_dict": DiLoCo.state_dict,
     "load_state_dict": lambda diloco: diloco.load_state_dict({}),
@@ -238,7 +292,8 @@ def test_what_a_handler_may_not_call_in_a_step(name: str, attach_hooks: bool) ->
             CALLS[name](diloco)
         messages.append(str(caught.value))
 
-    optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    hook = optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
     with diloco, handled(call):
         train_step(model, optimizer, 0, 0)
         flush, diloco._rounds.flush = diloco._rounds.flush, lambda *_: call()  # type: ignore[method-assign]

@@ -36,8 +36,10 @@ class Receiver:
 
     @property
     def is_anyone_waiting(self) -> bool:
-        """An update waits for memory."""
-        return bool(self._queue)
+        """An update waits for memory, and not for the end of a bar."""
+        sessions = [self.state.sessions.of(worker) for worker in self._queue]
+        now = time.monotonic()
+        return any(session is not None and now >= session.barred_until for session in sessions)
 
     def forget(self, worker: str) -> None:
         """Drop the update that a worker has begun to send, or waits to send."""
@@ -51,7 +53,7 @@ class Receiver:
                 self._drop_upload(upload.worker)
                 self.state.status.count_refusal("stalled")
                 session = self.state.sessions.of(upload.worker)
-                if self._queue and session is not None:
+                if session is not None and self.is_anyone_waiting:
                     session.barred_until = now + STALL_S
 
     def push(self, session: Session, message: Message) -> None:
