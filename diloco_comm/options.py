@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
@@ -152,6 +152,10 @@ class StorePeers:
     of: int | None = None
     members: Sequence[int] | None = None
     name: str = "default"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.members, Iterator):  # It is read several times.
+            object.__setattr__(self, "members", list(self.members))
 
 
 # Every choice by its name in a configuration: the argument that has the choice, and the name of the

@@ -123,7 +123,7 @@ class StepHooks:
                 self._on_step()
 
         hook = uncompiled(count, "diloco_step_hook")
-        _counters[hook] = self
+        _counters[hook] = weakref.ref(self)
         return hook
 
     @property
@@ -145,8 +145,11 @@ class StepHooks:
         self._optimizers = ()
 
 
-# The counter of each hook that counts the steps of an optimizer.
-_counters: weakref.WeakKeyDictionary[Callable[..., None], StepHooks] = weakref.WeakKeyDictionary()
+# The counter of each hook that counts steps. The counter refers to the optimizer, and the optimizer
+# refers to the hook.
+_counters: weakref.WeakKeyDictionary[Callable[..., None], weakref.ref[StepHooks]] = (
+    weakref.WeakKeyDictionary()
+)
 # torch puts this function around the ``step`` of each class; the hooks run in its frame.
 _AROUND_STEP = Optimizer.profile_hook_step(lambda: None).__code__
 
@@ -216,7 +219,8 @@ def _is_counted(frame: FrameType) -> bool:
         if hook is present:
             return False
         if hook in _counters:
-            return _counters[hook].is_between
+            counter = _counters[hook]()
+            return counter is None or counter.is_between
     return False
 
 

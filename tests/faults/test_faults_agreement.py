@@ -294,7 +294,7 @@ def test_a_name_for_members_that_means_nothing(fresh_workers: Fresh) -> None:
 
 
 def ask_for_nonsense(rank: int, world: int, address: Address) -> int:
-    diloco = Replica(address, rank, [0], Setup()).diloco
+    diloco = Replica(address, rank, (number for number in [0]), Setup()).diloco
     assert diloco.members == (0,) and diloco.epoch > 0
     with pytest.raises(ValueError, match="members must be replicas or \"survivors\", got 'all'"):
         diloco.change_group("all")

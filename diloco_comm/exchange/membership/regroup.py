@@ -33,6 +33,8 @@ from .termination import Decision
 # Seconds in which members that have met begin to connect, and say that it failed.
 _PATIENCE_S = 10.0
 _POLL_S = 0.001
+# Seconds of a group's first broadcast for which a replica looks at the names of the others.
+_NAMES_S = 60.0
 
 
 @dataclass
@@ -317,7 +319,9 @@ def store_of_group(
         on_device = token.to("cpu" if "cpu" in kinds else kinds[0])
         work = group.broadcast([on_device], _broadcast_options())
         names = Names(board_of_group(group), rank, range(size), name)
-        while not work.is_completed():
+        # The work of a group written in Python may never say that it is completed.
+        until = time.monotonic() + _NAMES_S
+        while not work.is_completed() and time.monotonic() < until:
             names.look()
             time.sleep(_POLL_S)
         work.wait()

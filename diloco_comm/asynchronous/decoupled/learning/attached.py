@@ -356,7 +356,8 @@ class DecoupledDiLoCo:
         lost = sum(part.steps.lost for part in parts)
         tokens = [] if remainder else [shard.carrier.note() for shard in self._shards]
         while True:
-            # A call that the syncer made before it counted the steps is here by now, for poll().
+            # A call that the syncer made before it counted the steps is here by now, for poll();
+            # calls beyond a window of messages may come later.
             late = list(self._shards)
             if tokens:
                 pairs = zip(self._shards, tokens, strict=True)

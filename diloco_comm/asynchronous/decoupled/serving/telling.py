@@ -89,12 +89,15 @@ class Teller:
             if not self._send(session.peer, message):
                 return False
             told.commits[p], told.at[p] = newest.version, time.monotonic()
+            told.on_way.pop(p, None)  # The oldest message of the window is the first one.
             told.on_way[p] = told.at[p]
         is_called = here.is_open and here.version == newest.version
         if is_called and told.calls[p] != here.version:
             if not self._send(session.peer, Message(Kind.CALL, 0, here.version, p)):
                 return False
-            told.calls[p], told.on_way[p] = here.version, time.monotonic()
+            told.calls[p] = here.version
+            told.on_way.pop(p, None)
+            told.on_way[p] = time.monotonic()
         return True
 
     def answered(self, peer: bytes, p: int) -> None:
