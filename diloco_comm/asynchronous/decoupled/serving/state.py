@@ -72,7 +72,6 @@ class SyncerState:
         history: A random number that tells learners whether the process was restarted.
         run: A random number of the shared model, kept in the snapshot.
         told: What each connection was told.
-        is_news: A connection has been told nothing yet.
         with_news: The connections to which there may be something to tell.
         held: The payloads of reports that wait for their merge, by fragment, learner and number.
         merged: Reports merged since the process started, by learner.
@@ -100,7 +99,6 @@ class SyncerState:
         self.held: dict[tuple[int, str, int], list[Tensor]] = {}
         self.merged: Counter[str] = Counter()
         self.seqs: dict[tuple[str, int], int] = {}
-        self.is_news = False
         self.with_news: set[bytes] = set()
         # Inner steps at which a learner is called again, whose report was refused.
         self._again: dict[tuple[str, int], int] = {}
@@ -190,9 +188,9 @@ class SyncerState:
     def welcome(self, session: Session, message: Message) -> Message:
         """Let a learner take part, and return the answer to its JOIN."""
         meta: dict[str, Any] = {"history": self.history, "run": self.run, "seqs": []}
-        told = message.meta
-        self._shapes[session.peer] = (told["pieces"], told["alone"], told["total"])
-        self.told[session.peer] = Told.nothing(len(message.meta["pieces"]))
+        shape = message.meta
+        self._shapes[session.peer] = (shape["pieces"], shape["alone"], shape["total"])
+        told = self.told[session.peer] = Told.nothing(len(shape["pieces"]))
         if self.model is not None:
             name, syncer = session.worker, self.model.syncer
             if self.unexchanged is None:
@@ -204,7 +202,8 @@ class SyncerState:
                 syncer.join(name, message.version)
                 self._instances[name] = message.number
             meta["seqs"] = [self._last_seq(name, p) for p in range(len(self.model.pieces))]
-            self.is_news = True
+            told.news = dict.fromkeys(range(len(self.model.published)))
+            self.with_news.add(session.peer)
         meta["needs_start"] = self.model is None
         return Message(Kind.ADMITTED, 0, 0, 0, message.run, meta=meta)
 

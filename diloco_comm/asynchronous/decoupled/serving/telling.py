@@ -41,23 +41,11 @@ class Teller:
 
     def tell(self) -> None:
         """Tell every learner what is new; what finds no room now is told later."""
-        if self.state.is_news:
-            self.tell_all()
         self.due_at = None
         for peer in list(self.state.with_news):
             session, told = self.state.sessions.get(peer), self.state.told.get(peer)
             if session is None or told is None or self._tell(session, told):
                 self.state.with_news.discard(peer)
-
-    def tell_all(self) -> None:
-        """Let the learners that have been told nothing be told of all fragments."""
-        if not self.state.is_news or self.state.model is None:
-            return
-        self.state.is_news = False
-        for peer, told in self.state.told.items():
-            if told.commits[0] < 0:
-                told.news = dict.fromkeys(range(len(self.state.model.published)))
-                self.state.with_news.add(peer)
 
     def _tell(self, session: Session, told: Told) -> bool:
         """Tell one learner what is new; False if there is more to tell later."""
@@ -67,6 +55,7 @@ class Teller:
                 oldest, at = next(iter(told.on_way.items()))
                 if now < at + LEFT_S:
                     return self._tell_at(at + LEFT_S)
+                # No answer is due to some messages; the oldest one has left by now.
                 del told.on_way[oldest]
             p = next(iter(told.news))
             if not self._tell_of(p, session, told):
