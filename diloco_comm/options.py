@@ -154,7 +154,7 @@ class StorePeers:
     name: str = "default"
 
     def __post_init__(self) -> None:
-        if isinstance(self.members, Iterator):  # It is read several times.
+        if isinstance(self.members, Iterator):  # The members are read several times.
             object.__setattr__(self, "members", list(self.members))
 
 

@@ -251,30 +251,25 @@ class RoundRunner(ABC):
                 reading = self._norms.of_sent(part, squared)
         delay = 0 if kind == "flush" else self._delay
         assert part.buffers is not None
-        last_update, was_dead = None, bool(self.exchange.engine.dead_reason)
-        if state is not None:
-            # The new round may take the buffers of the last one.
-            last_update, state.last_update = state.last_update, None
+        if state is not None and not self.exchange.engine.dead_reason:
+            # The new round may take the buffers of the last one; a dead group encodes nothing.
+            state.last_update = None
         is_traced = _profiler_enabled() or self._has_nvtx
         with span("encode", part.index, number) if is_traced else NO_BLOCK:
-            try:
-                work = self.exchange.start(
-                    part.buffers,
-                    # The stored tensor: the loader brings the elements that lie in host memory.
-                    outer=None if state is None else state.outer,
-                    params=part.tensors(),
-                    loader=part.loader,
-                    header=header,
-                    stochastic=settings.rounding == "stochastic",
-                    seed=settings.seed,
-                    overlapped=delay > 0 or (kind != "flush" and policy.rounds > 0),
-                    is_held=self._resets.is_on,
-                )
-            except SyncError:
-                if state is not None and was_dead:
-                    # Nothing was encoded.
-                    state.last_update = last_update
-                raise
+            work = self.exchange.start(
+                part.buffers,
+                # The stored tensor: the loader brings the elements that lie in host memory.
+                outer=None if state is None else state.outer,
+                params=part.tensors(),
+                loader=part.loader,
+                header=header,
+                stochastic=settings.rounding == "stochastic",
+                seed=settings.seed,
+                overlapped=delay > 0 or (kind != "flush" and policy.rounds > 0),
+                is_held=self._resets.is_on,
+            )
+        if state is not None:
+            state.last_update = None
         flight = RoundInFlight(
             part=part,
             number=number,

@@ -125,12 +125,9 @@ def test_a_question_without_end_is_no_reading(monkeypatch: pytest.MonkeyPatch) -
             begin = time.monotonic()
             while session.held == 0:
                 assert time.monotonic() < begin + 15.0
-                number += 1
-                while True:
-                    answer = push_by_hand(honest, payload([1.0] * 7), number, number - 1)
-                    if answer.kind != Kind.WAIT:
-                        break
-                assert answer.kind == Kind.OUTCOME
+                answer = push_by_hand(honest, payload([1.0] * 7), number + 1, number)
+                assert answer.kind in (Kind.OUTCOME, Kind.WAIT)
+                number += answer.kind == Kind.OUTCOME
             # The reader begins anew, with a newer version, after a multiple of that time only.
             kept_s, begin = time.monotonic() - begin, time.monotonic()
             assert session.held is None

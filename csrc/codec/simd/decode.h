@@ -194,7 +194,7 @@ DILOCO_INLINE Vec::F as_written(DType dtype, Vec::F x) {
                                    : Vec::round_fp16(x);
 }
 
-// The value rounded to the dtype in the direction of the target, a value of the dtype.
+// Stores the value, rounded in the direction of the target, a value of the dtype.
 DILOCO_INLINE void store_toward(DType dtype, void* out, int64_t i, Vec::F value, Vec::F target) {
     if (dtype == DType::kFp32) {
         Vec::store(static_cast<float*>(out) + i, value);

@@ -71,7 +71,7 @@ struct Vec {
     }
     static void store_bf16(uint16_t* p, F v) { store_upper(p, v, nearest_bf16(as_int(v))); }
     static void store_fp16(uint16_t* p, F v) { store256(p, to_half(v)); }
-    // The next one in the direction of the target, a value of the dtype: down where they are equal.
+    // Stores v rounded toward the target, a value of the dtype: down where they are equal.
     // Cutting bits off a bf16 rounds to zero, and from zero after 0xFFFF has been added.
     static void store_bf16_toward(uint16_t* p, F v, F target) {
         const M is_away = _kxor_mask16(less(v, target), less(v, zero()));
@@ -280,7 +280,7 @@ struct Vec {
         const M is_odd = _mm512_test_epi32_mask(bits, set(0x10000));
         return add_where(is_odd, add(bits, set(0x7FFF)), set(1));
     }
-    // The upper halves of the lanes as bf16; the one NaN where v is a NaN.
+    // Stores the upper halves of the lanes as bf16, and 0x7FC0 where v is a NaN.
     static void store_upper(uint16_t* p, F v, I upper) {
         const M is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
         store_u16(p, select(is_nan, set(0x7FC0), shift_right<16>(upper)));

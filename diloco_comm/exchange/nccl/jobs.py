@@ -58,7 +58,7 @@ class StreamJob:
         self._header, self._ballot = round.header, round.own.ballot
         num_payloads = len(members) if round.num_phases == 1 else 1
         self._digest_bytes = num_payloads * round.mean_layout.payload_bytes
-        self.encoded, self.begin, self.data, self.done = events
+        self.encoded, self.leaving, self.data, self.done = events
         # Recorded on the caller's stream before and after that waits.
         self._stops: list[torch.Event] = []
         self._presumed, self.members = presumed, members
@@ -86,7 +86,7 @@ class StreamJob:
     @property
     def seconds(self) -> dict[str, float]:
         """By the device's clock: of the exchange, and of the caller's stream without work."""
-        return {"total": self.begin.elapsed_time(self.done) / 1e3, "exposed": self._exposed_s()}
+        return {"total": self.leaving.elapsed_time(self.done) / 1e3, "exposed": self._exposed_s()}
 
     @property
     def standing(self) -> str:
@@ -143,7 +143,7 @@ class StreamJob:
             log.tick(lambda: self.waiting)
 
     def __del__(self) -> None:
-        self.driver.give_back((self.encoded, self.begin, self.data, self.done, *self._stops))
+        self.driver.give_back((self.encoded, self.leaving, self.data, self.done, *self._stops))
 
     def _expect_wait(self) -> None:
         """Note on the caller's stream that the result is needed from here on."""

@@ -109,9 +109,9 @@ class StreamDriver(Connections):
         """Enqueue the rest of an exchange whose encoding is done at ``ready``; as ``enqueue``."""
         ballot = round.own.ballot
         assert ballot is not None
-        begin, data, done = (self.take_event() for _ in range(3))
+        leaving, data, done = (self.take_event() for _ in range(3))
         self.side.wait_event(self._encoded[0])
-        begin.record(self.side)
+        leaving.record(self.side)
         plan = buffers.num_chunks, buffers.num_phases, 1, buffers.window
         for action, chunk, _ in _C.make_schedule(*plan):
             with current(self.side):
@@ -123,7 +123,7 @@ class StreamDriver(Connections):
                 else:
                     getattr(self, f"_{action}")(buffers, round, sending, chunk)
         done.record(self.side)
-        return ready, begin, data, done
+        return ready, leaving, data, done
 
     def _encode(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, here: torch.Stream
