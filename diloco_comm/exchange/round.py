@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import _C, ops
 from ..base.errors import ERRORS, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError, named
 from ..base.memory import Payload
-from ..ops.offload import chunks_of
+from ..ops.offload import Offloaded, chunks_of
 from ..ops.residuals import Residuals
 from ..ops.wire import Layout
 from . import waiting
@@ -275,8 +275,8 @@ class Sending:
         if self.loader is None or self.outer is None:
             yield self.outer, 0
             return
-        yield self.loader.load([self.outer], begin, end)[0], begin
-        self.loader.release([self.outer], begin, end, False)
+        with Offloaded([self.outer], self.loader).chunk(begin, end, is_written=False) as (outer,):
+            yield outer, begin
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -23,6 +24,9 @@ from ..base.checks import integer, not_negative, number
 from ..base.memory import persistent_like
 from ..ops.offload import CHUNK_ELEMENTS, Offloaded, chunks_of
 from ..ops.wire import Layout
+
+# A block in which these tensors of an outer state are on the device: outer parameters, buffers.
+Pieces = AbstractContextManager[list[Tensor]]
 
 
 @dataclass
@@ -130,17 +134,17 @@ class OuterState(ABC):
             )
         self.offloaded = Offloaded([self.outer, *self.tensors().values()], loader)
 
-    def ranges(self, layout: Layout) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Have outer parameters and buffers on the device, all at once or chunk by chunk.
+    def ranges(self, layout: Layout) -> Iterator[tuple[int, int, Pieces]]:
+        """Cut the fragment as far as outer parameters in host memory ask for that.
 
-        The tensors hold elements [begin, end) of the fragment.
+        Outer parameters and buffers of elements [begin, end) are on the device in a block of the
+        pieces, one block after the other.
         """
         if self.offloaded is None:
-            yield 0, layout.num_elements, [self.outer, *self.tensors().values()]
+            yield 0, layout.num_elements, nullcontext([self.outer, *self.tensors().values()])
             return
         for begin, end in chunks_of(layout):
-            with self.offloaded.chunk(begin, end, is_written=True) as tensors:
-                yield begin, end, tensors
+            yield begin, end, self.offloaded.chunk(begin, end, is_written=True)
 
     @abstractmethod
     def step(self, update: Update) -> None:
@@ -172,26 +176,27 @@ class OuterState(ABC):
         """
         update = self.last_update
         assert update is not None
-        for begin, end, (outer, *buffers) in self.ranges(update.layout):
-            # The rest of both is a multiple of the gradient, and so a plain step.
-            multiple = self._undo(outer, buffers, update.lr)
-            ops.outer_step(
-                outer,
-                None,
-                params,
-                begin=begin,
-                end=end,
-                **update.payloads(),
-                optimizer="sgd",
-                lr=update.penalty - multiple,
-                outer_begin=begin,
-            )
+        for begin, end, pieces in self.ranges(update.layout):
+            with pieces as (outer, *buffers):
+                # The rest of both is a multiple of the gradient, and so a plain step.
+                multiple = self._undo(outer, buffers, update.lr)
+                ops.outer_step(
+                    outer,
+                    None,
+                    params,
+                    begin=begin,
+                    end=end,
+                    **update.payloads(),
+                    optimizer="sgd",
+                    lr=update.penalty - multiple,
+                    outer_begin=begin,
+                )
 
     def _undo(self, outer: Tensor, buffers: Sequence[Tensor], lr: float) -> float:
         """Add to ``outer`` what the last step subtracted, but for a multiple of the gradient.
 
         Args:
-            outer, buffers: One of ``ranges``.
+            outer, buffers: The pieces of one of ``ranges``.
 
         Returns:
             That multiple.
@@ -414,22 +419,23 @@ class _FusedState(OuterState):
         self.momentum = None if kind == "sgd" else persistent_like(outer)
 
     def step(self, update: Update) -> None:
-        for begin, end, (outer, *momentum) in self.ranges(update.layout):
-            ops.outer_step(
-                outer,
-                momentum[0] if momentum else None,
-                update.params,
-                begin=begin,
-                end=end,
-                **update.payloads(),
-                optimizer=self.kind,
-                lr=update.lr,
-                mu=self.mu,
-                alpha=update.alpha,
-                clip=update.clip,
-                verdict=update.verdict,
-                outer_begin=begin,
-            )
+        for begin, end, pieces in self.ranges(update.layout):
+            with pieces as (outer, *momentum):
+                ops.outer_step(
+                    outer,
+                    momentum[0] if momentum else None,
+                    update.params,
+                    begin=begin,
+                    end=end,
+                    **update.payloads(),
+                    optimizer=self.kind,
+                    lr=update.lr,
+                    mu=self.mu,
+                    alpha=update.alpha,
+                    clip=update.clip,
+                    verdict=update.verdict,
+                    outer_begin=begin,
+                )
         self.count_step(update, self.mu if self.kind == "nesterov" else None)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -457,24 +463,25 @@ class _AdamState(OuterState):
         self.exp_avg_sq = persistent_like(outer)
 
     def step(self, update: Update) -> None:
-        for begin, end, (outer, exp_avg, exp_avg_sq) in self.ranges(update.layout):
-            ops.outer_step_adam(
-                outer,
-                exp_avg,
-                exp_avg_sq,
-                update.params,
-                begin=begin,
-                end=end,
-                **update.payloads(),
-                lr=update.lr,
-                beta1=self.config.betas[0],
-                beta2=self.config.betas[1],
-                eps=self.config.eps,
-                step=self.num_steps + 1,
-                alpha=update.alpha,
-                verdict=update.verdict,
-                outer_begin=begin,
-            )
+        for begin, end, pieces in self.ranges(update.layout):
+            with pieces as (outer, exp_avg, exp_avg_sq):
+                ops.outer_step_adam(
+                    outer,
+                    exp_avg,
+                    exp_avg_sq,
+                    update.params,
+                    begin=begin,
+                    end=end,
+                    **update.payloads(),
+                    lr=update.lr,
+                    beta1=self.config.betas[0],
+                    beta2=self.config.betas[1],
+                    eps=self.config.eps,
+                    step=self.num_steps + 1,
+                    alpha=update.alpha,
+                    verdict=update.verdict,
+                    outer_begin=begin,
+                )
         self.count_step(update)
 
     def _undo(self, outer: Tensor, buffers: Sequence[Tensor], lr: float) -> float:

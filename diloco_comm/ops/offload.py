@@ -47,10 +47,14 @@ class Offloaded:
     def chunk(self, begin: int, end: int, *, is_written: bool) -> Iterator[list[Tensor]]:
         """Bring the range to the device, and back afterwards if it is written.
 
-        The tensors given hold the range alone, until the block ends.
+        The tensors given hold the range alone, until the block ends. If the block fails, what the
+        block has written comes back too, as without ``Offloaded``.
         """
-        yield self.loader.load(self.tensors, begin, end)
-        self.loader.release(self.tensors, begin, end, is_written)
+        tensors = self.loader.load(self.tensors, begin, end)
+        try:
+            yield tensors
+        finally:
+            self.loader.release(self.tensors, begin, end, is_written)
 
     def finish(self) -> None:
         """Wait until the device has read its chunks, and written chunks are in host memory."""

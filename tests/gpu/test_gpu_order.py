@@ -6,6 +6,7 @@ From that follows, whatever the speeds, what comes before what.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import devices
@@ -14,12 +15,16 @@ import torch
 from device_training import METHODS, Replica
 from problems import equal
 from test_gpu_streams import on_streams, use_streams
+from torch import Tensor
 
 import diloco_comm
+from diloco_comm import _C, SGD
 from diloco_comm.base.futures import Finisher, for_native
-from diloco_comm.base.memory import current
+from diloco_comm.base.memory import current, page_locked
 from diloco_comm.exchange.round import Sending
+from diloco_comm.methods.outer import OuterState
 from diloco_comm.ops import offload
+from diloco_comm.ops.wire import Layout, WireFormat
 
 CHUNK_ELEMENTS = 4096
 
@@ -182,6 +187,113 @@ def test_offloaded_chunks_come_and_go_behind_the_steps(replicas, stand_in) -> No
         assert not after(steps[k + 1], stores[k])
     for k in range(len(steps) - 2):
         assert after(loads[k + 2], stores[k])
+
+
+class Failed(Exception):
+    """Raised by a block, as a test wants it."""
+
+
+def chunks_after_failures(rank: int, world: int, library: str) -> dict[str, list[list[float]]]:
+    """Load chunk after chunk, each in a block that uses the chunk, later, and fails at once.
+
+    Returns:
+        By the kind of block: the values that were used, and those in host memory at the end.
+    """
+    from lagging_group import LaggingStream
+
+    here = devices.use("lagging", library)
+    stream, loader = LaggingStream(here), _C.ChunkLoader(here)
+    size, number = 1024, 3
+    layout = Layout.plan(size * number, number, 1, WireFormat("fp32", 32))
+    used = torch.zeros(number, size, device=here)
+
+    def fail(k: int, tensor: Tensor) -> None:
+        stream.enqueue("nothing", lambda: time.sleep(0.1)).synchronize()
+        used[k].copy_(tensor)
+        tensor.mul_(10.0)
+        raise Failed
+
+    def whole(state: OuterState, k: int) -> None:
+        ((_, _, pieces),) = [one for one in state.ranges(layout) if one[0] == k * size]
+        with pieces as (tensor, *_):
+            fail(k, tensor)
+
+    def read(state: OuterState, k: int) -> None:
+        assert state.offloaded is not None
+        with state.offloaded.chunk(k * size, (k + 1) * size, is_written=False) as (tensor, *_):
+            fail(k, tensor)
+
+    def sent(state: OuterState, k: int) -> None:
+        sending = Sending(state.outer, [], [1.0], False, 0, 0, loader)
+        with sending.outer_of(k * size, (k + 1) * size) as (tensor, begin):
+            assert tensor is not None and begin == k * size
+            fail(k, tensor)
+
+    found, errors = {}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload.chunks_of, "__defaults__", (size,))
+        for block in (whole, read, sent):
+            outer = page_locked(size * number)
+            outer.copy_(torch.arange(number).repeat_interleave(size))
+            state = SGD(1.0).make_state(outer)
+            state.offload(loader)
+            used.zero_()
+            for k in range(number):
+                try:
+                    block(state, k)
+                except Failed as error:
+                    errors.append(error)  # with its frames
+            torch.accelerator.synchronize()
+            loader.finish()
+            found[block.__name__] = [used.cpu().mean(1).tolist(), outer[::size].tolist()]
+    return found
+
+
+def test_a_chunk_whose_block_fails_stays_until_it_was_used(replicas, stand_in) -> None:
+    """The next chunk comes into the other buffer, and what a block has written comes back."""
+    (found,) = replicas(1).run(chunks_after_failures, stand_in)
+    assert found == {
+        "whole": [[0.0, 1.0, 2.0], [0.0, 10.0, 20.0]],
+        "read": [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]],
+        "sent": [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]],
+    }
+
+
+def encodings_that_fail(rank: int, world: int, library: str) -> list[float]:
+    """Two encodings in the engine that use what was loaded, later, and fail at once.
+
+    Returns:
+        The first outer parameter as the first encoding saw it, and in host memory before and after.
+    """
+    from lagging_group import LaggingStream
+
+    here = devices.use("lagging", library)
+    stream, seen = LaggingStream(here), []
+    replica = Replica(rank, here, offload="cpu", **METHODS["diloco"])
+    outer = replica.diloco.parts[0].outer
+
+    def encode(loaded: Tensor, *arguments: Any) -> None:
+        stream.enqueue("nothing", lambda: time.sleep(0.1)).synchronize()
+        seen.append(torch.empty_like(loaded).copy_(loaded))
+        raise Failed
+
+    operators = torch.library.Library("diloco_comm", "IMPL")
+    operators.impl("encode", encode, "PrivateUse1", allow_override=True)
+    values = [float(outer[0])]
+    for step in (0, 4):
+        with pytest.raises(Failed):
+            replica.steps(step, step + 4)
+        time.sleep(0.02)  # the load is over, and the encoding is not
+        outer.fill_(5.0)
+    torch.accelerator.synchronize()
+    return [float(seen[0].cpu()[0]), *values, float(outer[0])]
+
+
+def test_a_chunk_that_the_engine_cannot_encode_stays_until_it_was_used(
+    fresh_workers, stand_in
+) -> None:
+    ((seen, before, after),) = fresh_workers(1).run(encodings_that_fail, stand_in)
+    assert seen == before != after == 5.0
 
 
 def finished_on_a_side_stream(rank: int, world: int, name: str, library: str) -> list[Any]:

@@ -23,7 +23,8 @@ class ChunkLoader {
     // other tensors, begin a new pass, which sees earlier writes.
     std::vector<at::Tensor> load(const std::vector<at::Tensor>& hosts, int64_t begin, int64_t end);
 
-    // Call after enqueuing the work on the tensors of load(). Copies the range back if written.
+    // Call after enqueuing the work on the tensors of load(), also if that failed: some of the work
+    // may be enqueued. Copies the range back if written.
     void release(const std::vector<at::Tensor>& hosts, int64_t begin, int64_t end, bool is_written);
 
     // Waits on the host until the device has read all ranges and written ranges are copied back.

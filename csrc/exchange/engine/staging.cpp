@@ -18,10 +18,16 @@ void begin_staging(Job& job) {
 void encode_range(Job& job, int64_t begin, int64_t end) {
     if (!job.staging || !job.staging->loader) return call_encode(job, begin, end);
     const std::vector<at::Tensor> outer{job.staging->outer};
-    job.encode.outer = job.staging->loader->load(outer, begin, end)[0];
+    ChunkLoader& loader = *job.staging->loader;
+    job.encode.outer = loader.load(outer, begin, end)[0];
     job.encode.outer_begin = begin;
-    call_encode(job, begin, end);
-    job.staging->loader->release(outer, begin, end, false);
+    try {
+        call_encode(job, begin, end);
+    } catch (...) {
+        loader.release(outer, begin, end, false);
+        throw;
+    }
+    loader.release(outer, begin, end, false);
 }
 
 Mark fetch_runs(const Job& job, int64_t run, int64_t end_run) {
