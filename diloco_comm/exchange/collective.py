@@ -15,7 +15,7 @@ from torch import Tensor
 from ..base import checks
 from ..base.errors import SyncError
 from ..base.interrupts import deferred_interrupts
-from ..ops.implementations import is_served
+from ..ops.implementations import obstacle
 from ..ops.wire import WireFormat, parse
 from ..ops.wire_options import check_options
 from .buffers import ExchangeBuffers
@@ -295,10 +295,8 @@ def _check(tensor: Tensor, is_written: bool) -> None:
         raise TypeError(f"all_reduce takes strided tensors, got one with layout {tensor.layout}")
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"all_reduce takes fp32, bf16 and fp16 tensors, got {tensor.dtype}")
-    if not is_served(tensor.device):
-        raise TypeError(
-            f"all_reduce takes tensors on a GPU or in CPU memory, got one on {tensor.device}"
-        )
+    if reason := obstacle(tensor.device):
+        raise TypeError(f"the tensor of all_reduce is {reason}")
     if is_written and _is_expanded(tensor):
         raise ValueError(
             "all_reduce writes the mean into the tensor, whose elements must not share memory, got "

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..base.futures import Finisher
 from ..exchange.collective import AllReduceWork, all_reduce, shutdown
-from ..ops.implementations import is_served
+from ..ops.implementations import obstacle
 from ..ops.wire import WireFormat, parse
 from ..ops.wire_options import check_training
 
@@ -181,4 +181,4 @@ def _is_encoded(tensors: list[Tensor], operator: Any) -> bool:
     if len(tensors) != 1 or not any(operator == known for known in _OPERATORS):
         return False
     (tensor,) = tensors
-    return tensor.dtype in _DTYPES and is_served(tensor.device)
+    return tensor.dtype in _DTYPES and not obstacle(tensor.device)

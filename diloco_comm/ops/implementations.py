@@ -53,6 +53,8 @@ DEFAULT_ON_CUDA = {
 OPERATORS = tuple(DEFAULT_ON_CUDA)
 # The operators that have no kernels for CUDA tensors.
 CPU_ONLY = ("gram",)
+# The compute capability that the kernels in CUDA need of a GPU, and Triton too.
+LEAST_CAPABILITY = (8, 0)
 NEEDS_TRITON = (
     "operators on CUDA tensors need Triton, which is not installed, or an extension built with "
     "CUDA: run `pip install triton`, or build with DILOCO_CUDA=ON"
@@ -140,12 +142,26 @@ def _is_of_another_device(impl: str, device: str) -> bool:
     return impl not in IMPLEMENTATIONS.get(device, {}) and any(impl in names for names in others)
 
 
-def is_served(device: torch.device) -> bool:
-    """Whether there are operators for tensors on this device."""
-    if device.type in ("cpu", "cuda", "meta"):
-        return device.type != "meta"
+def obstacle(device: torch.device) -> str:
+    """Return why the operators take no tensors on this device; "" where the tensors are taken.
+
+    Returns:
+        The end of a sentence that begins with the name of a tensor, and "is".
+    """
+    if device.type == "cuda":
+        have = torch.cuda.get_device_capability(device)
+        if have >= LEAST_CAPABILITY:
+            return ""
+        shown, least = (".".join(map(str, numbers)) for numbers in (have, LEAST_CAPABILITY))
+        return (
+            f"on {device}, a GPU of compute capability {shown}: only tensors on GPUs of {least} "
+            "and later, or in CPU memory, are taken"
+        )
     key = torch._C._dispatch_key_for_device(device.type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", key)
+    is_served = torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", key)
+    if is_served and device.type != "meta":
+        return ""
+    return f"on {device}: only tensors on a GPU or in CPU memory are taken"
 
 
 def has_triton() -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.checks import MOST_INT32, first_of, integer
-from ..ops.implementations import is_served
+from ..ops.implementations import obstacle
 from . import sharding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -383,11 +383,8 @@ def _check_parameter(name: str, param: Tensor) -> None:
             f"parameter {name!r} is a {type(param.data).__name__} with layout {param.layout}: "
             "only plain strided tensors can be exchanged"
         )
-    if not is_served(param.device):
-        raise TypeError(
-            f"parameter {name!r} is on {param.device}: only parameters on a GPU or in CPU memory "
-            "can be exchanged"
-        )
+    if reason := obstacle(param.device):
+        raise TypeError(f"parameter {name!r} is {reason}")
     if not is_dense(param):
         raise TypeError(
             f"parameter {name!r} of shape {tuple(param.shape)} and strides {param.stride()} has "

@@ -22,7 +22,7 @@ from ..exchange.membership.regroup import Repair
 from ..exchange.round import Kind, Mean, Round, decode_terms
 from ..methods.outer import OuterOptimizer, Update
 from ..methods.overlap import Own
-from ..ops.implementations import is_served
+from ..ops.implementations import obstacle
 from ..ops.offload import CHUNK_ELEMENTS, slices
 from ..ops.wire import Layout, WireFormat
 from ..replica.fragments import DTYPES, Fragment, is_dense, memory_of, refuse_change, unwrap_model
@@ -624,11 +624,8 @@ def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:
 
 
 def _check_buffer(name: str, buffer: Tensor) -> None:
-    if not is_served(buffer.device):
-        raise TypeError(
-            f"buffer {name!r} is on {buffer.device}: only buffers on a GPU or in CPU memory can be "
-            "averaged"
-        )
+    if reason := obstacle(buffer.device):
+        raise TypeError(f"buffer {name!r} is {reason}")
     if not is_dense(buffer):
         raise ValueError(
             f"buffer {name!r} of shape {list(buffer.shape)} and strides {list(buffer.stride())} "

@@ -33,6 +33,29 @@ def run(program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        (
+            (7, 5),
+            "on cuda:1, a GPU of compute capability 7.5: only tensors on GPUs of 8.0 and",
+        ),
+        ((8, 0), ""),
+        ((12, 0), ""),
+    ],
+)
+def test_an_old_gpu_is_refused_by_its_capability(
+    capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the kernels in CUDA nor Triton's run there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = impls.obstacle(torch.device("cuda", 1))
+    assert reason.startswith(said) and bool(reason) == bool(said)
+    assert impls.obstacle(torch.device("cpu")) == ""
+    where = impls.obstacle(torch.device("meta"))
+    assert where == "on meta: only tensors on a GPU or in CPU memory are taken"
+
+
 def test_importing_the_package_imports_no_triton() -> None:
     program = "import sys, diloco_comm, diloco_comm.ops; print('triton' in sys.modules)"
     assert run(program) == "False\n"
