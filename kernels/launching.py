@@ -40,6 +40,15 @@ def launch(
         kernel[(num_programs,)](*args, **meta, num_warps=PROGRAMS[name][1], enable_fp_fusion=False)
 
 
+def check_max_blocks(max_blocks: int) -> None:
+    """Refuse a bound below none, 0. The kernels of ``encode`` and ``decode`` keep no bound.
+
+    A bound on ``reduce`` left other streams no more room (docs/measurements/gpu-kernels-model.md).
+    """
+    if max_blocks < 0:
+        raise ValueError(f"max_blocks must not be negative, got {max_blocks}")
+
+
 def bounded(num_tiles: int, max_blocks: int) -> tuple[int, bool]:
     """Return the number of programs, and whether each may have to do more than one tile.
 
@@ -47,8 +56,7 @@ def bounded(num_tiles: int, max_blocks: int) -> tuple[int, bool]:
         num_tiles: Tiles of the call; without a bound each has a program of its own.
         max_blocks: Most programs; 0: no bound.
     """
-    if max_blocks < 0:
-        raise ValueError(f"max_blocks must not be negative, got {max_blocks}")
+    check_max_blocks(max_blocks)
     if max_blocks == 0 or num_tiles <= max_blocks:
         return num_tiles, False
     return max_blocks, True

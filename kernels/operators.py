@@ -36,6 +36,7 @@ from .checks import (
 from .launching import (
     PROGRAMS,
     bounded,
+    check_max_blocks,
     geometry,
     launch,
     mark_written,
@@ -67,8 +68,10 @@ def encode(
     new_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
     outer_begin: int = 0,
+    max_blocks: int = 0,
 ) -> None:
     """Encode c(outer) - params [+ residual], or params, of elements [begin, end)."""
+    check_max_blocks(max_blocks)
     device = payload.device
     tile = tile_of("encode", layout)
     tiles = tiles_of("params", params, device, layout.run_elements, tile)
@@ -300,8 +303,10 @@ def decode(
     begin: int,
     end: int,
     layout: RunLayout,
+    max_blocks: int = 0,
 ) -> None:
     """Write the weighted sum of the decoded payloads into elements [begin, end) of outs."""
+    check_max_blocks(max_blocks)
     device = payloads[0].device if payloads else outs[0].device
     tile = tile_of("decode", layout)
     tiles = tiles_of("outs", outs, device, layout.run_elements, tile)

@@ -37,10 +37,12 @@ void encode_cpu(const OptionalTensor& outer, TensorList params, const Tensor& pa
                 int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
                 int64_t block_size, bool stochastic, int64_t rng_key,
                 const OptionalTensor& residual, const OptionalTensor& new_residual,
-                const OptionalTensor& nonfinite, int64_t outer_begin, c10::string_view impl) {
+                const OptionalTensor& nonfinite, int64_t outer_begin, int64_t max_blocks,
+                c10::string_view impl) {
     codec::EncodeArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
+    check_max_blocks(max_blocks);
     const FragmentView view(c10::kCPU, "params", params);
     args.params = view.get();
     const int64_t num_elements = view.num_elements();
@@ -163,10 +165,11 @@ void outer_step_delayed_cpu(const Tensor& outer, const OptionalTensor& momentum,
 
 void decode_cpu(TensorList payloads, c10::ArrayRef<double> coefficients, TensorList outs,
                 int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
-                int64_t block_size, c10::string_view impl) {
+                int64_t block_size, int64_t max_blocks, c10::string_view impl) {
     codec::DecodeArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
+    check_max_blocks(max_blocks);
     const FragmentView view(c10::kCPU, "outs", outs);
     args.outs = view.get();
     check_range(args.layout, begin, end, view.num_elements());

@@ -51,9 +51,11 @@ void encode_cuda(const OptionalTensor& outer, TensorList params, const Tensor& p
                  int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
                  int64_t block_size, bool stochastic, int64_t rng_key,
                  const OptionalTensor& residual, const OptionalTensor& new_residual,
-                 const OptionalTensor& nonfinite, int64_t outer_begin, c10::string_view impl) {
+                 const OptionalTensor& nonfinite, int64_t outer_begin, int64_t max_blocks,
+                 c10::string_view impl) {
     Call call(impl, payload);
     const codec::RunLayout layout = parse_layout(wire, block_size, run_elements);
+    check_max_blocks(max_blocks);
     const FragmentView view(call.device, "params", params);
     const int64_t num_elements = view.num_elements();
     check_range(layout, begin, end, num_elements);
@@ -70,7 +72,7 @@ void encode_cuda(const OptionalTensor& outer, TensorList params, const Tensor& p
     args.outer = origin_or_null(outer, outer_begin);
     if (begin == end) return;
     set_segments(call, args.params, view.get(), begin, end);
-    cuda::encode(args, layout.format, stochastic, call.queue());
+    cuda::encode(args, layout.format, stochastic, call.queue(max_blocks));
 }
 
 void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<double> weights,
@@ -168,11 +170,12 @@ void outer_step_delayed_cuda(const Tensor& outer, const OptionalTensor& momentum
 
 void decode_cuda(TensorList payloads, c10::ArrayRef<double> coefficients, TensorList outs,
                  int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
-                 int64_t block_size, c10::string_view impl) {
+                 int64_t block_size, int64_t max_blocks, c10::string_view impl) {
     TORCH_CHECK_VALUE(!payloads.empty(), "payloads must hold 1 to ", codec::kMaxTerms,
                       " tensors, got 0");
     Call call(impl, payloads[0]);
     const codec::RunLayout layout = parse_layout(wire, block_size, run_elements);
+    check_max_blocks(max_blocks);
     const FragmentView view(call.device, "outs", outs);
     check_range(layout, begin, end, view.num_elements());
     const TermList& terms = check_terms(call.device, payloads, coefficients, layout, end);
@@ -181,7 +184,7 @@ void decode_cuda(TensorList payloads, c10::ArrayRef<double> coefficients, Tensor
     args.runs = runs_of(layout, begin, end, cuda::kStepTile, cuda::kDecodeTilesPerWarp);
     set_segments(call, args.outs, view.get(), begin, end);
     set_terms(call, args.terms, terms);
-    cuda::decode(args, layout.format, call.queue());
+    cuda::decode(args, layout.format, call.queue(max_blocks));
     mark_written(outs);
 }
 

@@ -9,7 +9,7 @@ constexpr const char* kSchemas[] = {
     "encode(Tensor? outer, Tensor[] params, Tensor(a!) payload, int begin, int end, int "
     "run_elements, str wire, int block_size, bool stochastic=False, int rng_key=0, Tensor? "
     "residual=None, Tensor(b!)? new_residual=None, Tensor(c!)? nonfinite=None, int "
-    "outer_begin=0, str impl='') -> ()",
+    "outer_begin=0, int max_blocks=0, str impl='') -> ()",
     "reduce(Tensor received, Tensor(a!) result, float[] weights, int num_elements, int "
     "run_elements, str wire, int block_size, bool stochastic=False, int rng_key=0, int "
     "index_begin=0, Tensor? residual=None, Tensor(b!)? new_residual=None, Tensor(c!)? "
@@ -27,7 +27,7 @@ constexpr const char* kSchemas[] = {
     "block_size, float lr, float mu=0., float direct=1., float ahead=0., float behind=0., bool "
     "first=False, bool last=False, Tensor? verdict=None, int outer_begin=0, str impl='') -> ()",
     "decode(Tensor[] payloads, float[] coefficients, Tensor(a!)[] outs, int begin, int end, "
-    "int run_elements, str wire, int block_size, str impl='') -> ()",
+    "int run_elements, str wire, int block_size, int max_blocks=0, str impl='') -> ()",
     "merge(Tensor outer, Tensor(a!)[] params, float alpha=0., str impl='') -> ()",
     "norms(Tensor? outer, Tensor[] params, Tensor(a!) out, str impl='') -> ()",
     "digest(Tensor tensor, Tensor(a!) sums, int first_word=0, int max_blocks=0, str impl='') -> ()",

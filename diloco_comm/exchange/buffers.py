@@ -143,12 +143,17 @@ class ExchangeBuffers:
         self._owner = owner
         # Where owners encode the mean on another wire than the payloads, the rounding errors of
         # that encoding are not kept.
-        keeps_errors = reduces and self.mean_layout == layout
+        keeps_errors = reduces and not self.reencodes
         self.residuals.plan_reduction(num_chunks * layout.run_elements if keeps_errors else 0)
 
     @property
     def residual(self) -> Tensor | None:
         return self.residuals.value
+
+    @property
+    def reencodes(self) -> bool:
+        """Whether owners of runs encode the mean on another wire than the payloads."""
+        return self.mean_layout != self.layout
 
     def open_round(self, header: Header) -> Round:
         """Choose buffers for a new round that no earlier round still needs.

@@ -222,7 +222,7 @@ class Exchange(StreamMember):
         buffers.plan(self.rank, self.size, self.chunk_bytes, self.lanes, self.window, impl)
         if buffers.is_streamed:
             assert self._driver is not None
-            self._driver.reserve(buffers.staging_bytes, buffers.num_chunks)
+            self._driver.reserve(buffers)
         else:
             self.engine.reserve_staging(buffers.staging_bytes)
 

@@ -127,6 +127,7 @@ def encode(
     new_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
     outer_begin: int = 0,
+    max_blocks: int = 0,
     impl: str = "",
 ) -> None:
     """Write Q(c(outer) - params + residual) of elements [begin, end) into the fragment's payload.
@@ -147,6 +148,10 @@ def encode(
             second. They may be the same tensor.
         nonfinite: int64 [1]; the number of bad elements is added.
         outer_begin: Where in the fragment a window begins, a multiple of ``run_elements``.
+        max_blocks: Most thread blocks of the kernel's grid on a GPU, so that kernels on other
+            streams have room; 0: as many as there is work for. The bytes are the same. In Triton
+            ``reduce`` and ``digest`` alone keep the bound, and implementations on the CPU have no
+            grid.
         impl: Implementation, or "" for the default.
 
     Raises:
@@ -182,9 +187,6 @@ def reduce(
         num_elements: Elements in the run, at most ``run_elements``.
         index_begin: Index in the fragment of the run's first element (for stochastic rounding).
         residual, new_residual: 1-D fp32 or bf16 [num_elements], as in ``encode``.
-        max_blocks: Most thread blocks of the kernel's grid on a GPU, so that kernels on other
-            streams have room; 0: as many as there is work for. The bytes are the same.
-            Implementations on the CPU ignore the bound.
 
     The other arguments and the errors are those of ``encode``.
     """
@@ -305,6 +307,7 @@ def decode(
     wire: str,
     block_size: int,
     *,
+    max_blocks: int = 0,
     impl: str = "",
 ) -> None:
     """Set elements [begin, end) of ``outs`` to sum_i c_i * decode(payload_i).
@@ -380,7 +383,7 @@ def digest(
         sums: int64 [2] on the tensor's device: the sum of products and the sum of words.
         first_word: Index of the tensor's first word, for one part of a longer whole. Each part but
             the last is a multiple of 8 bytes long.
-        max_blocks: As in ``reduce``.
+        max_blocks: As in ``encode``.
 
     Raises:
         ValueError, TypeError: As ``encode``.

@@ -87,6 +87,7 @@ def encode(
     new_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
     outer_begin: int = 0,
+    max_blocks: int = 0,
 ) -> None:
     """Encode c(outer) - params [+ residual], or params, of elements [begin, end).
 
@@ -289,6 +290,7 @@ def decode(
     run_elements: int,
     wire: str,
     block_size: int,
+    max_blocks: int = 0,
 ) -> None:
     """Write the weighted sum of the decoded payloads into elements [begin, end) of outs."""
     form = WireFormat(wire, block_size)

@@ -166,11 +166,14 @@ void encode_tiles(const Args& args, Format format, bool is_stochastic, const Que
 }
 
 template <class Run>
-void tiles(const Runs& runs, Run&& run) {
+void tiles(const Runs& runs, const Queue& queue, Run&& run) {
     const codec::IeeeScope ieee;
-    EmulatedLanes lanes;
-    Place place;
-    for (uint32_t i = 0; i < runs.num_tiles; ++i) run(lanes, i, place);
+    const auto stride = static_cast<uint32_t>(num_warps(runs.num_tiles, queue, 1));
+    for (uint32_t warp = 0; warp < stride; ++warp) {
+        EmulatedLanes lanes;
+        Place place;
+        for (uint32_t i = warp; i < runs.num_tiles; i += stride) run(lanes, i, place);
+    }
 }
 
 // What memory a CTA finds is seen in the result, too.
@@ -220,7 +223,7 @@ void outer_step(const StepArgs& args, Format format, Queue queue) {
     if (wire::is_sparse(format)) return outer_step_sparse(args, queue);
     by_format(format, [&](auto constant) {
         constexpr Format kFormat = decltype(constant)::value;
-        tiles(args.runs, [&](const auto& lanes, uint32_t i, Place& place) {
+        tiles(args.runs, queue, [&](const auto& lanes, uint32_t i, Place& place) {
             if (codec::is_arrival(args.constants.optimizer)) {
                 arrival_tile<kFormat>(lanes, args, i);
             } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
@@ -247,7 +250,7 @@ void outer_step_sparse(const StepArgs& args, Queue) {
 void decode(const DecodeArgs& args, Format format, Queue queue) {
     if (wire::is_sparse(format)) return decode_sparse(args, queue);
     by_format(format, [&](auto constant) {
-        tiles(args.runs, [&](const auto& lanes, uint32_t i, Place& place) {
+        tiles(args.runs, queue, [&](const auto& lanes, uint32_t i, Place& place) {
             decode_tile<decltype(constant)::value>(lanes, args, i, place);
         });
     });
@@ -259,8 +262,8 @@ void decode_sparse(const DecodeArgs& args, Queue) {
     });
 }
 
-void merge(const MergeArgs& args, Queue) {
-    tiles(args.runs,
+void merge(const MergeArgs& args, Queue queue) {
+    tiles(args.runs, queue,
           [&](const auto& lanes, uint32_t i, Place& place) { merge_tile(lanes, args, i, place); });
 }
 

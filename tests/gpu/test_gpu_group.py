@@ -17,6 +17,7 @@ from device_training import METHODS, Replica, train
 from devices import DEVICES
 from problems import equal
 from test_gpu_streams import on_streams, use_streams
+from workers import Pool
 
 from diloco_comm import _C, ops
 from diloco_comm.base.errors import SyncError
@@ -216,6 +217,82 @@ def grids(rank: int, world: int, library: str) -> dict[str, set[int]]:
     replica.steps(0, 9)
     replica.diloco.close()
     return bounds
+
+
+def in_steady_state(
+    rank: int, world: int, library: str, name: str, more: dict[str, Any]
+) -> tuple[dict[str, set[int]], list[int], list[int]]:
+    """Look at exchanges after their first rounds.
+
+    Returns:
+        The bounds on the grids of operators, the allocations, and the events that are made anew.
+    """
+    here = use_streams(rank, "lagging", library)
+    streams.side_blocks = lambda device: 7
+    replica = Replica(rank, here, **on_streams(METHODS[name]), **more)
+    bounds: dict[str, set[int]] = {}
+    allocated: list[int] = []
+    made: list[int] = []
+    is_posting = False
+
+    def recorded(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            if is_posting:
+                bounds.setdefault(name, set()).add(kwargs.get("max_blocks", 0))
+            call(*args, **kwargs)
+
+        return run
+
+    post, take_event = StreamDriver.post, StreamDriver.take_event
+
+    def counted_post(*args: Any) -> Any:
+        nonlocal is_posting
+        before, is_posting = torch.ops.lagging.num_allocations(), True
+        events = post(*args)
+        allocated.append(torch.ops.lagging.num_allocations() - before)
+        is_posting = False
+        return events
+
+    def counted_event(driver: StreamDriver) -> torch.Event:
+        made.append(not driver._free_events)
+        return take_event(driver)
+
+    for operator in ("encode", "decode", "reduce", "digest"):
+        setattr(ops, operator, recorded(operator, getattr(ops, operator)))
+    replica.steps(0, 9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamDriver, "post", counted_post)
+        patch.setattr(StreamDriver, "take_event", counted_event)
+        bounds.clear()
+        replica.steps(9, 20)
+    replica.diloco.close()
+    return bounds, allocated, made
+
+
+OWNED = {"decode": {7}, "encode": {7}, "digest": {7}}
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "more", "bounds"),
+    [
+        ("diloco", 3, {"on_nonfinite": "reset"}, {"reduce": {7}, "digest": {7}}),
+        ("owned", 5, {}, OWNED),
+    ],
+)
+def test_an_exchange_allocates_nothing_and_keeps_its_bound(
+    name: str,
+    world: int,
+    more: dict[str, Any],
+    bounds: dict[str, set[int]],
+    fresh_workers: Callable[..., Pool],
+    stand_in: str,
+) -> None:
+    """Five replicas have a mean on another wire than their payloads."""
+    results = fresh_workers(world).run(in_steady_state, stand_in, name, more)
+    for given, allocated, made in results:
+        assert given == bounds
+        assert len(allocated) >= 2 and not any(allocated), allocated
+        assert len(made) >= 4 * len(allocated) and not any(made), made
 
 
 def test_the_side_stream_leaves_room(fresh_workers, stand_in) -> None:

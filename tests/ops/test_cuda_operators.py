@@ -63,6 +63,26 @@ def test_a_bounded_grid_of_reduce(impl: str, wire: str, max_blocks: int) -> None
 
 
 @every_impl
+@pytest.mark.parametrize("wire", [*ELEMENT_WIRES, "int1r", "sub2", "topk64"])
+@pytest.mark.parametrize("max_blocks", [1, 3, 1000])
+def test_a_bounded_grid_of_encode_and_decode(impl: str, wire: str, max_blocks: int) -> None:
+    """As owners of a mean on two wires use them: one run, fp32 values."""
+    form = WireFormat(wire)
+    layout = Layout.plan(40 * 1024 + 301, 1, 1, form)
+    count, where = layout.num_elements, (layout.run_elements, wire, form.block_size)
+    x, both = values(count, "bad", 6), []
+    for name, bound in ((impl, max_blocks), ("reference", 0)):
+        payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+        bad, out = torch.zeros(1, dtype=torch.int64), torch.zeros(count)
+        options = {"max_blocks": bound, "impl": name}
+        device_ops.encode(None, [x], payload, 0, count, *where, nonfinite=bad, **options)
+        device_ops.decode([payload] * 3, [0.5, 0.25, 2.0], [out], 0, count, *where, **options)
+        both.append((payload, bad, out))
+    for given, expected in zip(*both, strict=True):
+        assert_same(given, expected, f"{impl} of {layout}")
+
+
+@every_impl
 @pytest.mark.parametrize("max_blocks", [1, 2, 3, 1000])
 def test_a_bounded_grid_of_digest(impl: str, max_blocks: int) -> None:
     """A warp takes 256 words at a time; 0, the default, is no bound."""
@@ -83,6 +103,11 @@ def test_a_bound_below_zero_is_refused(impl: str) -> None:
         device_ops.reduce(
             run, run.clone(), [1.0], 1024, 1024, "int8", 256, max_blocks=-1, impl=impl
         )
+    form = (1024, "int8", 256)
+    with pytest.raises(ValueError, match=said):
+        device_ops.encode(None, [torch.zeros(9)], run, 0, 9, *form, max_blocks=-1, impl=impl)
+    with pytest.raises(ValueError, match=said):
+        device_ops.decode([run], [1.0], [torch.zeros(9)], 0, 9, *form, max_blocks=-1, impl=impl)
     with pytest.raises(ValueError, match=said):
         device_ops.digest(run, torch.zeros(2, dtype=torch.int64), max_blocks=-1, impl=impl)
 

@@ -37,7 +37,7 @@ def calls(n: int = 600) -> dict[str, tuple[tuple, dict]]:
     return {
         "encode": (
             (case.outer, case.params, torch.zeros_like(payload), 0, n, *form),
-            {"stochastic": True, "rng_key": -5, "nonfinite": counted(), **residuals},
+            {"stochastic": True, "nonfinite": counted(), "max_blocks": 3, **residuals},
         ),
         "reduce": (
             (payload, torch.zeros(run_bytes, dtype=torch.uint8), [0.5, 0.5], run, *form),
@@ -52,7 +52,7 @@ def calls(n: int = 600) -> dict[str, tuple[tuple, dict]]:
             (case.outer, *torch.zeros(2, n), case.params, [payload], [1.0], 0, n, *form),
             adam,
         ),
-        "decode": (([payload], [1.0], case.params, 0, n, *form), {}),
+        "decode": (([payload], [1.0], case.params, 0, n, *form), {"max_blocks": 3}),
         "merge": ((case.outer, case.params), {"alpha": 0.25}),
         "norms": ((case.outer, case.params, torch.zeros(2, dtype=torch.float64)), {}),
         "gram": (

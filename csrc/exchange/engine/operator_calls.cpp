@@ -29,7 +29,8 @@ void call_encode(const Job& job, int64_t begin, int64_t end) {
     call("diloco_comm::encode",
          {job.encode.outer, job.encode.params, payload, begin, end, plan.layout.run_elements,
           plan.layout.wire, plan.layout.block_size, (job.header.flags & 1) != 0, job.encode.rng_key,
-          job.encode.residual, job.encode.new_residual, bad, job.encode.outer_begin, plan.impl});
+          job.encode.residual, job.encode.new_residual, bad, job.encode.outer_begin, int64_t{0},
+          plan.impl});
 }
 
 namespace {
@@ -48,11 +49,11 @@ void reencode(const Job& job, const at::Tensor& received, const at::Tensor& resu
     mean_values.push_back(values.narrow(0, 0, length));
     call("diloco_comm::decode",
          {payloads, c10::List<double>(job.weights), mean_values, int64_t{0}, length,
-          layout.run_elements, layout.wire, layout.block_size, impl});
+          layout.run_elements, layout.wire, layout.block_size, int64_t{0}, impl});
     call("diloco_comm::encode",
          {c10::IValue(), mean_values, result, int64_t{0}, length, mean.run_elements, mean.wire,
           mean.block_size, false, job.reduce_key, c10::IValue(), c10::IValue(), job.reduce_bad,
-          int64_t{0}, impl});
+          int64_t{0}, int64_t{0}, impl});
 }
 
 }  // namespace

@@ -127,7 +127,7 @@ class StreamMember(Member):
     def _ship_on_streams(self, round: Round) -> None:
         """Agree on the weights, then enqueue the rest; ``Round.wait`` raises what failed."""
         driver, sending = self._driver, round.sending
-        assert driver is not None and sending is not None
+        assert driver is not None and sending is not None and round.encoded is not None
         buffers = next(one for one in self._all_buffers if round in one.rounds)
         try:
             if driver.failure:
@@ -137,7 +137,9 @@ class StreamMember(Member):
         except SyncError as error:
             round.fail(error)
             return
+        driver.give_back((round.encoded,))
         events = driver.post(buffers, round, sending, driver.mark(buffers))
+        round.encoded = events[0]
         round.job = self._watch(driver, buffers, round, sending, control, events)
 
     def _watch(

@@ -39,11 +39,16 @@ def side_blocks(device: torch.device) -> int:
     return max(1, multiprocessors * _REDUCE_BLOCKS // SIDE_SHARE)
 
 
+def _grown(buffer: Tensor, size: int) -> Tensor:
+    """Return a buffer of at least ``size`` elements; what is in a larger one is lost."""
+    return buffer if buffer.numel() >= size else buffer.new_empty(size)
+
+
 class StreamDriver(Connections):
     """Enqueues the exchanges of one replica in one epoch.
 
     Attributes:
-        max_blocks: Of the grid of each kernel on the side stream, but those of ``_reencode``.
+        max_blocks: Of the grid of each kernel on the side stream.
     """
 
     def __init__(
@@ -61,16 +66,18 @@ class StreamDriver(Connections):
         self.max_blocks = side_blocks(device)
         self._encoded: list[torch.Event] = []
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+        self._values = torch.empty(0, dtype=torch.float32, device=device)  # between two wires
         self._works: dict[tuple[str, int], dist.Work] = {}
         self._num_votes = 0
 
-    def reserve(self, num_bytes: int, num_chunks: int) -> None:
+    def reserve(self, buffers: ExchangeBuffers) -> None:
         """Allocate what a fragment needs beside its own buffers, which all fragments share."""
-        if self._staging.numel() < num_bytes:
-            # The old one may still be in use on the side stream: the allocator must see that.
-            with current(self.side):
-                self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        while len(self._encoded) < num_chunks:
+        num_values = buffers.layout.run_elements if buffers.reencodes else 0
+        # The old ones may still be in use on the side stream: the allocator must see that.
+        with current(self.side):
+            self._staging = _grown(self._staging, buffers.staging_bytes)
+            self._values = _grown(self._values, num_values)
+        while len(self._encoded) < buffers.num_chunks:
             self._encoded.append(torch.Event(self.device))
 
     # ------------------------------------------------------------------------------ enqueueing
@@ -204,7 +211,7 @@ class StreamDriver(Connections):
         begin, end = layout.run_range(chunk * self.size + self.rank)
         if begin == end:
             return
-        if buffers.mean_layout != layout:
+        if buffers.reencodes:
             self._reencode(buffers, round, sending, chunk, end - begin)
             return
 
@@ -238,7 +245,7 @@ class StreamDriver(Connections):
         layout, mean = buffers.layout, buffers.mean_layout
         received = self._received(buffers, chunk)
         result = self._own_run(mean, round.result.tensor, chunk)
-        values = torch.empty(length, device=self.device)
+        values = self._values[:length]
         ops.decode(
             list(received.split(layout.run_bytes)),
             sending.weights,
@@ -248,6 +255,7 @@ class StreamDriver(Connections):
             layout.run_elements,
             layout.wire.name,
             layout.wire.block_size,
+            max_blocks=self.max_blocks,
             impl=self.impl,
         )
         ops.encode(
@@ -261,6 +269,7 @@ class StreamDriver(Connections):
             mean.wire.block_size,
             rng_key=sending.reduce_key,
             nonfinite=round.own.ballot.bad_mean,
+            max_blocks=self.max_blocks,
             impl=self.impl,
         )
 
