@@ -28,7 +28,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.models import SIZES, Trainer
 from benchmarks.gpu.trace_checks import (
-    exchange_seconds,
     hidden_fraction,
     host_waits_in_ranges,
     our_ranges,
@@ -40,8 +39,8 @@ from diloco_comm import DiLoCo, Eager, Nesterov
 STAGES = {"encode", "wait", "outer_step"}
 
 
-def profiled(args: argparse.Namespace, rank: int, world: int, path: str) -> dict[tuple, float]:
-    """Train, and export the trace of the first replica; seconds of each exchange in it."""
+def profiled(args: argparse.Namespace, rank: int, world: int, path: str) -> None:
+    """Train, and export the trace of the first replica."""
     device = torch.device(args.device)
     trainer = Trainer(args.model, device, rank, world)
     if args.backend == "nccl":
@@ -50,7 +49,7 @@ def profiled(args: argparse.Namespace, rank: int, world: int, path: str) -> dict
     options: dict[str, Any] = {"sync_every": args.sync_every, "fragments": 2}
     options |= {"link": args.backend}
     options |= {"wire": "int4", "overlap": Eager(), "outer": Nesterov(lr=0.7, momentum=0.9)}
-    with DiLoCo(trainer.model, trainer.optimizer, **options) as diloco:
+    with DiLoCo(trainer.model, trainer.optimizer, **options):
         for _ in range(2 * args.sync_every):
             trainer.step()
         activities = [ProfilerActivity.CPU]
@@ -67,8 +66,6 @@ def profiled(args: argparse.Namespace, rank: int, world: int, path: str) -> dict
             for _ in range(args.iters):
                 trainer.step()
             trainer.synchronize()
-        seconds = {(m.fragment, m.round): m.exchange_s for m in diloco.metrics()}
-    return seconds
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -77,12 +74,7 @@ def load(path: Path) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-def judge(
-    events: list[dict[str, Any]],
-    seconds: dict[tuple, float],
-    world: int,
-    least_hidden: float = 0.0,
-) -> dict[str, Any]:
+def judge(events: list[dict[str, Any]], world: int, least_hidden: float = 0.0) -> dict[str, Any]:
     """Say what the trace shows; one replica alone has no exchange that could be hidden.
 
     Args:
@@ -91,7 +83,7 @@ def judge(
     waits = host_waits_in_ranges(events)
     ranges = our_ranges(events)
     stages = {one.stage for one in ranges}
-    fraction, hidden_part = overlap_fraction(events, seconds), hidden_fraction(events, seconds)
+    fraction, hidden_part = overlap_fraction(events), hidden_fraction(events)
     names = f"no host wait in {len(ranges)} ranges" if not waits else f"host waits: {waits[0]}, ..."
     percent = 100 * hidden_part
     is_hidden = world == 1 or percent >= least_hidden  # no number is not enough
@@ -126,7 +118,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.read:
         events = load(args.read)
-        figures = judge(events, exchange_seconds(events), args.replicas, args.least_hidden)
+        figures = judge(events, args.replicas, args.least_hidden)
         print(json.dumps(figures, indent=2))
         return 0 if figures["is_passed"] else 1
     if not common.is_worker():
@@ -136,9 +128,9 @@ def main() -> int:
     figures: dict[str, Any] = {"is_passed": True}
     with tempfile.TemporaryDirectory() as folder:
         path = str(args.trace or Path(folder) / "trace.json")
-        seconds = profiled(args, rank, world, path)
+        profiled(args, rank, world, path)
         if rank == 0:
-            figures = judge(load(Path(path)), seconds, world, args.least_hidden)
+            figures = judge(load(Path(path)), world, args.least_hidden)
     return common.conclude(report, figures, args.json)
 
 

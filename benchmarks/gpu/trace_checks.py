@@ -24,7 +24,9 @@ HOST_WAITS = re.compile(
 )
 LONG_CALL_US = 1000.0  # A launch that takes longer waited for room in the device's queue.
 _OURS = re.compile(r"^diloco_comm::(\w+) fragment=(-?\d+) round=(-?\d+)")
-_EXCHANGE = re.compile(r"^diloco_comm::exchange fragment=(\d+) round=(\d+) us=(\d+)")
+_EXCHANGE = re.compile(
+    r"^diloco_comm::exchange fragment=(\d+) round=(\d+) us=(\d+) exposed_us=(\d+)"
+)
 _NCCL = re.compile(r"^nccl", re.IGNORECASE)
 
 
@@ -90,28 +92,29 @@ def host_waits_in_ranges(events: Sequence[Event]) -> list[str]:
     return found
 
 
-def exchange_seconds(events: Iterable[Event]) -> dict[tuple[int, int], float]:
-    """Read from the ranges' names how long each exchange took, by (fragment, round)."""
+def exchange_times(events: Iterable[Event]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Read from the ranges' names what each exchange took, by (fragment, round).
+
+    Returns:
+        Microseconds of the exchange, and of the training that stood still for it.
+    """
     found = (_EXCHANGE.match(event["name"]) for event in complete(events))
-    return {(int(m[1]), int(m[2])): int(m[3]) / 1e6 for m in found if m}
+    return {(int(m[1]), int(m[2])): (int(m[3]), int(m[4])) for m in found if m}
 
 
-def exchanges(events: Sequence[Event], seconds: dict[tuple[int, int], float]) -> list[Interval]:
+def exchanges(events: Sequence[Event]) -> list[Interval]:
     """When something was communicated.
 
     On NCCL these are its kernels. Over gloo nothing of it is on the device: an exchange begins when
     its encode range ends and takes as long as the engine says.
-
-    Args:
-        seconds: Of each exchange, by (fragment, round).
     """
     kernels = [e for e in complete(events) if e.get("cat") == "kernel" and _NCCL.match(e["name"])]
     if kernels:
         return union(_interval(e) for e in kernels)
-    spans = []
+    times, spans = exchange_times(events), []
     for one in our_ranges(events):
-        if one.stage == "encode" and (one.fragment, one.round) in seconds:
-            spans.append((one.end, one.end + 1e6 * seconds[one.fragment, one.round]))
+        if one.stage == "encode" and (one.fragment, one.round) in times:
+            spans.append((one.end, one.end + times[one.fragment, one.round][0]))
     return union(spans)
 
 
@@ -125,22 +128,21 @@ def computation(events: Sequence[Event]) -> list[Interval]:
     return difference(spans, union((one.begin, one.end) for one in our_ranges(events)))
 
 
-def hidden_fraction(events: Sequence[Event], seconds: dict[tuple[int, int], float]) -> float:
-    """Return the share of the exchanges for which no step waited; NaN when there was none.
+def hidden_fraction(events: Sequence[Event]) -> float:
+    """Return the share of the exchanges for which no training stood still; NaN when there was none.
 
     The overlap says less of replicas that share a device: while the kernels of one replica run, the
     kernels of the other wait.
     """
-    waits = [one for one in our_ranges(events) if one.stage == "wait"]
-    # Exchanges that no step of the trace waits for say nothing, such as those before the trace.
-    waited_for = {(one.fragment, one.round) for one in waits}
-    total = 1e6 * sum(length for name, length in seconds.items() if name in waited_for)
-    return 1.0 - sum(one.end - one.begin for one in waits) / total if total else float("nan")
+    total = exposed = 0
+    for length, stood_still in exchange_times(events).values():
+        total, exposed = total + length, exposed + stood_still
+    return 1.0 - exposed / total if total else float("nan")
 
 
-def overlap_fraction(events: Sequence[Event], seconds: dict[tuple[int, int], float]) -> float:
+def overlap_fraction(events: Sequence[Event]) -> float:
     """Return the share of communication that computation hides; NaN when there was none."""
-    communicated = exchanges(events, seconds)
+    communicated = exchanges(events)
     total = measure(communicated)
     if total == 0:
         return float("nan")

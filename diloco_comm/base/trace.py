@@ -28,13 +28,14 @@ def span(stage: str, fragment: int, round: int) -> Iterator[None]:
         yield
 
 
-def exchanged(fragment: int, round: int, seconds: float) -> None:
-    """Record the duration of an exchange, in the name of a range of no length.
+def exchanged(fragment: int, round: int, seconds: float, exposed_s: float) -> None:
+    """Record how long an exchange took, and training waited, in the name of a range of no length.
 
-    The exchange runs on a thread that no profiler sees, and may have ended long before the training
-    thread asks for the result.
+    The exchange runs on a thread that no profiler sees, or on a device, and may have ended long
+    before the training thread asks for the result.
     """
-    with _range("exchange", f"fragment={fragment} round={round} us={1e6 * seconds:.0f}"):
+    times = f"us={1e6 * seconds:.0f} exposed_us={1e6 * exposed_s:.0f}"
+    with _range("exchange", f"fragment={fragment} round={round} {times}"):
         pass
 
 

@@ -367,19 +367,26 @@ class RoundRunner(ABC):
     def _wait(self, flight: RoundInFlight) -> Mean | SyncError:
         """Return the result of a round, or why it has none."""
         begin = time.perf_counter()
-        index, number, work = flight.part.index, flight.number, flight.work
+        index, number = flight.part.index, flight.number
         result: Mean | SyncError
         is_traced = _profiler_enabled() or self._has_nvtx
         try:
             leaves_verdict = self.leaves_verdict and flight.part.takes_verdict
             with span("wait", index, number) if is_traced else NO_BLOCK:
                 result = flight.wait(leaves_verdict=leaves_verdict)
-            if is_traced and result.verdict is None and work is not None:
-                exchanged(index, number, result.seconds.get("total", 0.0))
         except SyncError as error:
             result = error
         flight.exposed_s = time.perf_counter() - begin
+        if is_traced:
+            self._trace(flight)
         return result
+
+    def _trace(self, flight: RoundInFlight) -> None:
+        """Tell profilers how long an exchange took, once that is known."""
+        if flight.mean is not None and flight.work is not None:
+            seconds = flight.mean.seconds
+            times = seconds.get("total", 0.0), seconds.get("exposed", flight.exposed_s)
+            exchanged(flight.part.index, flight.number, *times)
 
     def _step(
         self,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch.autograd import _profiler_enabled
+
 from ..base.errors import SyncError
 from ..exchange.round import Kind, Mean
 from .consensus import Ending
@@ -174,4 +176,6 @@ class StepTimed(RoundRunner):
         else:
             self._commit(flight, result)
             flight.part.last_sent = flight.sent_step
+            if _profiler_enabled() or self._has_nvtx:
+                self._trace(flight)
             self._record(flight, inner_step)

@@ -30,7 +30,8 @@ def test_profile_shows_stage_fragment_and_round() -> None:
         assert [name for name in names if f"::{stage} fragment" in name] == expected
     exchanges = [name for name in names if "::exchange" in name]
     assert exchanges == [
-        f"diloco_comm::exchange fragment={m.fragment} round={m.round} us={1e6 * m.exchange_s:.0f}"
+        f"diloco_comm::exchange fragment={m.fragment} round={m.round} us={1e6 * m.exchange_s:.0f} "
+        f"exposed_us={1e6 * m.exposed_s:.0f}"
         for m in metrics
     ]
 

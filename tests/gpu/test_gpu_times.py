@@ -11,6 +11,8 @@ from device_training import METHODS, Replica
 from test_gpu_streams import on_streams, use_streams
 from workers import Pool
 
+from diloco_comm.integrations.writers import Figures
+
 SLOW_S = 0.2
 
 
@@ -21,6 +23,7 @@ def times(
     # One chunk is one collective.
     arguments = on_streams({**METHODS[name], "chunk_bytes": 1 << 20})
     replica = Replica(rank, here, num_steps=60, **arguments)
+    figures = Figures(replica.diloco)
     make_slow()
     for step in range(num_steps):
         replica.steps(step, step + 1)
@@ -28,7 +31,11 @@ def times(
     replica.diloco.flush()
     torch.accelerator.synchronize()
     found = [(m.exchange_s, m.exposed_s, m.overlap_fraction) for m in replica.diloco.metrics()]
-    assert replica.diloco.totals().exposed_s == pytest.approx(sum(row[1] for row in found))
+    totals, shown = replica.diloco.totals(), figures.take()
+    exchange_s, exposed_s, _ = map(sum, zip(*found, strict=True))
+    assert (totals.exchange_s, totals.exposed_s) == pytest.approx((exchange_s, exposed_s))
+    assert shown["diloco/waited_s"] == pytest.approx(exposed_s)
+    assert shown["diloco/hidden_share"] == pytest.approx(totals.overlap_fraction)
     replica.diloco.close()
     return found
 

@@ -126,11 +126,11 @@ def test_without_a_gpu_exchanges_are_communication(tmp_path: Path) -> None:
         ours("encode", 0, 100, 10),
         # This exchange ended before the wait: 100 to 400.
         ours("wait", 0, 1000, 1),
-        ours("exchange", 0, 1001, 0, " us=300"),
+        ours("exchange", 0, 1001, 0, " us=300 exposed_us=1"),
         # This exchange ends with its wait, 2000 to 2601, whatever the engine has measured.
         ours("encode", 1, 2000, 10),
         ours("wait", 1, 2500, 101),
-        ours("exchange", 1, 2601, 0, " us=700"),
+        ours("exchange", 1, 2601, 0, " us=700 exposed_us=101"),
         event("gloo:all_reduce", "cpu_op", 3000, 50),
         event("aten::addmm", "cpu_op", 0, 150),
         event("aten::addmm", "cpu_op", 2100, 200),
@@ -148,7 +148,9 @@ def test_exchanges_over_gloo_are_ours_beside_kernels(tmp_path: Path) -> None:
     """The total stays that of the kernels, as in Holistic Trace Analysis."""
     events = [
         event("diloco_comm::encode fragment=0 round=0", "user_annotation", 100, 5),
-        event("diloco_comm::exchange fragment=0 round=0 us=40", "user_annotation", 200, 0),
+        event(
+            "diloco_comm::exchange fragment=0 round=0 us=40 exposed_us=0", "user_annotation", 200, 0
+        ),
         kernel(GEMM, 110, 10, 7, 1),
         kernel(NCCL, 300, 10, 7, 2),
     ]

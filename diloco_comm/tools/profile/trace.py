@@ -24,7 +24,9 @@ _NCCL = re.compile(r"nccl.*Kernel")
 _MEMORY = re.compile(r"Memcpy|Memset|dma")
 _NO_COMPUTATION = re.compile(r".*Memcpy|Memset|.*Sync")
 # "diloco_comm::encode fragment=0 round=3"; names in the package's NVTX domain have no prefix.
-OUR_RANGE = re.compile(r"(?:diloco_comm::)?(\w+) fragment=(\d+) round=(\d+)(?: us=(\d+))?$")
+OUR_RANGE = re.compile(
+    r"(?:diloco_comm::)?(\w+) fragment=(\d+) round=(\d+)(?: us=(\d+)(?: exposed_us=\d+)?)?$"
+)
 OURS = "diloco_comm"
 _RANK = re.compile(r"rank[-_]?(\d+)")
 
