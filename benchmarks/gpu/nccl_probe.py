@@ -1,8 +1,8 @@
-"""Try two NCCL ranks on one GPU: each takes a NCCL_HOSTID of its own, as if on its own host.
+"""Try NCCL ranks on one GPU: each takes a NCCL_HOSTID of its own, as if on its own host.
 
-    python -m benchmarks.gpu.nccl_probe [--backend gloo]
+    python -m benchmarks.gpu.nccl_probe [--ranks 5] [--backend gloo]
 
-Ends with status 0 when an all_to_all and an all_gather of the two gave the right bytes.
+Ends with status 0 when an all_to_all and an all_gather of all ranks gave the right bytes.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ def probe(backend: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="nccl", help="nccl (default), or gloo without a GPU")
-    backend = parser.parse_args().backend
+    parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
+    args = parser.parse_args()
     if common.is_worker():
-        probe(backend)
+        probe(args.backend)
         return 0
     env = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
     try:
-        common.run_workers(common.same_command(), 2, env=env, timeout_s=15.0)
+        common.run_workers(common.same_command(), args.ranks, env=env, timeout_s=30.0)
     except RuntimeError as error:
-        print(f"two ranks of {backend}: refused ({error})")
+        print(f"{args.ranks} ranks of {args.backend}: refused ({error})")
         return 1
-    print(f"two ranks of {backend}: they work")
+    print(f"{args.ranks} ranks of {args.backend}: they work")
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # What may fail without the whole, and what is then said: the steps after it go another way.
-OPTIONAL = {"nccl_two_ranks": "unproven", "ncu": "unproven"}
+OPTIONAL = {"nccl_ranks": "unproven", "ncu": "unproven"}
 # A step that ran into its limit, or into the SIGKILL after it.
 TIMED_OUT = {124, 137}
 # Rows of the table of kernels that a summary shows.

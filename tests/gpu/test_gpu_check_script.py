@@ -43,8 +43,8 @@ STEPS = {
     "A": [*PREPARATION, "bars", "ncu_send", "ncu_apply", "forked_call", "cuda_tests",
           "large", "frozen"],
     "B": [*PREPARATION, "triton_tests", "kernels", "offload"],
-    "C": [*PREPARATION, "nccl_two_ranks", "engine_tests", "trace", "trace_nccl", "training",
-          "group_tests", "sanitizers"],
+    "C": [*PREPARATION, "engine_tests", "trace", "training", "sanitizers"],
+    "D": [*PREPARATION, "nccl_ranks", "streams_tests", "trace_nccl", "group_tests"],
 }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def bodies() -> dict[str, str]:
     )
 
 
-@pytest.mark.parametrize("part", "ABC")
+@pytest.mark.parametrize("part", "ABCD")
 def test_the_limits_of_a_part_fit_in_nine_minutes(part: str) -> None:
     """Each step may take four seconds more, to be ended and archived."""
     functions = bodies()
@@ -115,7 +115,7 @@ def test_the_limits_of_a_part_fit_in_nine_minutes(part: str) -> None:
 
 
 @pytest.mark.nightly("3 s each; they differ in the part", but=["A"])
-@pytest.mark.parametrize("part", "ABC")
+@pytest.mark.parametrize("part", "ABCD")
 def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None:
     done = check.run(part)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,19 +133,20 @@ def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None
         assert "kernels_gpu --check --impl cuda --no-compile --wires int8,int4" in calls
         assert calls.index("kernels_gpu") < calls.index("ncu --clock-control none --set full")
     if part == "C":
-        assert "--backend nccl --replicas 2" in calls and "--least_hidden 95" in calls
+        assert "--device cuda --least_hidden 95" in calls
         assert calls.count("benchmarks.gpu.operators") == 2
         for tool in ("memcheck", "racecheck"):
             assert f"--tool {tool} --error-exitcode 9" in calls
             assert check.archived(f"{tool}.log") == ""
+    if part == "D":
+        assert "nccl_probe --ranks 5" in calls
+        trace = calls.index("--backend nccl --replicas 2 --least_hidden 95")
         for name in ("group", "graphs", "nonfinite", "stopped"):
-            assert calls.index("benchmarks.gpu.training") < calls.index(
-                f"tests/gpu/test_gpu_{name}.py"
-            )
+            assert trace < calls.index(f"tests/gpu/test_gpu_{name}.py")
 
 
 @pytest.mark.nightly("3 s each; they differ in the part", but=["A"])
-@pytest.mark.parametrize("part", "ABC")
+@pytest.mark.parametrize("part", "ABCD")
 def test_a_rehearsal_runs_every_step_without_a_gpu(part: str, check: Check) -> None:
     """Each step with the options of the table; no figure counts as one of a GPU."""
     (check.tools / "ncu").unlink()
@@ -153,7 +154,7 @@ def test_a_rehearsal_runs_every_step_without_a_gpu(part: str, check: Check) -> N
     done = check.run(part, options=["--rehearse"])
     steps = check.steps()
     assert [step["step"] for step in steps] == STEPS[part]
-    emulated = {"A": ["bars", "ncu_send", "ncu_apply", "large"], "B": ["kernels"], "C": []}[part]
+    emulated = {"A": ["bars", "ncu_send", "ncu_apply", "large"], "B": ["kernels"]}.get(part, [])
     assert [step["step"] for step in steps if step["status"]] == emulated
     assert done.returncode == bool(emulated)
     calls = check.calls.read_text().splitlines()
@@ -165,15 +166,22 @@ def test_a_rehearsal_runs_every_step_without_a_gpu(part: str, check: Check) -> N
 
 @pytest.mark.nightly("11 s; about the list of files in the script")
 def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
-    """Whatever pytest collects for a GPU, with two ranks of NCCL there."""
-    assert check.run("C").returncode == 0
+    """Whatever pytest collects for a GPU, with as many ranks of NCCL as part D tries.
+
+    Exchanges have one phase with two ranks, two phases with three and four, and with five one more
+    wire, on which the owners encode a mean.
+    """
+    for part in "ACD":
+        assert check.run(part).returncode == 0
+    (ranks,) = re.findall(r"nccl_probe --ranks (\d+)", check.calls.read_text())
     files = sorted(map(str, (BENCHMARKS.parent / "tests/gpu").glob("test_gpu_*.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", *files]
-    environment = {**os.environ, "DILOCO_TEST_NCCL_RANKS": "2", "PYTEST_ADDOPTS": ""}
+    environment = {**os.environ, "DILOCO_TEST_NCCL_RANKS": ranks, "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     marked = set(re.findall(r"^tests/gpu/(test_gpu_\w+\.py)::", done.stdout, re.MULTILINE))
     assert {"test_gpu_engine.py", "test_gpu_stopped.py"} < marked, done.stdout + done.stderr
-    assert check.run("A").returncode == 0
+    for world in range(1, 6):
+        assert f"test_streams_equal_the_engine[cuda-{world}]" in done.stdout
     assert set(re.findall(r"tests/gpu/(test_gpu_\w+\.py)", check.calls.read_text())) == marked
 
 
@@ -202,7 +210,9 @@ def test_all_parts_in_turn_add_to_one_archive(check: Check) -> None:
     # The same part again replaces what it said.
     done = check.run()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [step["step"] for step in check.steps()] == [*STEPS["A"], *STEPS["B"], *STEPS["C"]]
+    assert [step["step"] for step in check.steps()] == [
+        name for part in "ABCD" for name in STEPS[part]
+    ]
 
 
 @pytest.mark.nightly("8 s; a part that leaves an archive stays")
@@ -257,7 +267,7 @@ def test_without_a_device_a_part_ends_early(check: Check) -> None:
     check.end("--first-call", "echo no CUDA device; exit 1")
     done = check.run()
     assert done.returncode == 1
-    assert [step["step"] for step in check.steps()] == PREPARATION * 3
+    assert [step["step"] for step in check.steps()] == PREPARATION * 4
     assert "not proven: first_call" in done.stdout and "no CUDA device" in done.stdout
 
 
@@ -269,7 +279,7 @@ def test_without_ncu_and_with_one_nccl_rank(check: Check) -> None:
     done = check.run("A")
     assert done.returncode == 0, done.stdout
     assert "ncu is not on PATH" in done.stdout
-    done = check.run("C")
+    done = check.run("D")
     assert done.returncode == 0, done.stdout
     assert "unproven" in done.stdout
     assert "--backend nccl --replicas 1" in check.calls.read_text()
@@ -298,7 +308,7 @@ def test_a_small_trace_is_in_the_archive(check: Check) -> None:
         assert member is not None and gzip.decompress(member.read()) == b"{}"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--rehearse"], ["OUT", "D"], ["OUT", "A", "B"]])
+@pytest.mark.parametrize("arguments", [[], ["--rehearse"], ["OUT", "E"], ["OUT", "A", "B"]])
 def test_usage(arguments: list[str], tmp_path: Path) -> None:
     command = ["bash", str(SCRIPT), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path)
@@ -321,7 +331,7 @@ def summarised(folder: Path, *steps: dict[str, Any]) -> subprocess.CompletedProc
     ("step", "status", "shown"),
     [
         ({"step": "trace"}, 0, "overlap 97.0 %"),
-        ({"step": "nccl_two_ranks", "status": 1}, 0, "unproven"),
+        ({"step": "nccl_ranks", "status": 1}, 0, "unproven"),
         ({"step": "cuda_tests", "status": 1}, 1, "not proven: cuda_tests"),
         ({"step": "kernels", "status": 124}, 1, "timed out"),
         ({"step": "racecheck", "status": None, "reason": "no time"}, 1, "no time"),
