@@ -268,7 +268,9 @@ def all_reduce(
         exchange = engine.connect(group, lanes, timeout)
         buffers = engine.take(exchange, max(tensor.numel(), 1), wire, tensor.device)
         # An empty tensor takes part with one zero: the others must not wait for it.
-        source = tensor.detach() if tensor.numel() else torch.zeros(1, device=tensor.device)
+        source = tensor.detach()
+        if not tensor.numel():
+            source = torch.zeros(1, dtype=torch.float32, device=tensor.device)
         header = Header(
             "all_reduce", layout_hash=tensor.numel(), round=engine.num_calls + 1, weight=weight
         )

@@ -340,7 +340,7 @@ def gram(
     first_row: int = 0,
 ) -> None:
     """Write the dot products of pairs of decoded payloads, in fp64, block after block."""
-    decoded = [torch.zeros(end - begin) for _ in payloads]
+    decoded = [torch.zeros(end - begin, dtype=torch.float32) for _ in payloads]
     form = WireFormat(wire, block_size)
     for run_idx, first, last in runs_of(begin, end, run_elements):
         for payload, flat in zip(payloads, decoded, strict=True):

@@ -77,7 +77,7 @@ def _round_nearest(y: Tensor, wire: WireFormat) -> Tensor:
         a = y.abs()
         field = (a > 0.125).long() + (a >= 0.375) + (a > 0.75) + (a >= 1.5)
         field = field + (a > 3) + (a >= 6) + (a > 12)
-        return torch.tensor(_E3M0)[field].copysign(y)
+        return torch.tensor(_E3M0, dtype=torch.float32)[field].copysign(y)
     if wire.has_scales:
         y = y.clamp(-wire.qmax, wire.qmax)
     return y.to(_DTYPES[wire.name]).float()
@@ -125,7 +125,7 @@ def _to_bytes(values: Tensor, wire: WireFormat) -> Tensor:
     if wire.name == "int4":
         codes = values.long() & 15
     else:
-        codes = torch.searchsorted(torch.tensor(_E3M0), values.abs())
+        codes = torch.searchsorted(torch.tensor(_E3M0, dtype=torch.float32), values.abs())
         codes = codes + 8 * ((values < 0) & (codes > 0))
     codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2))
     return (codes[0::2] | (codes[1::2] << 4)).to(torch.uint8)
@@ -140,7 +140,7 @@ def _from_bytes(codes: Tensor, wire: WireFormat, count: int) -> Tensor:
     nibbles = torch.stack([pairs & 15, pairs >> 4], dim=1).flatten()[:count]
     if wire.name == "int4":
         return (nibbles - 16 * (nibbles >> 3)).float()
-    return torch.tensor(_E3M0 + [-value for value in _E3M0])[nibbles]
+    return torch.tensor(_E3M0 + [-value for value in _E3M0], dtype=torch.float32)[nibbles]
 
 
 def _expand(per_block: Tensor, block_size: int, count: int) -> Tensor:

@@ -75,7 +75,7 @@ def decode_run(run: Tensor, run_elements: int, wire: WireFormat, count: int) -> 
     num_blocks, offset = -(-count // size), wire.code_offset(run_elements)
     scales = received_scales(run[: 2 * num_blocks], wire)
     bits = unpack_bits(run[offset : offset + wire.code_bytes(count)].view(num_blocks, -1))
-    values = torch.zeros(num_blocks, size)
+    values = torch.zeros(num_blocks, size, dtype=torch.float32)
     for row, scale in enumerate(scales.tolist()):
         if scale == 0:
             continue

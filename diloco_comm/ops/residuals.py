@@ -110,7 +110,7 @@ class Residuals:
         """Let the next encoding add ``values`` (fp32 [num_elements]), too."""
         self.is_kept = True
         if self.added is None:
-            self.owed = torch.zeros(self.num_elements, device=self.device)
+            self.owed = torch.zeros(self.num_elements, dtype=torch.float32, device=self.device)
         assert self.added is not None
         self.added.add_(values)
 

@@ -69,7 +69,7 @@ class Fragment:
         object.__setattr__(self, "memory", tuple(map(memory_of, self.params)))
         if self._needs_filler():
             device = held(self.params[0]).device
-            object.__setattr__(self, "filler", torch.zeros(1, device=device))
+            object.__setattr__(self, "filler", torch.zeros(1, dtype=torch.float32, device=device))
         has_more = self.gaps or self.modules or self.placement or self.filler is not None
         is_whole = all(type(param) is nn.Parameter for param in self.params)
         object.__setattr__(self, "is_plain", is_whole and not has_more)
@@ -80,7 +80,7 @@ class Fragment:
         counts = [-shard.numel() % self.alignment for shard in shards]
         device = held(self.params[0]).device
         return {
-            name: torch.zeros(count, device=device)
+            name: torch.zeros(count, dtype=torch.float32, device=device)
             for name, count in zip(self.names[:-1], counts, strict=True)
             if count
         }

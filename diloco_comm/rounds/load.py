@@ -304,7 +304,7 @@ class Restore:
 
     def _owe(self, part: SyncedFragment, owed: Mapping[str, Any]) -> list[Callable[[], None]]:
         assert part.buffers is not None
-        values = torch.empty(part.num_elements, device=part.device)
+        values = torch.empty(part.num_elements, dtype=torch.float32, device=part.device)
         part.fragment.check_own(owed)
         part.fragment.load_own(values, owed)
         self._kept |= {("owed", key) for key in part.fragment.own_views(values)}

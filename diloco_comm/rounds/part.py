@@ -507,7 +507,7 @@ class SyncedFragment(SyncedPart):
 
     def decode(self, payload: Tensor, layout: Layout, impl: str) -> Tensor:
         """Decode a payload to fp32 [num_elements]."""
-        values = torch.empty(self.num_elements, device=self.device)
+        values = torch.empty(self.num_elements, dtype=torch.float32, device=self.device)
         decode_terms([(payload, 1.0)], layout, [values], impl=impl)
         return values
 
@@ -598,7 +598,7 @@ class SyncedBuffers(SyncedPart):
             decode_terms(update.terms, update.layout, update.params, impl=update.impl)
             return
         # The steps since the send have changed the buffers: that change stays.
-        change = torch.empty(self.num_elements, device=self.device)
+        change = torch.empty(self.num_elements, dtype=torch.float32, device=self.device)
         decode_terms([*update.terms, (own, -1.0)], update.layout, [change], impl=update.impl)
         for here, flat in paired(change, update.params):
             flat += here

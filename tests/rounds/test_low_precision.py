@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import device_training
 import numpy as np
 import pytest
 import torch
+from device_training import Replica
 from oracle import BF16, FP16, Grid, Method, OuterOptimizer, simulate
 from peak_memory import peak_bytes
+from problems import equal
 from torch import Tensor, nn
 
 from diloco_comm import (
@@ -246,3 +249,36 @@ def test_progress_has_one_fp32_copy() -> None:
         (part,) = diloco.parts
         # One tensor more in bf16, or in fp32, is small beside the whole part.
         assert peak_bytes(part.progress) < 1.3 * 4 * part.num_elements
+
+
+def lost_and_resumed(name: str, dtype: torch.dtype) -> list[Tensor]:
+    """Train with a default dtype of torch, and with a round that is voted down."""
+    arguments = {**device_training.METHODS[name], "lanes": 1}
+    replica = Replica(0, torch.device("cpu"), on_nonfinite="skip", num_steps=24, **arguments)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        replica.steps(0, 5)
+        spoilt = replica.model.tensors[3]
+        kept = spoilt.detach().clone()
+        with torch.no_grad():
+            spoilt.view(-1)[77].fill_(torch.nan)
+        replica.steps(5, 8)
+        with torch.no_grad():
+            spoilt.copy_(kept)
+        replica.steps(8, 20)
+        replica.diloco.load_state_dict(replica.diloco.state_dict())
+        replica.steps(20, 24)
+        replica.diloco.flush()
+    finally:
+        torch.set_default_dtype(before)
+        replica.diloco.close()
+    assert replica.diloco.totals().num_skipped
+    return replica.all()
+
+
+@pytest.mark.parametrize("name", ["delayed", "eager"])
+def test_values_between_rounds_are_fp32_by_any_default_of_torch(name: str) -> None:
+    expected = lost_and_resumed(name, torch.float32)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert equal(expected, lost_and_resumed(name, dtype)), dtype

@@ -74,7 +74,7 @@ class WatchedFragment(SharedFragment):
         for layout, own, each in zip(
             self.layouts, factors, zip(*payloads, strict=True), strict=True
         ):
-            part = torch.empty(layout.num_elements)
+            part = torch.empty(layout.num_elements, dtype=torch.float32)
             ops.decode(
                 list(each),
                 list(own),

@@ -48,7 +48,10 @@ Row = tuple[dict[str, Any], PayloadFile]
 
 
 def _fresh(header: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.empty(int(count)) for name, count in header["tensors"].items()}
+    return {
+        name: torch.empty(int(count), dtype=torch.float32)
+        for name, count in header["tensors"].items()
+    }
 
 
 def read_snapshot(
