@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
 # Proves on one NVIDIA GPU what tests without one cannot:
 #
-#     benchmarks/gpu_check.sh [--rehearse] OUT [A|B|C|D]
+#     benchmarks/gpu_check.sh [--rehearse] OUT [A|B|C]
 #
-# in four parts, each at most nine minutes long and complete by itself; without a letter, in turn:
+# in three parts, each at most nine minutes long and complete by itself; without a letter, in turn:
 #
-#     A  CUDA kernels: speed against the bars, Nsight Compute, their tests; more than 2^31 elements;
-#        every bit of the frozen table
-#     B  Triton's kernels: their tests; the table of all operators, with torch.compile
-#     C  the engine's tests, a profiler's trace, training, compute-sanitizer
-#     D  NCCL between up to five ranks on the GPU: tests of exchanges on streams, a profiler's trace
+#     A  CUDA kernels: speed against the bars and torch.compile, Nsight Compute, their tests; five
+#        ranks of NCCL. A machine that is lent for a quarter of an hour runs this part first
+#     B  Triton's kernels: their tests; the table of all operators; offload; the frozen table's bits
+#     C  the engine's tests, profiler traces, training, compute-sanitizer; more than 2^31 elements
 #
 # A step that fails or runs into its limit stops nothing. OUT has two files, new after every step:
 # summary.txt, and all.tgz with logs, figures and traces; a part adds to what is there of another
@@ -24,7 +23,7 @@
 # make gpu-rehearsal builds what a rehearsal needs. steps.txt has the limits and measured times of both.
 set -uo pipefail
 usage() {
-    echo "usage: benchmarks/gpu_check.sh [--rehearse] OUT [A|B|C|D]" >&2
+    echo "usage: benchmarks/gpu_check.sh [--rehearse] OUT [A|B|C]" >&2
     exit 2
 }
 is_rehearsal=false
@@ -33,14 +32,14 @@ if [ "${1:-}" = --rehearse ]; then
     shift
 fi
 [ $# -eq 1 ] || [ $# -eq 2 ] || usage
-case "${2:-}" in A | B | C | D) parts=$2 ;; "") parts="A B C D" ;; *) usage ;; esac
+case "${2:-}" in A | B | C) parts=$2 ;; "") parts="A B C" ;; *) usage ;; esac
 mkdir -p "$1" || exit 2
 out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 work=$(mktemp -d) || exit 2
-trap 'rm -rf "$work"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$work"' EXIT
 [ -f "$out/all.tgz" ] && tar -xzf "$out/all.tgz" -C "$work"
 
 PART_SECONDS=540
@@ -113,17 +112,25 @@ $is_rehearsal && operate=("$python" -m benchmarks.gpu.rehearse)
 
 # prepare: a Python with torch, the extension, and a device that answers, or status 1.
 prepare() {
-    # The first import of torch on a machine reads gigabytes from its disk.
-    step versions "$python" -m benchmarks.gpu.facts --versions
-    step extension "$python" -m benchmarks.gpu.facts --extension
-    # An import that took too long says nothing about the extension.
+    step machine "$python" -m benchmarks.gpu.facts --versions --extension --first-call
+    # The first import of torch on a machine reads gigabytes from its disk; one that took too long
+    # says nothing about the extension.
     [ $? -ne 1 ] || return
     impl=cuda
-    if grep -q '"impls": \["triton"\]' "$work/extension.log"; then
+    if grep -q '"impls": \["triton"\]' "$work/machine.log"; then
         impl=triton
         skip cuda_kernels "the extension has none: Triton serves all operators"
     fi
-    step first_call "$python" -m benchmarks.gpu.facts --first-call
+}
+
+# Ranks of NCCL on one GPU are refused unless they seem to be on several hosts. Where they are refused
+# all the same, that alone stays unproven.
+probe_nccl() {
+    # Three ranks have two phases; five are the fewest whose owners encode a mean on another wire.
+    local ranks=5
+    replicas=2
+    step nccl_ranks "$python" -m benchmarks.gpu.nccl_probe --ranks "$ranks" || ranks=1 replicas=1
+    export DILOCO_TEST_NCCL_RANKS=$ranks NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
 }
 
 # sources of the operators' tests
@@ -131,70 +138,61 @@ operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,windows,
     tests/ops/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py
     tests/ops/test_{rotated,triton_rotated,sparse,sparse_examples,triton_sparse,cuda_sparse}.py)
 
+profiled=(encode reduce outer_step decode)
+
 part_A() {
     prepare || return
-    step bars "${operate[@]}" benchmarks.operators.kernels_gpu --check --impl "$impl" --no-compile \
-        --wires int8,int4 --json "$work/bars.json"
+    step bars "${operate[@]}" benchmarks.operators.kernels_gpu --check --impl "$impl" \
+        --wires int8,int4,int2r,topk64 --json "$work/bars.json"
     if $is_rehearsal; then
-        step ncu_send "${operate[@]}" benchmarks.gpu.profile encode reduce --impl "$impl"
-        step ncu_apply "${operate[@]}" benchmarks.gpu.profile outer_step decode --impl "$impl"
+        step counters "${operate[@]}" benchmarks.gpu.profile "${profiled[@]}" --impl "$impl"
     elif command -v ncu >/dev/null; then
-        step ncu_send benchmarks/gpu/ncu.sh "$python" send "$impl" "$work" encode reduce
-        step ncu_apply benchmarks/gpu/ncu.sh "$python" apply "$impl" "$work" outer_step decode
+        step counters benchmarks/gpu/ncu.sh "$python" "$impl" "$work" "${profiled[@]}"
     else
         skip ncu "ncu is not on PATH"
     fi
-    step forked_call "$python" -m benchmarks.gpu.facts --forked-call
+    probe_nccl
+    step streams "$python" -m benchmarks.gpu.run_tests --processes 2 \
+        --logs "$work/streams" tests/gpu/test_gpu_streams.py
+    step trace_nccl "$python" -m benchmarks.gpu.trace --device cuda --backend nccl \
+        --replicas "$replicas" --least_hidden 95 --json "$work/trace_nccl.json" --trace "$work/trace_nccl-events.json.gz"
     if [ "$impl" = cuda ]; then
         step cuda_tests "$python" -m benchmarks.gpu.run_tests --processes 12 --select "not triton" \
             --logs "$work/cuda_tests" "${operators[@]}"
     fi
-    step large "${operate[@]}" benchmarks.gpu.large
-    step frozen "$python" -m benchmarks.gpu.run_tests --processes 2 \
-        --logs "$work/frozen" tests/gpu/test_gpu_frozen.py
 }
 
 part_B() {
     prepare || return
     step triton_tests "$python" -m benchmarks.gpu.run_tests --processes 14 --select triton \
         --logs "$work/triton_tests" "${operators[@]}"
-    step kernels "${operate[@]}" benchmarks.operators.kernels_gpu --check --jobs 14 \
+    step kernels "${operate[@]}" benchmarks.operators.kernels_gpu --check --jobs 14 --no-compile \
         --json "$work/kernels.json"
     step offload "$python" -m benchmarks.gpu.offload
+    step forked_call "$python" -m benchmarks.gpu.facts --forked-call
+    step frozen "$python" -m benchmarks.gpu.run_tests --processes 2 \
+        --logs "$work/frozen" tests/gpu/test_gpu_frozen.py
 }
 
 part_C() {
     prepare || return
+    probe_nccl
     step engine_tests "$python" -m benchmarks.gpu.run_tests --processes 3 \
-        --logs "$work/engine_tests" tests/gpu/test_gpu_{engine,order}.py \
-        tests/integrations/test_integrations_ddp_hook.py
+        --logs "$work/engine_tests" tests/gpu/test_gpu_{engine,sharded,order}.py
     step trace "$python" -m benchmarks.gpu.trace --device cuda --least_hidden 95 \
         --json "$work/trace.json" --trace "$work/trace-events.json.gz"
     step training "$python" -m benchmarks.gpu.training --device cuda --json "$work/training.json"
+    step large "${operate[@]}" benchmarks.gpu.large
+    # After all that is timed: these tests stop and kill processes which have the device busy.
+    step group_tests "$python" -m benchmarks.gpu.run_tests --processes 3 \
+        --logs "$work/group_tests" tests/gpu/test_gpu_{group,graphs,nonfinite,stopped}.py \
+        tests/integrations/test_integrations_ddp_hook.py
     if $is_rehearsal; then
         step sanitizers "$python" -m benchmarks.gpu.operators
         return
     fi
     sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
     step sanitizers benchmarks/gpu/sanitize.sh "$sanitizer" "$python" "$work"
-}
-
-part_D() {
-    prepare || return
-    # Ranks of NCCL on one GPU are refused unless they seem to be on hosts of their own. Three have
-    # two phases; five are the fewest whose owners encode a mean on another wire than the payloads.
-    # Where the ranks are refused all the same, that alone stays unproven.
-    local ranks=5 pair=2
-    step nccl_ranks "$python" -m benchmarks.gpu.nccl_probe --ranks "$ranks" || ranks=1 pair=1
-    export DILOCO_TEST_NCCL_RANKS=$ranks NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
-    step streams_tests "$python" -m benchmarks.gpu.run_tests --processes 3 \
-        --logs "$work/streams_tests" tests/gpu/test_gpu_{streams,sharded}.py
-    step trace_nccl "$python" -m benchmarks.gpu.trace --device cuda --backend nccl \
-        --replicas "$pair" --least_hidden 95 \
-        --json "$work/trace_nccl.json" --trace "$work/trace_nccl-events.json.gz"
-    # After all that is timed: these tests stop and kill processes which have the device busy.
-    step group_tests "$python" -m benchmarks.gpu.run_tests --processes 3 \
-        --logs "$work/group_tests" tests/gpu/test_gpu_{group,graphs,nonfinite,stopped}.py
 }
 
 # A rehearsal and a run on a GPU do not share an archive.
@@ -211,6 +209,10 @@ for part in $parts; do
         [ "${part_of[$name]}" != "$part" ] || rm -f "$work/$name.json" "$work/$name.log"
     done
 done
+if command -v nvidia-smi >/dev/null; then
+    query=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active
+    nvidia-smi --query-gpu="$query" --format=csv -lms 500 >"$work/clocks.csv" &
+fi
 for part in $parts; do
     begun=$SECONDS
     "part_$part"

@@ -15,6 +15,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +26,26 @@ NEEDED = ("numpy", "pytest", "hypothesis")
 # What the process imports from which the tests' workers are forked.
 BEFORE_FORK = ("numpy", "torch.distributed", "torch._dynamo", "torch.optim", "diloco_comm")
 
+# Fields of nvidia-smi: clocks, power, heat, and reasons to be slower.
+CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
+
+
+def clocks(busy: Callable[[], object] = lambda: time.sleep(0.01)) -> dict[str, str] | None:
+    """Ask nvidia-smi, if there is one, and call ``busy`` until its answer is there."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader", "--id=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as asked:
+        while asked.poll() is None:
+            busy()
+        answer = asked.communicate()[0]
+    return dict(zip(CLOCKS, map(str.strip, answer.split(",")), strict=False))
+
 
 def versions() -> dict[str, Any]:
     """Versions of everything that a result depends on; makes no call to a device."""
     facts: dict[str, Any] = {
+        "commit": None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -42,6 +60,9 @@ def versions() -> dict[str, Any]:
         import triton
 
         facts["triton"] = triton.__version__
+    if shutil.which("git"):
+        git = ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty"]
+        facts["commit"] = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     if shutil.which("nvcc"):
         text = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
         facts["nvcc"] = text.strip().splitlines()[-1] if text.strip() else None
@@ -135,15 +156,13 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     args = parser.parse_args()
     wanted = vars(args)
-    facts: dict[str, Any] = {}
-    try:
-        for name, (call, _) in calls.items():
-            if wanted[name.replace("-", "_")]:
-                facts |= call()
-    except RuntimeError as error:
-        print(f"{error}")
-        return 1
-    print(json.dumps(facts))
+    for name, (call, _) in calls.items():
+        if wanted[name.replace("-", "_")]:
+            try:
+                print(json.dumps(call()), flush=True)
+            except RuntimeError as error:
+                print(f"{error}")
+                return 1
     return 0
 
 

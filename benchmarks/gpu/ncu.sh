@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
 # Profiles one call of each operator with Nsight Compute, on 256 MiB of fp32:
 #
-#     benchmarks/gpu/ncu.sh PYTHON NAME IMPL FOLDER OPERATOR...
+#     benchmarks/gpu/ncu.sh PYTHON IMPL FOLDER OPERATOR...
 #
-# writes FOLDER/ncu_NAME.ncu-rep and prints its pages. The clocks stay as they are.
+# writes FOLDER/counters.ncu-rep, and all counters to FOLDER/counters.csv, below a line of commit and
+# versions; prints its pages. The clocks stay as they are.
 set -euo pipefail
 export PYTHONPATH="$(dirname "$0")/../..${PYTHONPATH:+:$PYTHONPATH}"
-python=$1 impl=$3 report=$4/ncu_$2
-shift 4
+python=$1 impl=$2 report=$3/counters
+shift 3
 ncu --clock-control none --set full --profile-from-start off --force-overwrite --export "$report" \
     "$python" -m benchmarks.gpu.profile --impl "$impl" "$@"
+{
+    echo "# $("$python" -m benchmarks.gpu.facts --versions)"
+    ncu --import "$report.ncu-rep" --page raw --csv
+} >"$report.csv"
 ncu --import "$report.ncu-rep" --page details

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.facts import clocks
 from benchmarks.gpu.models import SIZES, Trainer
 from benchmarks.gpu.trace_checks import (
     hidden_fraction,
@@ -131,6 +132,7 @@ def main() -> int:
         profiled(args, rank, world, path)
         if rank == 0:
             figures = judge(load(Path(path)), world, args.least_hidden)
+    report.header["clocks"] = clocks()
     return common.conclude(report, figures, args.json)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.facts import clocks
 from benchmarks.gpu.models import SIZES, Trainer
 from benchmarks.support import common
 from diloco_comm import DiLoCo, Eager, Nesterov
@@ -92,6 +93,7 @@ def main() -> int:
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, train(args, rank, world, with_diloco))
         gathered.append(everyone)
+    report.header["clocks"] = clocks()
     return common.conclude(report, report_on(*gathered), args.json)
 
 

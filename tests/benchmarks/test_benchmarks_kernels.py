@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,17 +39,25 @@ def test_every_case_runs_and_is_reported(tmp_path: Path) -> None:
     assert (document["device"], document["impls"]) == ("cpu", IMPLS)
     rows = document["results"]["rows"]
     table = [line.split() for line in document["output"] if not line.startswith("#")]
-    assert len(rows) == len(table) == len(IMPLS) * (3 * 2 * 3 + 2 + 5 + 2 * 3 + 1)
+    assert len(rows) == len(table) == len(IMPLS) * (3 * 2 * 3 + 2 + 2 * 3 + 5 + 2 * 3 + 1)
     assert all(row["is_same"] for row in rows)
     for row, line in zip(rows, table, strict=True):
         assert row["share_percent"] > 0 and row["seconds"]["samples"] == 2
         assert line[-1] == "yes" and row["impl"] in line
-    with_eager = {row["operator"] for row in rows if row["eager_ratio"]}
-    assert with_eager == {"encode", "decode", "reduce of 4", "outer_step"}
-    # Two wires in three layouts for three operators, reduce, norms and merge; two against eager.
-    assert len(document["results"]["bars"]) == 2 * 3 * 3 + 2 + 2 * 3 + 2
-    assert set(document["faster"]) == set(impls.DEFAULT_ON_CUDA)
-    assert set(document["faster"].values()) <= set(IMPLS)
+    with_eager = {
+        (row["operator"], row["wire"], row["layout"]) for row in rows if row["eager_ratio"]
+    }
+    one = [("encode", "int4"), ("reduce of 4", "int4"), ("encode+feedback", "int8")]
+    int8 = [(name, "int8") for name in ("encode", "outer_step", "decode", "reduce of 4")]
+    assert with_eager == {
+        *((*name, "one") for name in one + int8), *((*name, "mixed") for name in int8[:3])
+    }  # fmt: skip
+    # Two wires in three layouts for three operators, two sums, norms and merge; encode to eager.
+    assert len(document["results"]["bars"]) == 2 * 3 * 3 + 2 * 2 + 2 * 3 + 1
+    # Nothing is known here of memory, clocks and predictions, which are a GPU's.
+    assert {(row["traffic_percent"], row["clocks"], *row["predicted"]) for row in rows} == {
+        (None, None)
+    }
 
 
 @pytest.mark.parametrize("layout", ["one", "mixed", "odd"])
@@ -81,7 +90,7 @@ def test_misaligned_tensors_lie_so(kernels: ModuleType) -> None:
 def row(**changes: Any) -> dict[str, Any]:
     known = {"operator": "encode", "wire": "int8", "layout": "one", "impl": "cuda"}
     figures = {"share_percent": 95.0, "is_same": True, "eager_ratio": 9.0, "compile_ratio": None}
-    return known | figures | {"host_us": 20.0} | changes
+    return known | figures | {"host_us": 20.0, "predicted": {}} | changes
 
 
 @pytest.mark.parametrize(
@@ -92,7 +101,13 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"share_percent": float("nan")}, [False, True]),
         ({"eager_ratio": 4.9}, [True, False]),
         ({"eager_ratio": None}, [True]),
-        ({"compile_ratio": 1.4}, [True, True, False]),
+        ({"compile_ratio": 1.0}, [True, True, True]),
+        ({"compile_ratio": 0.99}, [True, True, False]),
+        ({"compile_ratio": 1.5, "wire": "int4"}, [True, True]),
+        ({"compile_ratio": 1.4, "wire": "int4"}, [True, False]),
+        ({"compile_ratio": 1.4, "layout": "mixed"}, [True, False]),
+        ({"compile_ratio": 1.4, "wire": "int2r"}, [False]),
+        ({"compile_ratio": 0.9, "wire": "int4", "operator": "outer_step"}, [True]),
         ({"is_same": False}, [False, True, True]),
         ({"impl": "triton", "share_percent": 10.0}, []),
         ({"impl": "triton", "is_same": False}, [False]),
@@ -100,7 +115,8 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"layout": "odd", "share_percent": 80.1, "eager_ratio": None}, [True]),
         ({"layout": "odd", "share_percent": 79.9, "eager_ratio": None}, [False]),
         ({"operator": "decode", "share_percent": 89.9, "eager_ratio": 2.0}, [False]),
-        ({"operator": "encode+feedback", "share_percent": 10.0, "eager_ratio": None}, []),
+        ({"operator": "encode+feedback", "share_percent": 10.0}, []),
+        ({"operator": "encode+feedback", "compile_ratio": 0.99}, [False]),
         ({"operator": "merge", "wire": "", "share_percent": 89.9, "eager_ratio": None}, [False]),
         ({"operator": "norms", "wire": "", "share_percent": 80.1, "eager_ratio": None}, [True]),
         ({"operator": "norms", "wire": "", "impl": "triton", "share_percent": 9}, []),
@@ -126,17 +142,15 @@ def test_the_bars(kernels: ModuleType, changes: dict[str, Any], holds: list[bool
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"operator": "outer_step", "eager_ratio": 3.9, "compile_ratio": 1.0}, [False, True, True]),
-        ({"operator": "outer_step", "layout": "mixed", "compile_ratio": 1.0, "host_us": None},
-         [False, True, False]),
-        ({"operator": "reduce of 4", "wire": "int4", "share_percent": 33.0}, [True]),
-        # Worse than the reason explains.
-        ({"operator": "reduce of 4", "wire": "int4", "share_percent": 10.0}, [False]),
-        ({"operator": "decode", "share_percent": 5.0, "eager_ratio": None}, [False]),
-        ({"operator": "merge", "eager_ratio": None}, [False]),
+        ({"share_percent": 72.0, "predicted": {"share_percent": 79.0}}, [True, False]),
+        # Worse than a tenth below the prediction; predicted to hold.
+        ({"share_percent": 71.0, "predicted": {"share_percent": 79.0}}, [False, False]),
+        ({"share_percent": 89.0, "predicted": {"share_percent": 93.0}}, [False, False]),
+        ({"operator": "outer_step", "compile_ratio": 0.95, "predicted": {"compile_ratio": 0.97}},
+         [False, True]),
     ],
 )  # fmt: skip
-def test_bars_that_arithmetic_forbids(
+def test_a_miss_that_was_predicted(
     kernels: ModuleType, changes: dict[str, Any], reasons: list[bool]
 ) -> None:
     defaults = dict.fromkeys(impls.DEFAULT_ON_CUDA, "cuda")
@@ -144,23 +158,93 @@ def test_bars_that_arithmetic_forbids(
     assert [bool(verdict["predicted"]) for verdict in found] == reasons
 
 
-def test_the_faster_implementation_of_each_operator(kernels: ModuleType) -> None:
-    """By the product of the times: here 2 * 8 against 4 * 3."""
-    times = [
-        ("encode", "cuda", 2.0), ("encode+feedback", "cuda", 8.0),
-        ("encode", "triton", 4.0), ("encode+feedback", "triton", 3.0),
-        ("outer_step 3 terms", "cuda", 1.0), ("outer_step 3 terms", "triton", 2.0),
-        ("outer_step adam", "cuda", 2.0), ("outer_step adam", "triton", 1.0),
-        ("outer_step delayed", "cuda", 1.0), ("reduce of 4", "triton", 1.0),
-    ]  # fmt: skip
-    rows = [row(operator=name, impl=impl, seconds={"median": s}) for name, impl, s in times]
-    assert kernels.faster_ones(rows) == {
-        "encode": "triton",
-        "outer_step": "cuda",
-        "outer_step_adam": "triton",
-        "outer_step_delayed": "cuda",
-        "reduce": "triton",
+def test_a_kernel_without_a_record_is_predicted_from_its_neighbour(kernels: ModuleType) -> None:
+    """A kernel that is as it was keeps its share; the bound of the memory is never passed."""
+    from benchmarks.operators import kernels_gpu_cases as known
+    from benchmarks.operators import kernels_gpu_predicted as model
+
+    records = model.recorded()
+    timed = known.cases(known.Data(1 << 20, "cpu"), ["int8", "int4", "int2r", "topk64"])
+    found = {case.key: model.predict(case, "H200", records) for case in timed}
+    kept = ("outer_step", "int8", "mixed")
+    assert found[kept]["share_percent"] == records["H200"][kept]["share_percent"]
+    assert all(0 < row["traffic_percent"] <= 100 for row in found.values())
+    shares = [found[f"reduce of {name}", "int8", "one"]["share_percent"]
+              for name in ("4 weighted", "3", "4", "8")]  # fmt: skip
+    assert shares == sorted(shares)
+    with_bars = [
+        key for key in known.plain_twins(known.Data(1 << 20, "cpu"), False) if key in found
+    ]
+    assert set(known.MORE_PASSES) <= set(with_bars)
+    assert all("compile_ratio" in found[key] for key in with_bars)
+    slower = model.predict(timed[0], "H100", {**records, "H100": {}})
+    assert slower["traffic_percent"] >= found["encode", "int8", "one"]["traffic_percent"]
+
+
+def test_plain_operators_decode_what_they_encode(kernels: ModuleType) -> None:
+    """To the precision of the wire: a comparison with other work would be none."""
+    from benchmarks.operators import plain_operators as plain
+
+    outer, params = torch.randn(2, 1 << 14, generator=torch.Generator().manual_seed(3))
+    x = outer - params
+    rotation = torch.linalg.qr(torch.randn(256, 256, generator=torch.Generator().manual_seed(4))).Q
+    decoded = {
+        0.01: plain.decode(*plain.encode(outer, params)),
+        0.2: plain.decode(*plain.encode(outer, params, None, 4), 4),
+        0.5: plain.decode_rotated(*plain.encode_rotated(outer, params, rotation), rotation),
     }
+    for error, values in decoded.items():
+        assert (values.flatten() - x).norm() < error * x.norm()
+    codes, scale, rest = plain.encode(outer, params, torch.ones_like(x))
+    assert torch.allclose(plain.decode(codes, scale) + rest, (x + 1).view(-1, 256))
+    mean = plain.decode(*plain.reduce(*plain.encode(outer, params), num_runs=2))
+    assert (mean.flatten() - x.view(2, -1).mean(0)).abs().max() < 0.05
+    indices, is_negative, _ = plain.encode_sparse(outer, params)
+    kept = x.view(-1, 4096).gather(1, indices.long())
+    assert kept.abs().min() > x.abs().median() and (kept < 0).equal(is_negative)
+
+
+@pytest.mark.parametrize(
+    ("reads", "updates", "writes", "size"),
+    [((4, 4), (), (1.01,), 9), ((1.0,), (4, 4), (4,), 21), ((4,), (), (), 4)],
+)
+def test_a_kernel_that_only_moves_reads_and_writes_what_an_operator_does(
+    reads: tuple, updates: tuple, writes: tuple, size: int
+) -> None:
+    """By Triton's interpreter, as in all tests; int32 words that no xor leaves as they are."""
+    from benchmarks.operators import traffic
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pool = torch.randint(1, 1 << 30, (20 << 12,), dtype=torch.int32, device=device)
+    before = pool.clone()
+    move, moved = traffic.mover(pool, 1 << 14, reads, updates, writes)
+    assert moved == size << 14
+    move()
+    written = sum(map(round, (*updates, *writes))) << 12
+    assert 0.99 * written <= int((pool != before).sum()) <= written
+    # The first program's first row has a word of each row that the program reads.
+    word, begin = torch.zeros_like(pool[:512]), 0
+    for array in map(round, (*reads, *updates)):
+        for row in before[begin : begin + 512 * array].split(512):
+            word ^= row
+        begin += array << 12
+    assert not writes or pool[begin : begin + 512].equal(word)
+
+
+def test_clocks_are_asked_for_while_the_device_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.gpu.facts import CLOCKS, clocks
+
+    program, calls = tmp_path / "nvidia-smi", []
+    program.write_text("#!/bin/sh\nsleep 0.2\necho '1980 MHz, 3201 MHz, 640.5 W, 61, 0x4'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = clocks(lambda: calls.append(time.sleep(0.01)))
+    assert found == dict(zip(CLOCKS, ["1980 MHz", "3201 MHz", "640.5 W", "61", "0x4"], strict=True))
+    assert calls
+    program.unlink()
+    assert clocks() is None
 
 
 def test_the_implementation_that_the_bars_are_about(kernels: ModuleType) -> None:
@@ -182,7 +266,7 @@ def test_other_bytes_are_seen(kernels: ModuleType) -> None:
         if impl == "lazy":
             result.view(torch.uint8)[-1:].fill_(0x5A)
 
-    case = kernels.Case("encode", "int8", "one", run, 9.0, result)
+    case = kernels.Case("encode", "int8", "one", run, result, (4, 4), (1,))
     assert kernels.differing(case, ["right", "right", "wrong", "lazy"]) == ["wrong", "lazy"]
 
 

@@ -23,6 +23,11 @@ SCRIPT = BENCHMARKS / "gpu" / "check.sh"
 STEPS_FILE = BENCHMARKS / "gpu" / "steps.txt"
 TABLE = [row.split() for row in STEPS_FILE.read_text().splitlines() if not row.startswith("#")]
 
+# It goes on until it is ended: else the end of the script would not be the end of its output.
+CLOCKS = """#!/bin/sh
+echo "$@"
+exec sleep 600
+"""
 # Every step's program writes down how it was called, and ends as a file of its name says.
 PYTHON = """#!/bin/sh
 shift  # -m
@@ -38,13 +43,11 @@ echo "$name ran"
 TOOL = """#!/bin/sh
 echo {name} "$@" >>{calls}
 """
-PREPARATION = ["versions", "extension", "first_call"]
 STEPS = {
-    "A": [*PREPARATION, "bars", "ncu_send", "ncu_apply", "forked_call", "cuda_tests",
-          "large", "frozen"],
-    "B": [*PREPARATION, "triton_tests", "kernels", "offload"],
-    "C": [*PREPARATION, "engine_tests", "trace", "training", "sanitizers"],
-    "D": [*PREPARATION, "nccl_ranks", "streams_tests", "trace_nccl", "group_tests"],
+    "A": ["machine", "bars", "counters", "nccl_ranks", "streams", "trace_nccl", "cuda_tests"],
+    "B": ["machine", "triton_tests", "kernels", "offload", "forked_call", "frozen"],
+    "C": ["machine", "nccl_ranks", "engine_tests", "trace", "training", "large", "group_tests",
+          "sanitizers"],
 }  # fmt: skip
 
 
@@ -60,7 +63,8 @@ class Check:
         self._write("python", PYTHON.format(python=sys.executable, **vars(self)))
         for name in ("ncu", "compute-sanitizer"):
             self._write(name, TOOL.format(name=name, calls=self.calls))
-        self.end("--extension", """echo '{"impls": ["triton", "cuda"]}'""")
+        self._write("nvidia-smi", CLOCKS)
+        self.end("--versions", """echo '{"impls": ["triton", "cuda"]}'""")
 
     def _write(self, name: str, text: str) -> None:
         path = self.tools / name
@@ -99,11 +103,12 @@ def bodies() -> dict[str, str]:
     )
 
 
-@pytest.mark.parametrize("part", "ABCD")
+@pytest.mark.parametrize("part", "ABC")
 def test_the_limits_of_a_part_fit_in_nine_minutes(part: str) -> None:
     """Each step may take four seconds more, to be ended and archived."""
     functions = bodies()
     text = functions["prepare"] + functions[f"part_{part}"]
+    text += functions["probe_nccl"] if "probe_nccl" in text else ""
     limits = {row[1]: (int(row[2]), int(row[4])) for row in TABLE if part in row[0]}
     assert list(limits) == STEPS[part]
     assert set(re.findall(r"\bstep (\w+)", text)) == set(limits)
@@ -115,7 +120,7 @@ def test_the_limits_of_a_part_fit_in_nine_minutes(part: str) -> None:
 
 
 @pytest.mark.nightly("3 s each; they differ in the part", but=["A"])
-@pytest.mark.parametrize("part", "ABCD")
+@pytest.mark.parametrize("part", "ABC")
 def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None:
     done = check.run(part)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,29 +129,32 @@ def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None
     assert [step["step"] for step in steps] == STEPS[part]
     assert {(step["part"], step["status"]) for step in steps} == {(part, 0)}
     for step in steps:
-        assert check.archived(f"{step['step']}.log") or step["step"].startswith("ncu")
+        assert check.archived(f"{step['step']}.log") or step["step"] == "counters"
     summary = (check.out / "summary.txt").read_text()
     assert summary in done.stdout and check.archived("summary.txt") == summary
     assert summary.endswith("every step passed, every bar holds\n")
     calls = check.calls.read_text()
+    assert "timestamp,clocks.sm,clocks.mem,power.draw" in check.archived("clocks.csv")
     if part == "A":
-        assert "kernels_gpu --check --impl cuda --no-compile --wires int8,int4" in calls
+        assert "kernels_gpu --check --impl cuda --wires int8,int4,int2r,topk64" in calls
         assert calls.index("kernels_gpu") < calls.index("ncu --clock-control none --set full")
+        assert "--page raw --csv" in calls
+        assert check.archived("counters.csv").startswith("""# {"impls": ["triton", "cuda"]}""")
+        assert "--backend nccl --replicas 2 --least_hidden 95" in calls
     if part == "C":
-        assert "--device cuda --least_hidden 95" in calls
+        assert "--least_hidden 95" in calls
         assert calls.count("benchmarks.gpu.operators") == 2
         for tool in ("memcheck", "racecheck"):
             assert f"--tool {tool} --error-exitcode 9" in calls
             assert check.archived(f"{tool}.log") == ""
-    if part == "D":
-        assert "nccl_probe --ranks 5" in calls
-        trace = calls.index("--backend nccl --replicas 2 --least_hidden 95")
         for name in ("group", "graphs", "nonfinite", "stopped"):
-            assert trace < calls.index(f"tests/gpu/test_gpu_{name}.py")
+            assert calls.index("benchmarks.gpu.training") < calls.index(
+                f"tests/gpu/test_gpu_{name}.py"
+            )
 
 
 @pytest.mark.nightly("3 s each; they differ in the part", but=["A"])
-@pytest.mark.parametrize("part", "ABCD")
+@pytest.mark.parametrize("part", "ABC")
 def test_a_rehearsal_runs_every_step_without_a_gpu(part: str, check: Check) -> None:
     """Each step with the options of the table; no figure counts as one of a GPU."""
     (check.tools / "ncu").unlink()
@@ -154,7 +162,7 @@ def test_a_rehearsal_runs_every_step_without_a_gpu(part: str, check: Check) -> N
     done = check.run(part, options=["--rehearse"])
     steps = check.steps()
     assert [step["step"] for step in steps] == STEPS[part]
-    emulated = {"A": ["bars", "ncu_send", "ncu_apply", "large"], "B": ["kernels"]}.get(part, [])
+    emulated = {"A": ["bars", "counters"], "B": ["kernels"], "C": ["large"]}[part]
     assert [step["step"] for step in steps if step["status"]] == emulated
     assert done.returncode == bool(emulated)
     calls = check.calls.read_text().splitlines()
@@ -166,17 +174,16 @@ def test_a_rehearsal_runs_every_step_without_a_gpu(part: str, check: Check) -> N
 
 @pytest.mark.nightly("11 s; about the list of files in the script")
 def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
-    """Whatever pytest collects for a GPU, with as many ranks of NCCL as part D tries.
+    """Whatever pytest collects for a GPU, with as many ranks of NCCL as the check tries.
 
     Exchanges have one phase with two ranks, two phases with three and four, and with five one more
     wire, on which the owners encode a mean.
     """
-    for part in "ACD":
-        assert check.run(part).returncode == 0
-    (ranks,) = re.findall(r"nccl_probe --ranks (\d+)", check.calls.read_text())
+    assert check.run().returncode == 0
+    ranks = set(re.findall(r"nccl_probe --ranks (\d+)", check.calls.read_text()))
     files = sorted(map(str, (BENCHMARKS.parent / "tests/gpu").glob("test_gpu_*.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", *files]
-    environment = {**os.environ, "DILOCO_TEST_NCCL_RANKS": ranks, "PYTEST_ADDOPTS": ""}
+    environment = {**os.environ, "DILOCO_TEST_NCCL_RANKS": max(ranks), "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     marked = set(re.findall(r"^tests/gpu/(test_gpu_\w+\.py)::", done.stdout, re.MULTILINE))
     assert {"test_gpu_engine.py", "test_gpu_stopped.py"} < marked, done.stdout + done.stderr
@@ -210,9 +217,7 @@ def test_all_parts_in_turn_add_to_one_archive(check: Check) -> None:
     # The same part again replaces what it said.
     done = check.run()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [step["step"] for step in check.steps()] == [
-        name for part in "ABCD" for name in STEPS[part]
-    ]
+    assert [step["step"] for step in check.steps()] == [*STEPS["A"], *STEPS["B"], *STEPS["C"]]
 
 
 @pytest.mark.nightly("8 s; a part that leaves an archive stays")
@@ -238,37 +243,30 @@ def test_a_step_that_hangs_is_ended_and_the_archive_has_what_was_before(
     assert "timed out" in done.stdout and "not proven: kernels" in done.stdout
     # While a step runs, the archive has all those before it.
     with tarfile.open(check.folder / "then.tgz") as archive:
-        assert "./first_call.log" in archive.getnames()
+        assert "./machine.log" in archive.getnames()
 
 
 @pytest.mark.nightly("2 s; a branch of the script alone")
 def test_without_cuda_kernels_triton_is_measured(check: Check) -> None:
-    check.end("--extension", """echo '{"impls": ["triton"]}'""")
+    check.end("--versions", """echo '{"impls": ["triton"]}'""")
     done = check.run("A")
     assert done.returncode == 1
     ended = {step["step"]: step["status"] for step in check.steps()}
-    assert [*ended] == [*PREPARATION[:2], "cuda_kernels", "first_call",
-                        *(name for name in STEPS["A"][3:] if name != "cuda_tests")]  # fmt: skip
+    rest = [name for name in STEPS["A"][1:] if name != "cuda_tests"]
+    assert [*ended] == ["machine", "cuda_kernels", *rest]
     assert ended["bars"] == 0 and ended["cuda_kernels"] is None
     assert "kernels_gpu --check --impl triton" in check.calls.read_text()
     assert done.stdout.endswith("not proven: cuda_kernels\n")
 
 
-def test_without_an_extension_a_part_ends_early(check: Check) -> None:
+@pytest.mark.parametrize("reason", ["build the extension first", "no CUDA device"])
+def test_without_an_extension_or_a_device_all_parts_end_early(reason: str, check: Check) -> None:
     """Nothing is built on the spot: one file takes longer than the part's steps."""
-    check.end("--extension", "echo build the extension first; exit 1")
-    done = check.run("B")
-    assert done.returncode == 1 and "build the extension first" in done.stdout
-    assert [step["step"] for step in check.steps()] == PREPARATION[:2]
-    assert done.stdout.endswith("not proven: extension\n")
-
-
-def test_without_a_device_a_part_ends_early(check: Check) -> None:
-    check.end("--first-call", "echo no CUDA device; exit 1")
+    check.end("--versions", f"echo {reason}; exit 1")
     done = check.run()
-    assert done.returncode == 1
-    assert [step["step"] for step in check.steps()] == PREPARATION * 4
-    assert "not proven: first_call" in done.stdout and "no CUDA device" in done.stdout
+    assert done.returncode == 1 and reason in done.stdout
+    assert [step["step"] for step in check.steps()] == ["machine"] * 3
+    assert "not proven: machine" in done.stdout
 
 
 @pytest.mark.nightly("3 s; a branch of the script alone")
@@ -278,10 +276,7 @@ def test_without_ncu_and_with_one_nccl_rank(check: Check) -> None:
     check.end("nccl_probe", "exit 1")
     done = check.run("A")
     assert done.returncode == 0, done.stdout
-    assert "ncu is not on PATH" in done.stdout
-    done = check.run("D")
-    assert done.returncode == 0, done.stdout
-    assert "unproven" in done.stdout
+    assert "ncu is not on PATH" in done.stdout and done.stdout.count("unproven") == 2
     assert "--backend nccl --replicas 1" in check.calls.read_text()
 
 
@@ -308,7 +303,7 @@ def test_a_small_trace_is_in_the_archive(check: Check) -> None:
         assert member is not None and gzip.decompress(member.read()) == b"{}"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--rehearse"], ["OUT", "E"], ["OUT", "A", "B"]])
+@pytest.mark.parametrize("arguments", [[], ["--rehearse"], ["OUT", "D"], ["OUT", "A", "B"]])
 def test_usage(arguments: list[str], tmp_path: Path) -> None:
     command = ["bash", str(SCRIPT), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path)
@@ -339,7 +334,7 @@ def summarised(folder: Path, *steps: dict[str, Any]) -> subprocess.CompletedProc
 )
 def test_summary(step: dict[str, Any], status: int, shown: str, tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(json.dumps({"summary": "overlap 97.0 %"}))
-    done = summarised(tmp_path, {"step": "versions"}, step)
+    done = summarised(tmp_path, {"step": "machine"}, step)
     assert done.returncode == status, done.stdout
     assert shown in done.stdout
 
@@ -377,7 +372,8 @@ def test_a_file_that_grows_stops_no_archive(check: Check) -> None:
     """A process that outlives its step writes while tar reads."""
     writer = 'while :; do echo text; done >"$folder/grows.log" & sleep 3; kill $!'
     find = "folder=$(ls -dt ${TMPDIR:-/tmp}/tmp.* | head -n 1)"
-    check.end("--versions", f"({find}; {writer}) & sleep 1")
+    impls = """echo '{"impls": ["triton", "cuda"]}'"""
+    check.end("--versions", f"{impls}; ({find}; {writer}) & sleep 1")
     done = check.run("C")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [step["step"] for step in check.steps()] == STEPS["C"]
@@ -385,9 +381,9 @@ def test_a_file_that_grows_stops_no_archive(check: Check) -> None:
 
 def test_an_import_that_takes_too_long_stops_nothing(check: Check) -> None:
     """A limit that was too short says nothing about the extension."""
-    check.end("--extension", "exit 124")
+    check.end("--versions", "exit 124")
     done = check.run("A")
-    assert done.returncode == 1 and done.stdout.endswith("not proven: extension\n")
+    assert done.returncode == 1 and done.stdout.endswith("not proven: machine\n")
     assert [step["step"] for step in check.steps()] == STEPS["A"]
     assert "kernels_gpu --check --impl cuda" in check.calls.read_text()
 
