@@ -34,7 +34,7 @@ def emulate() -> None:
         OSError: If the emulation is not built.
     """
     torch.ops.load_library(str(LIBRARY))
-    run = ops.run
+    run = ops._run
 
     def emulated(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> None:
         if arguments["impl"] != "cuda":
@@ -44,7 +44,7 @@ def emulate() -> None:
         with torch.no_grad():
             getattr(torch.ops.diloco_comm_emulated, operator)(*values, "emulated")
 
-    ops.run = emulated  # type: ignore[assignment]
+    ops._run = emulated  # type: ignore[assignment]
     ops.available_impls = lambda device="cpu": IMPLS  # type: ignore[assignment]
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import emulated
 import pytest
 from benchmark_runs import run_benchmark
 
@@ -155,6 +156,16 @@ def test_training_with_and_without_exchange(workers, checks) -> None:
     for name, value in (("outer_hash", ""), ("is_finite", False)):
         spoiled = [eager[0], {**eager[1], name: value}]
         assert not gpu_training.report_on(alone, spoiled)["is_passed"]
+
+
+@emulated.needs_library
+def test_a_rehearsal_emulates_the_kernels_of_a_gpu() -> None:
+    """A program of the check, whose operators are those of CUDA on tensors of the CPU."""
+    operators = ["encode", "reduce", "outer_step", "decode"]
+    options = ["--impl", "cuda", "--device", "cpu", "--size", "1M"]
+    done = run_benchmark("gpu.rehearse", "benchmarks.gpu.profile", *operators, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("bytes an element") == len(operators)
 
 
 def test_operators_for_the_sanitizer(checks, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
