@@ -11,25 +11,10 @@ from contextlib import nullcontext
 
 import torch
 
-from benchmarks.operators.kernels_gpu_cases import (
-    Case,
-    Data,
-    decode_case,
-    encode_case,
-    reduce_case,
-    step_case,
-)
+from benchmarks.operators.kernels_gpu_cases import Data, cases
 from benchmarks.support import common
 
 OPERATORS = ("encode", "outer_step", "reduce", "decode")
-
-
-def case_of(operator: str, data: Data) -> Case:
-    """Return the operator's int8 case on one tensor."""
-    if operator == "reduce":
-        return reduce_case(data, "int8")
-    make = {"encode": encode_case, "outer_step": step_case, "decode": decode_case}[operator]
-    return make(data, "int8", "one")
 
 
 @torch.no_grad()
@@ -41,9 +26,10 @@ def main() -> int:
     parser.add_argument("--size", type=common.parse_size, default=256 << 20)
     args = parser.parse_args()
     is_gpu = args.device == "cuda"
-    data = Data(args.size, args.device)
+    # The int8 case on one tensor is the first of its operator.
+    known = cases(Data(args.size, args.device), ["int8"])
     for operator in args.operators:
-        case = case_of(operator, data)
+        case = next(case for case in known if case.operator.split()[0] == operator)
         case.run(args.impl)
         if is_gpu:
             torch.cuda.synchronize()

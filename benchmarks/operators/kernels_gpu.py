@@ -282,19 +282,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--wires", default=",".join(DEFAULT_WIRES))
     add("--impl", default="", help="comma list (default: all that run there)")
     add("--no-compile", action="store_true", help="leave torch.compile out")
-    add(
-        "-j",
-        "--jobs",
-        type=int,
-        default=0,
-        help="first compile Triton's kernels in so many processes",
-    )
+    add("-j", "--jobs", type=int, default=0, help="first compile Triton's kernels in N processes")
     add("--part", default="", metavar="I/N", help="only run every N-th case once, from the I-th on")
-    add(
-        "--check",
-        action=argparse.BooleanOptionalAction,
-        help="end with status 1 when a bar does not hold",
-    )
+    is_flag = argparse.BooleanOptionalAction
+    add("--check", action=is_flag, help="end with status 1 when a bar does not hold")
     common.add_output(parser, help="also write the figures to this file")
     args = parser.parse_args(arguments)
     args.wires = args.wires.split(",")

@@ -160,7 +160,7 @@ def test_training_with_and_without_exchange(workers, checks) -> None:
 
 @emulated.needs_library
 def test_a_rehearsal_emulates_the_kernels_of_a_gpu() -> None:
-    """A program of the check, whose operators are those of CUDA on tensors of the CPU."""
+    """A program of the check, whose operators are the emulated ones on tensors of the CPU."""
     operators = ["encode", "reduce", "outer_step", "decode"]
     options = ["--impl", "cuda", "--device", "cpu", "--size", "1M"]
     done = run_benchmark("gpu.rehearse", "benchmarks.gpu.profile", *operators, *options)
