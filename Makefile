@@ -125,7 +125,7 @@ gpu-build: $(GPU_VENV)/.installed
 		&& $$python -m pytest -q -m gpu --collect-only -p no:cacheprovider tests/ops tests/gpu
 
 # The check of a GPU without one, in the tree that gpu-build made: every step on small sizes, with the kernels
-# emulated or interpreted. PART=A, B, C or D for one part; the archive and the summary are in build/gpu-rehearsal.
+# emulated or interpreted. PART=A, B or C for one part; the archive and the summary are in build/gpu-rehearsal.
 gpu-rehearsal: gpu-build
 	cmake --build $(GPU_TREE)/build/gpu-ON --target diloco_emulated
 	PYTHON=$(abspath $(GPU_VENV))/bin/python $(GPU_TREE)/benchmarks/gpu_check.sh --rehearse build/gpu-rehearsal $(PART)
