@@ -46,7 +46,8 @@ struct Segments {
 struct Terms {
     const Term* in_memory;
     int32_t count;
-    bool are_aligned;  // all payloads, to wire::kAlignment
+    bool are_aligned;        // all payloads, to wire::kAlignment
+    int32_t equal_exponent;  // log2 of every coefficient, from -7 to 0; 1: they have no such
     Term inlined[kInlineTerms];
 };
 
@@ -76,14 +77,19 @@ constexpr int kLargeTile = 1024;
 constexpr bool is_small_tile(int tile, wire::Format format, int64_t block_size) {
     return wire::has_element_codes(format) && block_size <= tile;
 }
+// Of the blocks for which encode, reduce and decode have kernels of whole tiles.
+constexpr int kUsualBlock = 256;
 // A tile of all other operators.
 constexpr int kStepTile = 512;
+constexpr int decode_tile_of(wire::Format format) {
+    return wire::has_element_codes(format) ? 256 : kStepTile;
+}
 // The most neighbouring tiles of a warp. Where much is computed for a tile, the start of a warp and
 // its search for the tensor are worth several tiles; where most of the time is the memory's, one.
 // Measured on an H200 (docs/measurements/gpu-kernels-model.md).
 constexpr uint32_t kEncodeTilesPerWarp = 16;
 constexpr uint32_t kReduceTilesPerWarp = 4;
-constexpr uint32_t kDecodeTilesPerWarp = 8;
+constexpr uint32_t kDecodeTilesPerWarp = 16;
 // Of any operator on a sparse wire: a block, which eight warps share.
 constexpr int kSparseTile = 4096;
 
@@ -101,6 +107,23 @@ struct Runs {
     uint32_t tiles_per_run;
     uint32_t num_tiles;
     uint32_t tiles_per_warp;  // neighbouring ones
+};
+
+// Neighbouring tiles: those from number `first` on. `before` of the rest are in earlier ranges.
+struct TileRange {
+    uint32_t first;
+    uint32_t before;
+};
+
+// The tiles among which are all that a kernel of whole tiles leaves: that are cut, that lie in
+// several tensors, or in one whose address is odd. They are the work of a second launch.
+struct Rest {
+    const TileRange* in_memory;  // null: the list is inlined
+    int32_t count;
+    uint32_t num_tiles;       // of all ranges
+    uint32_t tiles_per_warp;  // neighbouring ones
+    bool is_all;              // all tiles, in no list: there is no launch of whole tiles
+    TileRange inlined[kInlineSegments];
 };
 
 struct EncodeTarget {

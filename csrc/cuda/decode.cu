@@ -9,15 +9,33 @@
 namespace diloco::cuda {
 namespace {
 
+// Blocks of a multiprocessor: many where a lane's codes and sums need few registers.
+template <Format kFormat>
+constexpr int kDecodeBlocks = is_integer(kFormat) || is_fp8(kFormat) ? 14 : 10;
+
 // outs = sum_i c_i decode(payload_i). Reads n + n / 128 bytes a term (int8, blocks of 256), writes
-// 4n (fp32). A warp takes eight tiles at most.
+// 4n (fp32). A warp takes 16 tiles at most.
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads, 5)
-    decode_kernel(const __grid_constant__ DecodeArgs args) {
+    decode_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ Rest rest) {
     __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
     const WarpLanes lanes(stages[warp_in_block()]);
     Place place;
-    each_tile(args.runs, [&](uint32_t i) { decode_tile<kFormat>(lanes, args, i, place); });
+    each_tile(rest, [&](uint32_t i) {
+        if_left<kFormat, kDecodeQuads<kFormat>>(
+            lanes, args, args.runs, rest, i, place,
+            [&](const Tile& tile) { decode_tile<kFormat>(lanes, args, tile, place); });
+    });
+}
+
+// The same for whole tiles alone: it leaves the others.
+template <Format kFormat>
+__global__ void __launch_bounds__(kThreads, kDecodeBlocks<kFormat>)
+    decode_whole_kernel(const __grid_constant__ DecodeArgs args) {
+    const WarpLanes lanes(nullptr);
+    each_group(args.runs, [&](uint32_t& index, uint32_t end) {
+        decode_whole<kFormat>(lanes, args, index, end);
+    });
 }
 
 // params = alpha params + (1 - alpha) outer, rounded toward c(outer). Reads 4n bytes, 8n with
@@ -67,21 +85,26 @@ __global__ void __launch_bounds__(kThreads) upload_kernel(const __grid_constant_
 
 }  // namespace
 
-void decode(const DecodeArgs& args, Format format, Queue queue) {
+void decode(const DecodeArgs& args, const Rest& rest, Format format, Queue queue) {
     if (wire::is_sparse(format)) return decode_sparse(args, queue);
     by_format(format, [&](auto constant) {
-        launch<DecodeArgs>(decode_kernel<decltype(constant)::value>, args, num_warps(args.runs),
-                           queue);
+        constexpr Format kFormat = decltype(constant)::value;
+        if constexpr (wire::has_element_codes(kFormat)) {
+            if (!rest.is_all) {
+                launch(decode_whole_kernel<kFormat>, num_warps(args.runs), queue, args);
+            }
+        }
+        launch(decode_kernel<kFormat>, num_warps(rest), queue, args, rest);
     });
 }
 
 void merge(const MergeArgs& args, Queue queue) {
-    launch<MergeArgs>(merge_kernel, args, num_warps(args.runs), queue);
+    launch(merge_kernel, num_warps(args.runs), queue, args);
 }
 
 void norms(const NormsArgs& args, Queue queue) {
-    launch<NormsArgs>(norms_kernel, args, num_norm_chunks(args), queue);
-    launch<NormsArgs>(total_kernel, args, 1, queue);
+    launch(norms_kernel, num_norm_chunks(args), queue, args);
+    launch(total_kernel, 1, queue, args);
 }
 
 void upload(void* target, const void* data, size_t num_bytes, Queue queue) {
@@ -91,7 +114,7 @@ void upload(void* target, const void* data, size_t num_bytes, Queue queue) {
         packet.target = reinterpret_cast<uint4*>(static_cast<char*>(target) + at);
         packet.count = static_cast<uint32_t>(size / sizeof(uint4));
         std::memcpy(packet.words, static_cast<const char*>(data) + at, size);
-        launch<Packet>(upload_kernel, packet, 1, queue);
+        launch(upload_kernel, 1, queue, packet);
     }
 }
 

@@ -39,7 +39,7 @@ void digest(const DigestArgs& args, Queue queue) {
         const auto kernel = digest_kernel<decltype(alignment)::value>;
         const int64_t resident = resident_blocks(kernel, queue.device, known);
         if (queue.max_blocks == 0 || queue.max_blocks > resident) queue.max_blocks = resident;
-        launch<DigestArgs>(kernel, args, static_cast<int64_t>(num_digest_tiles(args)), queue);
+        launch(kernel, static_cast<int64_t>(num_digest_tiles(args)), queue, args);
     });
 }
 

@@ -1,4 +1,4 @@
-// The kernel of encode and of reduce, which differ in where a tile's values come from.
+// The kernels of encode and of reduce, which differ in where a tile's values come from.
 #pragma once
 
 #include "cuda/by_format.h"
@@ -9,12 +9,14 @@ namespace diloco::cuda {
 namespace {
 
 // Blocks of a multiprocessor, for which registers are set aside: as many as leave enough of them.
-// Small tiles with eight instead of seven are up to 6 % faster on an H200, though codes of eight
-// bits then spill a register.
 template <int kQuads, bool kStochastic>
 constexpr int kEncodeBlocks = kQuads == 2   ? 8
                               : kQuads == 4 ? (kStochastic ? 4 : 5)
                                             : 3;
+template <int kQuads, bool kStochastic>
+constexpr int kWholeBlocks = kQuads == 2   ? 10
+                             : kStochastic ? 8
+                                           : 9;
 
 // x = c(outer) - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;
 // code = round(x / scale), by blocks.
@@ -23,25 +25,47 @@ constexpr int kEncodeBlocks = kQuads == 2   ? 8
 // (reduce: 4), for reduce within the caller's bound.
 template <Format kFormat, bool kStochastic, int kQuads, class Args>
 __global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads, kStochastic>)
-    encode_kernel(const __grid_constant__ Args args) {
+    encode_kernel(const __grid_constant__ Args args, const __grid_constant__ Rest rest) {
     __shared__ __align__(16) float stages[kWarps][kEncodeStageFloats<kQuads>];
     const WarpLanes lanes(stages[warp_in_block()]);
     WarpLanes::Of<int> bad{0};
     Place place;
-    each_tile(args.target.runs, [&](uint32_t i) {
-        encode_tile<kFormat, kStochastic, kQuads>(lanes, args, i, place, bad);
+    each_tile(rest, [&](uint32_t i) {
+        if_left<kFormat, kQuads>(
+            lanes, args, args.target.runs, rest, i, place, [&](const Tile& tile) {
+                encode_tile<kFormat, kStochastic, kQuads>(lanes, args, tile, place, bad);
+            });
     });
-    if (args.target.nonfinite != nullptr) {
-        lanes.count(args.target.nonfinite, [&](int lane) { return bad[lane]; });
-    }
+    count_bad(lanes, args.target, bad);
+}
+
+// The same for whole tiles alone: it leaves the others.
+template <Format kFormat, bool kStochastic, int kQuads, class Args>
+__global__ void __launch_bounds__(kThreads, kWholeBlocks<kQuads, kStochastic>)
+    encode_whole_kernel(const __grid_constant__ Args args) {
+    const WarpLanes lanes(nullptr);
+    WarpLanes::Of<int> bad{0};
+    each_group(args.target.runs, [&](uint32_t& index, uint32_t end) {
+        encode_whole<kFormat, kStochastic, kQuads>(lanes, args, index, end, bad);
+    });
+    count_bad(lanes, args.target, bad);
 }
 
 template <class Args>
-void launch_encode(const Args& args, Format format, bool is_stochastic, Queue queue) {
+void launch_encode(const Args& args, const Rest& rest, Format format, bool is_stochastic,
+                   Queue queue) {
     by_tile(args, format, is_stochastic, [&](auto constant, auto stochastic, auto quads) {
-        launch<Args>(encode_kernel<decltype(constant)::value, decltype(stochastic)::value,
-                                   decltype(quads)::value, Args>,
-                     args, num_warps(args.target.runs), queue);
+        constexpr Format kFormat = decltype(constant)::value;
+        constexpr bool kStochastic = decltype(stochastic)::value;
+        constexpr int kQuads = decltype(quads)::value;
+        if constexpr (kQuads != kLargeQuads) {
+            if (!rest.is_all) {
+                launch(encode_whole_kernel<kFormat, kStochastic, kQuads, Args>,
+                       num_warps(args.target.runs), queue, args);
+            }
+        }
+        launch(encode_kernel<kFormat, kStochastic, kQuads, Args>, num_warps(rest), queue, args,
+               rest);
     });
 }
 

@@ -4,7 +4,9 @@
 
 #include <type_traits>
 
+#include "cuda/block_scale.h"
 #include "cuda/by_format.h"
+#include "cuda/dot_tile.h"
 #include "cuda/terms.h"
 
 namespace diloco::cuda {
@@ -48,6 +50,7 @@ DILOCO_DEVICE void find_magnitudes(const Lanes& lanes,
                                    typename Lanes::template Of<PerQuad<kQuads>>& quads,
                                    typename Lanes::template Of<int>& bad) {
     lanes.each([&](int lane) {
+        uint32_t most = 0;
         DILOCO_UNROLL
         for (int j = 0; j < kQuads; ++j) {
             uint32_t largest = 0;
@@ -57,7 +60,11 @@ DILOCO_DEVICE void find_magnitudes(const Lanes& lanes,
                 largest = m > largest ? m : largest;
             }
             quads[lane].magnitude[j] = largest;
-            if (largest <= wire::kLargestGoodBits) continue;
+            most = largest > most ? largest : most;
+        }
+        if (most <= wire::kLargestGoodBits) return;
+        DILOCO_UNROLL
+        for (int j = 0; j < kQuads; ++j) {
             DILOCO_UNROLL
             for (int i = 0; i < kQuad; ++i) bad[lane] += wire::is_bad(x[lane].q[j].v[i]);
         }
@@ -66,15 +73,16 @@ DILOCO_DEVICE void find_magnitudes(const Lanes& lanes,
 
 // Turns the magnitudes of quads into those of their blocks, then into scales. Only the first quad
 // of a block that spans several is worked on; the others take its result.
-template <Format kFormat, int kQuads, class Lanes>
-DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const Tile& tile,
+template <Format kFormat, int kQuads, class Lanes, class T>
+DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const T& tile,
                                uint8_t* payload,
                                typename Lanes::template Of<PerQuad<kQuads>>& quads) {
-    const int block = runs.block_size;
+    const int block = T::kIsWhole ? kUsualBlock : runs.block_size;
     constexpr int kRow = kQuad * kLanes;
     const int stride = block > kRow ? block / kRow : 1;  // quads of a lane in a block
     const int num_lanes = block < kRow ? block / kQuad : kLanes;
-    const bool is_aligned = reinterpret_cast<uint64_t>(payload) % wire::kAlignment == 0;
+    const bool is_aligned =
+        T::kIsWhole || reinterpret_cast<uint64_t>(payload) % wire::kAlignment == 0;
     DILOCO_UNROLL
     for (int n = 1; n < kQuads; n *= 2) {
         if (n >= stride) break;
@@ -92,13 +100,10 @@ DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const Tile&
         if ((j & (stride - 1)) != 0) continue;
         lanes.max_over(num_lanes, [&](int lane) -> uint32_t& { return quads[lane].magnitude[j]; });
         lanes.each([&](int lane) {
-            const uint32_t bits = quads[lane].magnitude[j];
-            const uint16_t scale =
-                bits > wire::kLargestGoodBits
-                    ? wire::kSmallestScale
-                    : wire::scale_of(wire::bits_float(bits), wire::qmax(kFormat));
+            const auto scale =
+                static_cast<uint16_t>(scale_of_bits<kFormat>(quads[lane].magnitude[j]));
             quads[lane].scale[j] = wire::scale_value(scale);
-            quads[lane].inverse[j] = wire::div(1.0f, quads[lane].scale[j]);
+            quads[lane].inverse[j] = inverse_of(quads[lane].scale[j]);
             const int at = quad_at(lane, j);
             if ((lane & (num_lanes - 1)) == 0 && at < tile.size) {
                 store_scale(payload + tile.scales + 2 * (at >> runs.block_shift), scale,
@@ -246,27 +251,28 @@ DILOCO_DEVICE void store_residual(const Lanes& lanes, const EncodeTarget& target
 
 // x = c(outer) - params + residual, or params + residual. All arrays are read before the first is
 // used.
-template <int kQuads, class Lanes>
-DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const Tile& tile,
+template <int kQuads, class Lanes, class T>
+DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const T& tile,
                                Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {
     typename Lanes::template Of<Quads<kQuads>> outer;
-    move_to(lanes, args.params, tile.first, place);
-    fetch_residual<kQuads>(lanes, args.target, tile);
-    if (args.outer != nullptr) {
-        load_flat_tile<DType::kFp32, kQuads>(lanes, args.outer, tile, outer);
+    if constexpr (!T::kIsWhole) {
+        move_to(lanes, args.params, tile.first, place);
+        fetch_residual<kQuads>(lanes, args.target, tile);
     }
+    const bool has_outer = T::kIsWhole || args.outer != nullptr;
+    if (has_outer) load_flat_tile<DType::kFp32, kQuads>(lanes, args.outer, tile, outer);
     load_tile<kQuads>(lanes, args.params, tile, place, x);
-    if (args.outer != nullptr) {
+    if (has_outer) {
         round_tile<kQuads>(lanes, args.params, tile, place, outer);
         combine<kQuads>(lanes, x, outer,
                         [](float own, float other) { return wire::sub(other, own); });
     }
-    add_residual<kQuads>(lanes, args.target, tile, x);
+    if constexpr (!T::kIsWhole) add_residual<kQuads>(lanes, args.target, tile, x);
 }
 
 // Encodes x with a code for each element; leaves in x what the encoding lost if it is wanted.
-template <Format kFormat, bool kStochastic, int kQuads, class Lanes>
-DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
+template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class T>
+DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& target, const T& tile,
                                    typename Lanes::template Of<Quads<kQuads>>& x,
                                    typename Lanes::template Of<int>& bad) {
     uint8_t* payload = target.payload;
@@ -275,7 +281,8 @@ DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& targe
     if constexpr (wire::has_scales(kFormat)) {
         find_scales<kFormat, kQuads>(lanes, target.runs, tile, payload, quads);
     }
-    const bool is_aligned = reinterpret_cast<uint64_t>(payload) % wire::kAlignment == 0;
+    const bool is_aligned =
+        T::kIsWhole || reinterpret_cast<uint64_t>(payload) % wire::kAlignment == 0;
     DILOCO_UNROLL
     for (int pair = 0; pair < kQuads; pair += 2) {
         typename Lanes::template Of<RandomWords> words;
@@ -286,18 +293,20 @@ DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& targe
                 const bool is_own = (j - pair) == lane % 2;
                 uint32_t word = 0;
                 if constexpr (kStochastic) word = is_own ? words[lane].own : words[lane].other;
+                constexpr int kBytes = CodeQuad<kFormat>::kBytes;
                 encode_quad<kFormat, kStochastic, kQuads>(
-                    payload + tile.codes + quad_at(lane, j) * wire::code_bits(kFormat) / 8,
-                    is_aligned, tile.count(lane, j), target.new_residual != nullptr, x[lane].q[j],
-                    quads[lane], j, word, bad[lane]);
+                    payload + tile.codes + static_cast<uint32_t>(kBytes * lane) +
+                        kBytes * kLanes * j,
+                    is_aligned, tile.count(lane, j), !T::kIsWhole && target.new_residual != nullptr,
+                    x[lane].q[j], quads[lane], j, word, bad[lane]);
             }
         });
     }
 }
 
 // Encodes x; adds the bad elements to `bad`.
-template <Format kFormat, bool kStochastic, int kQuads, class Lanes>
-DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
+template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class T>
+DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, const T& tile,
                                 typename Lanes::template Of<Quads<kQuads>>& x,
                                 typename Lanes::template Of<int>& bad) {
     if constexpr (wire::is_rotated(kFormat)) {
@@ -305,29 +314,78 @@ DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, 
     } else {
         encode_elements<kFormat, kStochastic, kQuads>(lanes, target, tile, x, bad);
     }
-    if (target.new_residual != nullptr) store_residual<kQuads>(lanes, target, tile, x);
+    if constexpr (!T::kIsWhole) {
+        if (target.new_residual != nullptr) store_residual<kQuads>(lanes, target, tile, x);
+    }
 }
 
 // payload <- Q(c(outer) - params + residual), or Q(params + residual).
-template <Format kFormat, bool kStochastic, int kQuads, class Lanes>
-DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, uint32_t index,
+template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class T>
+DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, const T& tile,
                                Place& place, typename Lanes::template Of<int>& bad) {
-    const Tile tile = tile_at<kFormat, kQuads>(args.target.runs, index);
     typename Lanes::template Of<Quads<kQuads>> x;
     load_values<kQuads>(lanes, args, tile, place, x);
     encode_quads<kFormat, kStochastic, kQuads>(lanes, args.target, tile, x, bad);
 }
 
 // result <- Q(sum of coefficient * decoded run + residual).
-template <Format kFormat, bool kStochastic, int kQuads, class Lanes>
-DILOCO_DEVICE void encode_tile(const Lanes& lanes, const ReduceArgs& args, uint32_t index, Place&,
+template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class T>
+DILOCO_DEVICE void encode_tile(const Lanes& lanes, const ReduceArgs& args, const T& tile, Place&,
                                typename Lanes::template Of<int>& bad) {
-    const Tile tile = tile_at<kFormat, kQuads>(args.target.runs, index);
+    if constexpr (T::kIsWhole && kHasDots<kFormat> && !kStochastic) {
+        if (args.terms.equal_exponent <= 0 && reduce_dots<kFormat>(lanes, args, tile)) return;
+    }
     typename Lanes::template Of<Quads<kQuads>> x;
-    fetch_residual<kQuads>(lanes, args.target, tile);
+    if constexpr (!T::kIsWhole) fetch_residual<kQuads>(lanes, args.target, tile);
     sum_terms<kFormat, kQuads>(lanes, args.target.runs, args.terms, tile, x);
-    add_residual<kQuads>(lanes, args.target, tile, x);
+    if constexpr (!T::kIsWhole) add_residual<kQuads>(lanes, args.target, tile, x);
     encode_quads<kFormat, kStochastic, kQuads>(lanes, args.target, tile, x, bad);
+}
+
+template <int kQuads, class Lanes>
+DILOCO_DEVICE uint32_t count_whole(const Lanes& lanes, const EncodeArgs& args, const Tile& tile,
+                                   uint32_t most, Place& place) {
+    return count_whole<kQuads>(lanes, args.params, tile, most, place);
+}
+
+template <int kQuads, class Lanes>
+DILOCO_DEVICE uint32_t count_whole(const Lanes&, const ReduceArgs&, const Tile&, uint32_t most,
+                                   Place&) {
+    return most;
+}
+
+template <class Lanes>
+DILOCO_DEVICE void count_bad(const Lanes& lanes, const EncodeTarget& target,
+                             const typename Lanes::template Of<int>& bad) {
+    if (target.nonfinite == nullptr) return;
+    lanes.count(target.nonfinite, [&](int lane) { return bad[lane]; });
+}
+
+// The dtype of the tensor whose tiles were counted, as a compile-time constant.
+template <class F>
+DILOCO_DEVICE void with_own_dtype(const EncodeArgs&, const Place& place, F&& f) {
+    with_dtype(place.dtype, f);
+}
+template <class F>
+DILOCO_DEVICE void with_own_dtype(const ReduceArgs&, const Place&, F&& f) {
+    f(DTypeConstant<DType::kFp32>{});
+}
+
+// Takes `index` to `end`; encodes the whole tiles on the way.
+template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class Args>
+DILOCO_DEVICE void encode_whole(const Lanes& lanes, const Args& args, uint32_t& index, uint32_t end,
+                                typename Lanes::template Of<int>& bad) {
+    const Runs& runs = args.target.runs;
+    each_stretch<kFormat, kQuads>(
+        lanes, args, runs, index, end, [&](Tile tile, uint32_t left, Place& place) {
+            with_own_dtype(args, place, [&](auto dtype) {
+                for (; left > 0; --left) {
+                    encode_tile<kFormat, kStochastic, kQuads>(
+                        lanes, args, WholeTile<decltype(dtype)::value>(tile), place, bad);
+                    advance<kFormat, kQuads>(runs, tile);
+                }
+            });
+        });
 }
 
 }  // namespace diloco::cuda

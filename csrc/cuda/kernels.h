@@ -1,6 +1,7 @@
-// The CUDA operators, torch-free: each enqueues one kernel on `stream` (a cudaStream_t) of `device`
-// and returns; `norms` enqueues two. Nothing is allocated, nothing waits. An error of the driver is
-// a std::runtime_error with its text.
+// The CUDA operators, torch-free: each enqueues a kernel on `stream` (a cudaStream_t) of `device`
+// and returns. `norms` enqueues two, and so do encode, reduce and decode: one of the whole tiles,
+// unless `rest` is all, and one of the rest. Nothing is allocated, nothing waits. An error of the
+// driver is a std::runtime_error with its text.
 #pragma once
 
 #include <cstddef>
@@ -27,10 +28,12 @@ inline int64_t grid_blocks(int64_t num_warps, int64_t max_blocks, int warps_per_
 }
 
 // By the format they call those of the sparse formats, whose kernels are in sparse.cu.
-void encode(const EncodeArgs& args, wire::Format format, bool is_stochastic, Queue queue);
-void reduce(const ReduceArgs& args, wire::Format format, bool is_stochastic, Queue queue);
+void encode(const EncodeArgs& args, const Rest& rest, wire::Format format, bool is_stochastic,
+            Queue queue);
+void reduce(const ReduceArgs& args, const Rest& rest, wire::Format format, bool is_stochastic,
+            Queue queue);
 void outer_step(const StepArgs& args, wire::Format format, Queue queue);
-void decode(const DecodeArgs& args, wire::Format format, Queue queue);
+void decode(const DecodeArgs& args, const Rest& rest, wire::Format format, Queue queue);
 void merge(const MergeArgs& args, Queue queue);
 void norms(const NormsArgs& args, Queue queue);
 void digest(const DigestArgs& args, Queue queue);

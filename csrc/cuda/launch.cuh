@@ -21,17 +21,18 @@ inline void check(cudaError_t status, const char* what) {
                              cudaGetErrorString(status));
 }
 
-inline int64_t num_warps(const Runs& runs) {
-    return (int64_t{runs.num_tiles} + runs.tiles_per_warp - 1) / runs.tiles_per_warp;
+template <class Tiles>
+int64_t num_warps(const Tiles& tiles) {
+    return (int64_t{tiles.num_tiles} + tiles.tiles_per_warp - 1) / tiles.tiles_per_warp;
 }
 
 // Enqueues `kernel` for the work of `num_warps` warps, kNumWarps of them a block.
-template <class Args, int kNumWarps = kWarps>
-void launch(void (*kernel)(Args), const Args& args, int64_t num_warps, Queue queue) {
+template <int kNumWarps = kWarps, class... Args>
+void launch(void (*kernel)(Args...), int64_t num_warps, Queue queue, const Args&... args) {
     if (num_warps == 0) return;
     check(cudaSetDevice(queue.device), "select the device");
     const auto blocks = static_cast<unsigned>(grid_blocks(num_warps, queue.max_blocks, kNumWarps));
-    kernel<<<blocks, kNumWarps * kLanes, 0, static_cast<cudaStream_t>(queue.stream)>>>(args);
+    kernel<<<blocks, kNumWarps * kLanes, 0, static_cast<cudaStream_t>(queue.stream)>>>(args...);
     check(cudaGetLastError(), "launch a kernel");
 }
 
@@ -40,16 +41,23 @@ DILOCO_DEVICE uint32_t warp_in_block() { return threadIdx.x / kLanes; }
 DILOCO_DEVICE uint32_t first_warp() { return blockIdx.x * kWarps + warp_in_block(); }
 DILOCO_DEVICE uint32_t grid_warps() { return gridDim.x * kWarps; }
 
-// Calls f(index) for the tiles of this warp.
-template <class F>
-DILOCO_DEVICE void each_tile(const Runs& runs, F&& f) {
-    const uint32_t step = grid_warps() * runs.tiles_per_warp;
-    for (uint32_t first = first_warp() * runs.tiles_per_warp; first < runs.num_tiles;
-         first += step) {
-        const uint32_t left = runs.num_tiles - first;
-        const uint32_t count = left < runs.tiles_per_warp ? left : runs.tiles_per_warp;
-        for (uint32_t i = 0; i < count; ++i) f(first + i);
+// Calls f(index, end) for each group of neighbouring tiles of this warp, of all Runs or of the
+// Rest; f takes the index to the end.
+template <class Tiles, class F>
+DILOCO_DEVICE void each_group(const Tiles& tiles, F&& f) {
+    const uint32_t group = tiles.tiles_per_warp, skipped = (grid_warps() - 1) * group;
+    for (uint32_t index = first_warp() * group; index < tiles.num_tiles; index += skipped) {
+        const uint32_t left = tiles.num_tiles - index;
+        f(index, index + (left < group ? left : group));
     }
+}
+
+// Calls f(index) for each of these tiles.
+template <class Tiles, class F>
+DILOCO_DEVICE void each_tile(const Tiles& tiles, F&& f) {
+    each_group(tiles, [&](uint32_t& index, uint32_t end) {
+        for (; index < end; ++index) f(index);
+    });
 }
 
 }  // namespace diloco::cuda

@@ -44,11 +44,11 @@ void outer_step(const StepArgs& args, Format format, Queue queue) {
     by_format(format, [&](auto constant) {
         constexpr Format kFormat = decltype(constant)::value;
         if (codec::is_arrival(args.constants.optimizer)) {
-            launch<StepArgs>(arrival_kernel<kFormat>, args, num_warps(args.runs), queue);
+            launch(arrival_kernel<kFormat>, num_warps(args.runs), queue, args);
         } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
-            launch<StepArgs>(step_kernel<kFormat, true>, args, num_warps(args.runs), queue);
+            launch(step_kernel<kFormat, true>, num_warps(args.runs), queue, args);
         } else {
-            launch<StepArgs>(step_kernel<kFormat, false>, args, num_warps(args.runs), queue);
+            launch(step_kernel<kFormat, false>, num_warps(args.runs), queue, args);
         }
     });
 }

@@ -2,9 +2,10 @@
 
 namespace diloco::cuda {
 
-void reduce(const ReduceArgs& args, Format format, bool is_stochastic, Queue queue) {
+void reduce(const ReduceArgs& args, const Rest& rest, Format format, bool is_stochastic,
+            Queue queue) {
     if (wire::is_sparse(format)) return reduce_sparse(args, queue);
-    launch_encode(args, format, is_stochastic, queue);
+    launch_encode(args, rest, format, is_stochastic, queue);
 }
 
 }  // namespace diloco::cuda

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
 
 template <class Args>
 void launch_sparse(void (*kernel)(Args), const Args& args, const Runs& runs, Queue queue) {
-    launch<Args, kBlockWarps>(kernel, args, int64_t{kBlockWarps} * runs.num_tiles, queue);
+    launch<kBlockWarps>(kernel, int64_t{kBlockWarps} * runs.num_tiles, queue, args);
 }
 
 }  // namespace

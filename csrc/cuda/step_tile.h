@@ -171,15 +171,40 @@ DILOCO_DEVICE void arrival_tile(const Lanes& lanes, const StepArgs& args, uint32
     finish_arrival(lanes, args, tile, a);
 }
 
+template <Format kFormat>
+constexpr int kDecodeQuads = decode_tile_of(kFormat) / (kQuad * kLanes);
+
+template <int kQuads, class Lanes>
+DILOCO_DEVICE uint32_t count_whole(const Lanes& lanes, const DecodeArgs& args, const Tile& tile,
+                                   uint32_t most, Place& place) {
+    return count_whole<kQuads>(lanes, args.outs, tile, most, place);
+}
+
 // outs <- sum of coefficient * decoded payload.
-template <Format kFormat, class Lanes>
-DILOCO_DEVICE void decode_tile(const Lanes& lanes, const DecodeArgs& args, uint32_t index,
+template <Format kFormat, class Lanes, class T>
+DILOCO_DEVICE void decode_tile(const Lanes& lanes, const DecodeArgs& args, const T& tile,
                                Place& place) {
-    const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
-    move_to(lanes, args.outs, tile.first, place);
-    StepQuads<Lanes> sum;
-    sum_terms<kFormat, kStepQuads>(lanes, args.runs, args.terms, tile, sum);
-    store_tile<kStepQuads>(lanes, args.outs, tile, place, sum);
+    constexpr int kQuads = kDecodeQuads<kFormat>;
+    if constexpr (!T::kIsWhole) move_to(lanes, args.outs, tile.first, place);
+    typename Lanes::template Of<Quads<kQuads>> sum;
+    sum_terms<kFormat, kQuads>(lanes, args.runs, args.terms, tile, sum);
+    store_tile<kQuads>(lanes, args.outs, tile, place, sum);
+}
+
+// Takes `index` to `end`; decodes the whole tiles on the way.
+template <Format kFormat, class Lanes>
+DILOCO_DEVICE void decode_whole(const Lanes& lanes, const DecodeArgs& args, uint32_t& index,
+                                uint32_t end) {
+    each_stretch<kFormat, kDecodeQuads<kFormat>>(
+        lanes, args, args.runs, index, end, [&](Tile tile, uint32_t left, Place& place) {
+            with_dtype(place.dtype, [&](auto dtype) {
+                for (; left > 0; --left) {
+                    decode_tile<kFormat>(lanes, args, WholeTile<decltype(dtype)::value>(tile),
+                                         place);
+                    advance<kFormat, kDecodeQuads<kFormat>>(args.runs, tile);
+                }
+            });
+        });
 }
 
 // Writes the parameters of a tile as `merge_into` does.

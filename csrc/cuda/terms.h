@@ -7,28 +7,33 @@
 
 namespace diloco::cuda {
 
-// How many terms' codes a lane reads before it uses the first: as many registers as the sum has.
-template <Format kFormat>
-constexpr int kTermsAtOnce = kQuad / CodeQuad<kFormat>::kWords;
+// How many terms' codes a lane reads before it uses the first: as many registers as the sum has. A
+// kernel of whole tiles has more warps instead.
+template <Format kFormat, class T>
+constexpr int kTermsAtOnce = T::kIsWhole ? 1 : kQuad / CodeQuad<kFormat>::kWords;
 
 // The part of a term that a lane has read.
-template <Format kFormat, int kQuads>
+template <Format kFormat, int kQuads, class T>
 struct TermCodes {
+    static constexpr int kScales = T::kIsWhole ? kTile<kQuads> / kUsualBlock : 1;
     CodeQuad<kFormat> quads[kQuads];
-    uint32_t scale;  // as it is in the payload, of block number `lane` of the tile
+    // As they are in the payload: of block number `lane` of the tile, or of usual blocks of each.
+    uint32_t scale[kScales];
 };
 
-// sum = c d, or sum + c d: each product is rounded, then the sum.
+// What a sum begins with: x + -0 is x for every x, -0 and +0 as well.
+constexpr float kEmptySum = -0.0f;
+
+// sum + c d: each product is rounded, then the sum.
 template <Format kFormat>
-DILOCO_DEVICE void add_term(Quad& sum, bool is_first, const CodeQuad<kFormat>& codes, float scale,
+DILOCO_DEVICE void add_term(Quad& sum, const CodeQuad<kFormat>& codes, float scale,
                             float coefficient, int count) {
     const Quad values = values_of<kFormat>(codes);
     DILOCO_UNROLL
     for (int i = 0; i < kQuad; ++i) {
         float value = values.v[i];
         if constexpr (wire::has_scales(kFormat)) value = wire::mul(value, scale);
-        value = wire::mul(coefficient, value);
-        if (!is_first) value = wire::add(sum.v[i], value);
+        value = wire::add(sum.v[i], wire::mul(coefficient, value));
         sum.v[i] = i < count ? value : 0.0f;
     }
 }
@@ -48,72 +53,75 @@ DILOCO_DEVICE bool is_exact_coefficient(float coefficient) {
 
 // sum = sum + code * factor.
 template <Format kFormat>
-DILOCO_DEVICE void fuse_term(Quad& sum, bool is_first, const CodeQuad<kFormat>& codes,
-                             float factor) {
+DILOCO_DEVICE void fuse_term(Quad& sum, const CodeQuad<kFormat>& codes, float factor) {
     const Quad values = values_of<kFormat>(codes);
     DILOCO_UNROLL
-    for (int i = 0; i < kQuad; ++i) {
-        sum.v[i] =
-            is_first ? wire::mul(values.v[i], factor) : wire::fused(values.v[i], factor, sum.v[i]);
-    }
+    for (int i = 0; i < kQuad; ++i) sum.v[i] = wire::fused(values.v[i], factor, sum.v[i]);
 }
 
-// Begins to read a whole tile of an aligned payload. A scale is read once by one lane, and not used
-// here, so that no read waits for another.
-template <Format kFormat, int kQuads>
-DILOCO_DEVICE void load_term(const Runs& runs, const Term& term, const Tile& tile, int lane,
-                             TermCodes<kFormat, kQuads>& to) {
+// Begins to read a whole tile of an aligned payload. A scale is read and not used here, so that no
+// read waits for another.
+template <Format kFormat, int kQuads, class T>
+DILOCO_DEVICE void load_term(const Runs& runs, const Term& term, const T& tile, int lane,
+                             TermCodes<kFormat, kQuads, T>& to) {
     constexpr int kBytes = CodeQuad<kFormat>::kBytes;
-    const uint8_t* own = term.payload + tile.codes + kBytes * lane;
+    const uint8_t* own = term.payload + tile.codes + static_cast<uint32_t>(kBytes * lane);
     DILOCO_UNROLL
     for (int j = 0; j < kQuads; ++j) {
         to.quads[j] = load_codes<kFormat>(own + kBytes * kLanes * j, true);
     }
-    to.scale = 0;
-    if constexpr (wire::has_scales(kFormat)) {
-        if (lane << runs.block_shift < kTile<kQuads>) {
-            to.scale = load_global<uint16_t>(
-                reinterpret_cast<uint64_t>(term.payload + tile.scales + 2 * lane));
-        }
+    const auto scales = reinterpret_cast<uint64_t>(term.payload + tile.scales);
+    if constexpr (!wire::has_scales(kFormat)) {
+        to.scale[0] = 0;
+    } else if constexpr (T::kIsWhole) {
+        DILOCO_UNROLL
+        for (int b = 0; b < to.kScales; ++b) to.scale[b] = load_global<uint16_t>(scales + 2 * b);
+    } else {
+        const bool has_own = lane << runs.block_shift < kTile<kQuads>;
+        to.scale[0] = has_own ? load_global<uint16_t>(scales + 2 * lane) : 0;
     }
 }
 
-// Adds a term whose codes were read, or begins the sum with it.
-template <Format kFormat, int kQuads, bool kFuses, class Lanes>
-DILOCO_DEVICE void add_codes(const Lanes& lanes, const Runs& runs, bool is_first, float coefficient,
-                             const typename Lanes::template Of<TermCodes<kFormat, kQuads>>& codes,
-                             typename Lanes::template Of<Quads<kQuads>>& sum) {
+// Adds a term whose codes were read.
+template <Format kFormat, int kQuads, bool kFuses, class T, class Lanes>
+DILOCO_DEVICE void add_codes(
+    const Lanes& lanes, const Runs& runs, float coefficient,
+    const typename Lanes::template Of<TermCodes<kFormat, kQuads, T>>& codes,
+    typename Lanes::template Of<Quads<kQuads>>& sum) {
     DILOCO_UNROLL
     for (int j = 0; j < kQuads; ++j) {
         typename Lanes::template Of<uint32_t> bits;
-        if constexpr (wire::has_scales(kFormat)) {
+        if constexpr (T::kIsWhole && wire::has_scales(kFormat)) {
+            constexpr int kPerBlock = kUsualBlock / (kQuad * kLanes);
+            lanes.each([&](int lane) { bits[lane] = codes[lane].scale[j / kPerBlock]; });
+        } else if constexpr (wire::has_scales(kFormat)) {
             lanes.pick([&](int lane) -> uint32_t& { return bits[lane]; },
-                       [&](int lane) { return codes[lane].scale; },
+                       [&](int lane) { return codes[lane].scale[0]; },
                        [&](int lane) { return quad_at(lane, j) >> runs.block_shift; });
         }
         lanes.each([&](int lane) {
             float scale = 0.0f;
             if constexpr (wire::has_scales(kFormat)) scale = wire::bits_float(bits[lane] << 16);
             if constexpr (kFuses) {
-                fuse_term<kFormat>(sum[lane].q[j], is_first, codes[lane].quads[j],
+                fuse_term<kFormat>(sum[lane].q[j], codes[lane].quads[j],
                                    wire::mul(coefficient, scale));
             } else {
-                add_term<kFormat>(sum[lane].q[j], is_first, codes[lane].quads[j], scale,
-                                  coefficient, kQuad);
+                add_term<kFormat>(sum[lane].q[j], codes[lane].quads[j], scale, coefficient, kQuad);
             }
         });
     }
 }
 
-// Adds terms t to t + kTerms, or begins the sum with them. There is no branch between the reads of
-// the terms' codes: each would make the next read wait for the one before.
-template <Format kFormat, int kQuads, int kTerms, class Lanes>
+// Adds terms t to t + kTerms. There is no branch between the reads of the terms' codes: each would
+// make the next read wait for the one before.
+template <Format kFormat, int kQuads, int kTerms, class Lanes, class T>
 DILOCO_DEVICE void add_batch(const Lanes& lanes, const Runs& runs, const Terms& terms, int t,
-                             const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
+                             const T& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
+    using Codes = TermCodes<kFormat, kQuads, T>;
     Term batch[kTerms];
     DILOCO_UNROLL
     for (int k = 0; k < kTerms; ++k) batch[k] = term_at(terms, t + k);
-    typename Lanes::template Of<TermCodes<kFormat, kQuads>> codes[kTerms];
+    typename Lanes::template Of<Codes> codes[kTerms];
     DILOCO_UNROLL
     for (int k = 0; k < kTerms; ++k) {
         lanes.each([&](int lane) {
@@ -125,24 +133,33 @@ DILOCO_DEVICE void add_batch(const Lanes& lanes, const Runs& runs, const Terms& 
         const float coefficient = batch[k].coefficient;
         bool fuses = false;
         if constexpr (kCanFuse<kFormat>) {
-            const int too_large = lanes.num_where(
-                [&](int lane) { return codes[k][lane].scale > kLargestFusedScale; });
+            const int too_large = lanes.num_where([&](int lane) {
+                uint32_t most = 0;
+                for (const uint32_t bits : codes[k][lane].scale) most = bits > most ? bits : most;
+                return most > kLargestFusedScale;
+            });
             fuses = is_exact_coefficient(coefficient) && too_large == 0;
         }
         if (fuses) {
-            add_codes<kFormat, kQuads, kCanFuse<kFormat>>(lanes, runs, t + k == 0, coefficient,
-                                                          codes[k], sum);
+            add_codes<kFormat, kQuads, kCanFuse<kFormat>, T>(lanes, runs, coefficient, codes[k],
+                                                             sum);
         } else {
-            add_codes<kFormat, kQuads, false>(lanes, runs, t + k == 0, coefficient, codes[k], sum);
+            add_codes<kFormat, kQuads, false, T>(lanes, runs, coefficient, codes[k], sum);
         }
     }
 }
 
 // The sum over a tile that is there as a whole, of payloads that are aligned.
-template <Format kFormat, int kQuads, class Lanes>
+template <Format kFormat, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void sum_whole(const Lanes& lanes, const Runs& runs, const Terms& terms,
-                             const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
-    constexpr int kBatch = kTermsAtOnce<kFormat>;
+                             const T& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
+    constexpr int kBatch = kTermsAtOnce<kFormat, T>;
+    lanes.each([&](int lane) {
+        DILOCO_UNROLL
+        for (int j = 0; j < kQuads; ++j) {
+            sum[lane].q[j] = {{kEmptySum, kEmptySum, kEmptySum, kEmptySum}};
+        }
+    });
     int t = 0;
     for (; t + kBatch <= terms.count; t += kBatch) {
         add_batch<kFormat, kQuads, kBatch>(lanes, runs, terms, t, tile, sum);
@@ -167,6 +184,7 @@ DILOCO_DEVICE void sum_any(const Lanes& lanes, const Runs& runs, const Terms& te
         lanes.each([&](int lane) {
             const int count = tile.count(lane, j), at = quad_at(lane, j);
             Quad own{};
+            if (count > 0) own = {{kEmptySum, kEmptySum, kEmptySum, kEmptySum}};
             DILOCO_NO_UNROLL
             for (int t = 0; t < terms.count && count > 0; ++t) {
                 const Term term = term_at(terms, t);
@@ -179,7 +197,7 @@ DILOCO_DEVICE void sum_any(const Lanes& lanes, const Runs& runs, const Terms& te
                     scale = load_scale(term.payload + tile.scales + 2 * (at >> runs.block_shift),
                                        is_aligned);
                 }
-                add_term<kFormat>(own, t == 0, codes, scale, term.coefficient, count);
+                add_term<kFormat>(own, codes, scale, term.coefficient, count);
             }
             store_staged(lanes.stage + at, own);
         });
@@ -188,15 +206,15 @@ DILOCO_DEVICE void sum_any(const Lanes& lanes, const Runs& runs, const Terms& te
 }
 
 // sum = c0 d0 + c1 d1 + ..., each product rounded, then added, in order; zero where no element is.
-template <Format kFormat, int kQuads, class Lanes>
+template <Format kFormat, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void sum_terms(const Lanes& lanes, const Runs& runs, const Terms& terms,
-                             const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
+                             const T& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
     if constexpr (wire::is_rotated(kFormat)) {
         sum_rotated<kFormat, kQuads>(lanes, terms, tile, sum);
     } else {
-        if (terms.are_aligned && tile.size == kTile<kQuads>) {
+        if (T::kIsWhole || (terms.are_aligned && tile.size == kTile<kQuads>)) {
             sum_whole<kFormat, kQuads>(lanes, runs, terms, tile, sum);
-        } else {
+        } else if constexpr (!T::kIsWhole) {
             sum_any<kFormat, kQuads>(lanes, runs, terms, tile, sum);
         }
     }

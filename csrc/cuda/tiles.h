@@ -2,10 +2,12 @@
 // the quads that begin at elements 4 (l + 32 j), j < kQuads, so that a warp's accesses are 512
 // contiguous bytes of fp32, all of them issued before the first is used.
 //
-// A whole tile in one array that is aligned is read and written by quads. A tensor whose address is
-// odd and a tile that is cut short by the end are fetched to the stage 16 bytes at a time, at the
-// place modulo 16 that they have in memory. A tile that straddles tensors is read element by
-// element, and what is not written by quads is written so: 32 neighbouring elements at a time.
+// A whole tile in one array that is aligned is read and written by quads. A kernel of WholeTiles
+// holds no code but that; any other tile is the work of a second launch (Rest, arguments.h). There,
+// a tensor whose address is odd and a tile that is cut short by the end are fetched to the stage 16
+// bytes at a time, at the place modulo 16 that they have in memory. A tile that straddles tensors
+// is read element by element, and what is not written by quads is written so: 32 neighbouring
+// elements at a time.
 #pragma once
 
 #include <type_traits>
@@ -33,6 +35,9 @@ struct Tile {
     int64_t codes;      // likewise its code; but for the rotated formats a multiple of 16
     int64_t run;        // likewise the run
     int32_t first_row;  // of its block: the tile begins 128 times as many elements behind the block
+    int64_t left =
+        0;  // elements of the run from the first on; unused where all tiles are one run's
+    static constexpr bool kIsWhole = false;  // known when the kernel is compiled
 
     // Elements of quad j of a lane that exist.
     DILOCO_DEVICE int count(int lane, int j) const {
@@ -40,6 +45,25 @@ struct Tile {
         return left < 0 ? 0 : left < kQuad ? left : kQuad;
     }
 };
+
+// A tile of kTile elements whose arrays are aligned, each in one piece; kDType is the tensor's.
+// encode and reduce have such tiles for the usual blocks, without error feedback, encode with an
+// outer.
+template <DType kTensor = DType::kFp32>
+struct WholeTile : Tile {
+    DILOCO_DEVICE explicit WholeTile(const Tile& tile) : Tile(tile) {}
+    static constexpr bool kIsWhole = true;
+    static constexpr DType kDType = kTensor;
+    DILOCO_DEVICE constexpr int count(int, int) const { return kQuad; }
+};
+
+// Goes on to the next tile of a run.
+template <Format kFormat, int kQuads>
+DILOCO_DEVICE void advance(const Runs& runs, Tile& tile) {
+    tile.first += kTile<kQuads>;
+    tile.scales += 2 * kTile<kQuads> >> runs.block_shift;
+    tile.codes += kTile<kQuads> * wire::code_bits(kFormat) / 8;
+}
 
 template <Format kFormat, int kQuads>
 DILOCO_DEVICE Tile tile_at(const Runs& runs, uint32_t index) {
@@ -52,6 +76,7 @@ DILOCO_DEVICE Tile tile_at(const Runs& runs, uint32_t index) {
     Tile tile;
     tile.first = run_begin + within;
     tile.size = static_cast<int32_t>(left < kTile<kQuads> ? left : kTile<kQuads>);
+    tile.left = left;
     tile.scales = start + wire::scale_offset(kFormat) + 2 * (within >> runs.block_shift);
     tile.run = start;
     tile.first_row = 0;
@@ -65,18 +90,17 @@ DILOCO_DEVICE Tile tile_at(const Runs& runs, uint32_t index) {
     return tile;
 }
 
-// The index of the segment that holds `element`: the last that begins at it or before. Each lane
-// looks at one segment in 32nds of the list, then of the part that is left: two reads, one after
-// the other, for up to 1024 segments.
-template <class Lanes>
-DILOCO_DEVICE int32_t find(const Lanes& lanes, const Segment* list, int32_t count,
-                           int64_t element) {
+// The last index below `count` for which begins(index) is true, as it is for all before that and
+// for 0. Each lane looks at one entry in 32nds of the list, then of the part that is left: two
+// reads, one after the other, for up to 1024 entries.
+template <class Lanes, class F>
+DILOCO_DEVICE int32_t find(const Lanes& lanes, int32_t count, F&& begins) {
     int32_t begin = 0;
     while (count > 1) {
         const int32_t step = (count + kLanes - 1) / kLanes;
         const int32_t before = lanes.num_where([&](int lane) {
             const int32_t at = lane * step;
-            return at < count && (at == 0 || begin_of(list[begin + at]) <= element);
+            return at < count && (at == 0 || begins(begin + at));
         });
         const int32_t first = (before - 1) * step;
         begin += first;
@@ -100,7 +124,9 @@ template <class Lanes>
 DILOCO_DEVICE void move_to(const Lanes& lanes, const Segments& segments, int64_t element,
                            Place& place) {
     if (element < place.end) return;
-    place.entry = find(lanes, list_of(segments), segments.count, element);
+    const Segment* list = list_of(segments);
+    place.entry =
+        find(lanes, segments.count, [&](int32_t i) { return begin_of(list[i]) <= element; });
     const Segment found = segment_at(segments, place.entry);
     place.origin = found.origin;
     place.within_16 = static_cast<uint32_t>(found.origin % 16);
@@ -139,6 +165,52 @@ DILOCO_DEVICE void with_dtype(DType dtype, F&& f) {
 template <DType kDType>
 DILOCO_DEVICE bool is_quad_aligned(uint64_t origin) {
     return origin % (kDType == DType::kFp32 ? 16 : 8) == 0;
+}
+
+// How many whole tiles there are from `tile` on, one behind the other in one run and in one tensor
+// whose quads are aligned; at most `most`.
+template <int kQuads, class Lanes>
+DILOCO_DEVICE uint32_t count_whole(const Lanes& lanes, const Segments& segments, const Tile& tile,
+                                   uint32_t most, Place& place) {
+    move_to(lanes, segments, tile.first, place);
+    const uint32_t beyond = place.within_16 & (place.dtype == DType::kFp32 ? 15 : 7);
+    const int64_t count = (place.end - tile.first) / kTile<kQuads>;
+    return beyond != 0 ? 0 : count < most ? static_cast<uint32_t>(count) : most;
+}
+
+// The number of tile i of those that a kernel of whole tiles leaves.
+template <class Lanes>
+DILOCO_DEVICE uint32_t rest_tile(const Lanes& lanes, const Rest& rest, uint32_t i) {
+    const TileRange* list = rest.in_memory != nullptr ? rest.in_memory : rest.inlined;
+    const int32_t entry = find(lanes, rest.count, [&](int32_t at) { return list[at].before <= i; });
+    return list[entry].first + (i - list[entry].before);
+}
+
+// Takes `index` to `end`; calls f(tile, count, place) for the whole tiles on the way: for those
+// that lie one behind the other in one run and one tensor at a time.
+template <Format kFormat, int kQuads, class Lanes, class Args, class F>
+DILOCO_DEVICE void each_stretch(const Lanes& lanes, const Args& args, const Runs& runs,
+                                uint32_t& index, uint32_t end, F&& f) {
+    while (index < end) {
+        Place place;
+        const Tile tile = tile_at<kFormat, kQuads>(runs, index);
+        const int64_t in_run = tile.left / kTile<kQuads>;
+        const uint32_t most = in_run < end - index ? static_cast<uint32_t>(in_run) : end - index;
+        const uint32_t whole = most == 0 ? 0 : count_whole<kQuads>(lanes, args, tile, most, place);
+        index += whole > 0 ? whole : 1;
+        if (whole > 0) f(tile, whole, place);
+    }
+}
+
+// Calls f(tile i of the rest) unless that tile is whole.
+template <Format kFormat, int kQuads, class Lanes, class Args, class F>
+DILOCO_DEVICE void if_left(const Lanes& lanes, const Args& args, const Runs& runs, const Rest& rest,
+                           uint32_t i, Place& place, F&& f) {
+    const uint32_t index = rest.is_all ? i : rest_tile(lanes, rest, i);
+    const Tile tile = tile_at<kFormat, kQuads>(runs, index);
+    const bool is_whole = !rest.is_all && tile.size == kTile<kQuads> &&
+                          count_whole<kQuads>(lanes, args, tile, 1, place) == 1;
+    if (!is_whole) f(tile);
 }
 
 // x = f(x, y), element by element.
@@ -274,12 +346,13 @@ DILOCO_DEVICE void take_fetched(const Lanes& lanes, const float* stage, const Se
 
 // Reads a tile that lies in one segment, whose quads are aligned or not; elements that do not exist
 // are zero.
-template <DType kDType, int kQuads, class Lanes>
+template <DType kDType, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void load_inside(const Lanes& lanes, const Segment& segment, bool is_aligned,
-                               const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& x) {
-    if (tile.size == kTile<kQuads> && is_aligned) {
+                               const T& tile, typename Lanes::template Of<Quads<kQuads>>& x) {
+    if (T::kIsWhole || (tile.size == kTile<kQuads> && is_aligned)) {
         lanes.each([&](int lane) {
-            const uint64_t own = address_in<kDType>(segment, tile.first + quad_at(lane, 0));
+            const uint64_t own =
+                address_in<kDType>(segment, tile.first + static_cast<uint32_t>(quad_at(lane, 0)));
             DILOCO_UNROLL
             for (int j = 0; j < kQuads; ++j) {
                 x[lane].q[j] = load_quad(own + kRowBytes<kDType> * j, kDType);
@@ -287,25 +360,28 @@ DILOCO_DEVICE void load_inside(const Lanes& lanes, const Segment& segment, bool 
         });
         return;
     }
-    fetch_tile<kDType, kQuads>(lanes, lanes.stage, segment, tile);
-    take_fetched<kDType, kQuads>(lanes, lanes.stage, segment, tile, x);
+    if constexpr (!T::kIsWhole) {
+        fetch_tile<kDType, kQuads>(lanes, lanes.stage, segment, tile);
+        take_fetched<kDType, kQuads>(lanes, lanes.stage, segment, tile, x);
+    }
 }
 
 // The same of a flat array.
-template <DType kDType, int kQuads, class Lanes>
-DILOCO_DEVICE void load_flat_tile(const Lanes& lanes, const void* array, const Tile& tile,
+template <DType kDType, int kQuads, class Lanes, class T>
+DILOCO_DEVICE void load_flat_tile(const Lanes& lanes, const void* array, const T& tile,
                                   typename Lanes::template Of<Quads<kQuads>>& x) {
     const Segment segment = whole(array, kDType);
     load_inside<kDType, kQuads>(lanes, segment, is_quad_aligned<kDType>(segment.origin), tile, x);
 }
 
-template <DType kDType, int kQuads, class Lanes>
+template <DType kDType, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, bool is_aligned,
-                                const Tile& tile,
+                                const T& tile,
                                 const typename Lanes::template Of<Quads<kQuads>>& x) {
-    if (tile.size == kTile<kQuads> && is_aligned) {
+    if (T::kIsWhole || (tile.size == kTile<kQuads> && is_aligned)) {
         lanes.each([&](int lane) {
-            const uint64_t own = address_in<kDType>(segment, tile.first + quad_at(lane, 0));
+            const uint64_t own =
+                address_in<kDType>(segment, tile.first + static_cast<uint32_t>(quad_at(lane, 0)));
             DILOCO_UNROLL
             for (int j = 0; j < kQuads; ++j) {
                 store_quad(own + kRowBytes<kDType> * j, kDType, x[lane].q[j]);
@@ -313,18 +389,20 @@ DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, bool
         });
         return;
     }
-    stage<kQuads>(lanes, x);
-    lanes.each([&](int lane) {
-        DILOCO_UNROLL_8
-        for (int i = lane; i < tile.size; i += kLanes) {
-            store_element(address_in<kDType>(segment, tile.first + i), kDType, lanes.stage[i]);
-        }
-    });
-    lanes.sync();
+    if constexpr (!T::kIsWhole) {
+        stage<kQuads>(lanes, x);
+        lanes.each([&](int lane) {
+            DILOCO_UNROLL_8
+            for (int i = lane; i < tile.size; i += kLanes) {
+                store_element(address_in<kDType>(segment, tile.first + i), kDType, lanes.stage[i]);
+            }
+        });
+        lanes.sync();
+    }
 }
 
-template <DType kDType, int kQuads, class Lanes>
-DILOCO_DEVICE void store_flat_tile(const Lanes& lanes, void* array, const Tile& tile,
+template <DType kDType, int kQuads, class Lanes, class T>
+DILOCO_DEVICE void store_flat_tile(const Lanes& lanes, void* array, const T& tile,
                                    const typename Lanes::template Of<Quads<kQuads>>& x) {
     const Segment segment = whole(array, kDType);
     const bool is_aligned = is_quad_aligned<kDType>(segment.origin);
@@ -333,11 +411,13 @@ DILOCO_DEVICE void store_flat_tile(const Lanes& lanes, void* array, const Tile& 
 
 // Calls f(segment, whether its quads are aligned, dtype constant) when the tile lies in one
 // segment, else `straddles(entry)`, the segment of the tile's first element in the list.
-template <class Lanes, class F, class G>
-DILOCO_DEVICE void by_place(const Lanes& lanes, const Segments& segments, const Tile& tile,
+template <class Lanes, class T, class F, class G>
+DILOCO_DEVICE void by_place(const Lanes& lanes, const Segments& segments, const T& tile,
                             Place& place, F&& f, G&& straddles) {
-    move_to(lanes, segments, tile.first, place);
-    if (place.end >= tile.first + tile.size) {
+    if constexpr (!T::kIsWhole) move_to(lanes, segments, tile.first, place);
+    if constexpr (T::kIsWhole) {
+        f(Segment{place.origin, 0}, true, DTypeConstant<T::kDType>{});
+    } else if (place.end >= tile.first + tile.size) {
         with_dtype(place.dtype, [&](auto dtype) {
             f(Segment{place.origin, static_cast<int64_t>(place.dtype)},
               is_quad_aligned<decltype(dtype)::value>(place.within_16), dtype);
@@ -411,8 +491,8 @@ DILOCO_DEVICE void each_straddling(const Lanes& lanes, const Segment* entry, con
 }
 
 // Reads a tile of the fragment's tensors; elements that do not exist are zero.
-template <int kQuads, class Lanes>
-DILOCO_DEVICE void load_tile(const Lanes& lanes, const Segments& segments, const Tile& tile,
+template <int kQuads, class Lanes, class T>
+DILOCO_DEVICE void load_tile(const Lanes& lanes, const Segments& segments, const T& tile,
                              Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {
     by_place(
         lanes, segments, tile, place,
@@ -423,8 +503,8 @@ DILOCO_DEVICE void load_tile(const Lanes& lanes, const Segments& segments, const
 }
 
 // x <- c(x): the values that the fragment's tensors would hold.
-template <int kQuads, class Lanes>
-DILOCO_DEVICE void round_tile(const Lanes& lanes, const Segments& segments, const Tile& tile,
+template <int kQuads, class Lanes, class T>
+DILOCO_DEVICE void round_tile(const Lanes& lanes, const Segments& segments, const T& tile,
                               Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {
     by_place(
         lanes, segments, tile, place,
@@ -444,8 +524,8 @@ DILOCO_DEVICE void round_tile(const Lanes& lanes, const Segments& segments, cons
         });
 }
 
-template <int kQuads, class Lanes>
-DILOCO_DEVICE void store_tile(const Lanes& lanes, const Segments& segments, const Tile& tile,
+template <int kQuads, class Lanes, class T>
+DILOCO_DEVICE void store_tile(const Lanes& lanes, const Segments& segments, const T& tile,
                               Place& place, const typename Lanes::template Of<Quads<kQuads>>& x) {
     by_place(
         lanes, segments, tile, place,

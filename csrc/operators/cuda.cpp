@@ -43,6 +43,21 @@ void set_target(cuda::EncodeTarget& target, c10::Device device, const Tensor& pa
     target.key = static_cast<uint64_t>(rng_key);
 }
 
+bool is_aligned(const void* data) {
+    return data != nullptr && reinterpret_cast<uint64_t>(data) % wire::kAlignment == 0;
+}
+
+// Whether there are kernels of whole tiles for that wire.
+bool has_usual_blocks(const codec::RunLayout& layout) {
+    return wire::has_element_codes(layout.format) && layout.block_size == cuda::kUsualBlock;
+}
+
+// The same for these arrays of encode and reduce.
+bool has_whole_tiles(const cuda::EncodeTarget& target, const codec::RunLayout& layout) {
+    return has_usual_blocks(layout) && target.residual == nullptr &&
+           target.new_residual == nullptr && is_aligned(target.payload);
+}
+
 int tile_of(const codec::RunLayout& layout, int small) {
     return cuda::is_small_tile(small, layout.format, layout.block_size) ? small : cuda::kLargeTile;
 }
@@ -71,8 +86,11 @@ void encode_cuda(const OptionalTensor& outer, TensorList params, const Tensor& p
         runs_of(layout, begin, end, tile_of(layout, cuda::kEncodeTile), cuda::kEncodeTilesPerWarp);
     args.outer = origin_or_null(outer, outer_begin);
     if (begin == end) return;
-    set_segments(call, args.params, view.get(), begin, end);
-    cuda::encode(args, layout.format, stochastic, call.queue(max_blocks));
+    const SegmentList& tensors = set_segments(call, args.params, view.get(), begin, end);
+    cuda::Rest rest;
+    const bool has_whole = has_whole_tiles(args.target, layout) && is_aligned(args.outer);
+    set_rest(call, rest, args.target.runs, cuda::kEncodeTile, has_whole, tensors);
+    cuda::encode(args, rest, layout.format, stochastic, call.queue(max_blocks));
 }
 
 void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<double> weights,
@@ -94,7 +112,10 @@ void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<dou
     args.target.index_begin = static_cast<uint64_t>(index_begin);
     if (num_elements == 0) return;
     set_terms(call, args.terms, terms);
-    cuda::reduce(args, layout.format, stochastic, call.queue(max_blocks));
+    cuda::Rest rest;
+    const bool has_whole = has_whole_tiles(args.target, layout) && args.terms.are_aligned;
+    set_rest(call, rest, args.target.runs, cuda::kReduceTile, has_whole);
+    cuda::reduce(args, rest, layout.format, stochastic, call.queue(max_blocks));
 }
 
 void run_step(Call& call, const codec::RunLayout& layout, const codec::StepConstants& constants,
@@ -181,10 +202,14 @@ void decode_cuda(TensorList payloads, c10::ArrayRef<double> coefficients, Tensor
     const TermList& terms = check_terms(call.device, payloads, coefficients, layout, end);
     if (begin == end) return;
     cuda::DecodeArgs args;
-    args.runs = runs_of(layout, begin, end, cuda::kStepTile, cuda::kDecodeTilesPerWarp);
-    set_segments(call, args.outs, view.get(), begin, end);
+    const int tile = cuda::decode_tile_of(layout.format);
+    args.runs = runs_of(layout, begin, end, tile, cuda::kDecodeTilesPerWarp);
+    const SegmentList& tensors = set_segments(call, args.outs, view.get(), begin, end);
     set_terms(call, args.terms, terms);
-    cuda::decode(args, layout.format, call.queue(max_blocks));
+    cuda::Rest rest;
+    const bool has_whole = args.terms.are_aligned && has_usual_blocks(layout);
+    set_rest(call, rest, args.runs, tile, has_whole, tensors);
+    cuda::decode(args, rest, layout.format, call.queue(max_blocks));
     mark_written(outs);
 }
 

@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -69,7 +70,7 @@ class Call {
 
     template <class T>
     const T* uploaded(const std::vector<T>& list) {
-        static_assert(sizeof(T) % 16 == 0);
+        TORCH_INTERNAL_ASSERT(list.size() * sizeof(T) % 16 == 0);
         void* memory = scratch(static_cast<int64_t>(list.size() * sizeof(T)));
         cuda::upload(memory, list.data(), list.size() * sizeof(T), queue_);
         return static_cast<const T*>(memory);
@@ -125,10 +126,11 @@ cuda::Runs one_run(int64_t num_elements) {
     return runs_of({Format::kFp32, codec::kPlainBlock, rounded}, 0, num_elements, cuda::kStepTile);
 }
 
-// The tensors that hold elements of [begin, end).
-void set_segments(Call& call, cuda::Segments& to, const codec::Fragment& fragment, int64_t begin,
-                  int64_t end) {
-    static thread_local std::vector<cuda::Segment> list;
+// The tensors that hold elements of [begin, end); returns their list, until the next call.
+using SegmentList = std::vector<cuda::Segment>;
+const SegmentList& set_segments(Call& call, cuda::Segments& to, const codec::Fragment& fragment,
+                                int64_t begin, int64_t end) {
+    static thread_local SegmentList list;
     list.clear();
     for (int64_t i = 0; i < fragment.num_segments; ++i) {
         const codec::Segment& each = fragment.segments[i];
@@ -143,6 +145,98 @@ void set_segments(Call& call, cuda::Segments& to, const codec::Fragment& fragmen
     } else {
         to.in_memory = call.uploaded(list);
     }
+    return list;
+}
+
+// The ranges of tiles that are not whole, in order.
+class RestList {
+  public:
+    RestList(const cuda::Runs& runs, int64_t tile) : runs_(runs), tile_(tile) {}
+
+    // The tensor's tiles, if its quads are not aligned, else the one in which it begins.
+    void add_tensor(const cuda::Segment& tensor, int64_t begin, int64_t end) {
+        const int64_t first = tile_of(begin);
+        const uint64_t quad = dtype_of(tensor) == DType::kFp32 ? 16 : 8;
+        if (tensor.origin % quad != 0) {
+            add(first, tile_of(end - 1));
+        } else if ((begin - runs_.begin) % runs_.run_elements % tile_ != 0) {
+            add(first, first);
+        }
+    }
+
+    // The tiles that the ends of runs cut.
+    void add_cuts(int64_t before) {
+        const int64_t size = runs_.end - runs_.begin;
+        for (; next_run_ * runs_.run_elements < size; ++next_run_) {
+            const int64_t of_run =
+                std::min(runs_.run_elements, size - next_run_ * runs_.run_elements);
+            const int64_t last = next_run_ * runs_.tiles_per_run + of_run / tile_;
+            if (last >= before) return;
+            if (of_run % tile_ != 0) insert(last, last);
+        }
+    }
+
+    std::vector<cuda::TileRange>& ranges() { return ranges_; }
+    int64_t num_tiles() const { return num_tiles_; }
+
+  private:
+    int64_t tile_of(int64_t element) const {
+        const int64_t within = element - runs_.begin, run = within / runs_.run_elements;
+        return run * runs_.tiles_per_run + (within - run * runs_.run_elements) / tile_;
+    }
+    void add(int64_t first, int64_t last) {
+        add_cuts(first);
+        insert(first, last);
+    }
+    void insert(int64_t first, int64_t last) {
+        first = std::max(first, end_);
+        if (last < first) return;
+        if (first > end_ || ranges_.empty()) {
+            ranges_.push_back({static_cast<uint32_t>(first), static_cast<uint32_t>(num_tiles_)});
+        }
+        num_tiles_ += last + 1 - first;
+        end_ = last + 1;
+    }
+
+    const cuda::Runs& runs_;
+    const int64_t tile_;
+    std::vector<cuda::TileRange> ranges_;
+    int64_t num_tiles_ = 0, end_ = 0, next_run_ = 0;
+};
+
+// What a launch of whole tiles leaves of `runs`, whose elements lie in `tensors`, or in payloads
+// alone; everything where no tile can be whole.
+void set_rest(Call& call, cuda::Rest& to, const cuda::Runs& runs, int64_t tile, bool has_whole,
+              const SegmentList& tensors = {}) {
+    RestList list(runs, tile);
+    for (size_t i = 0; has_whole && i + 1 < tensors.size(); ++i) {
+        list.add_tensor(tensors[i], std::max(begin_of(tensors[i]), runs.begin),
+                        begin_of(tensors[i + 1]));
+    }
+    if (has_whole) list.add_cuts(std::numeric_limits<int64_t>::max());
+    to.is_all = !has_whole || list.num_tiles() == runs.num_tiles;
+    to.num_tiles = to.is_all ? runs.num_tiles : static_cast<uint32_t>(list.num_tiles());
+    to.tiles_per_warp = to.is_all ? runs.tiles_per_warp : 1;
+    to.count = static_cast<int32_t>(list.ranges().size());
+    to.in_memory = nullptr;
+    if (to.is_all) return;
+    if (to.count <= cuda::kInlineSegments) {
+        std::copy(list.ranges().begin(), list.ranges().end(), to.inlined);
+    } else {
+        if (to.count % 2 != 0) list.ranges().push_back({});  // to whole 16 bytes
+        to.in_memory = call.uploaded(list.ranges());
+    }
+}
+
+// log2 of the coefficients where they are equal and a power of two from 2^-7 to 1, else 1.
+int32_t equal_exponent(const TermList& terms) {
+    int exponent = 0;
+    const float first = terms.coefficients[0];
+    for (int i = 1; i < terms.count; ++i) {
+        if (terms.coefficients[i] != first) return 1;
+    }
+    if (std::frexp(first, &exponent) != 0.5f) return 1;
+    return exponent >= -6 && exponent <= 1 ? exponent - 1 : 1;
 }
 
 void set_terms(Call& call, cuda::Terms& to, const TermList& terms) {
@@ -154,6 +248,7 @@ void set_terms(Call& call, cuda::Terms& to, const TermList& terms) {
         const auto address = reinterpret_cast<uint64_t>(terms.payloads[i]);
         to.are_aligned = to.are_aligned && address % wire::kAlignment == 0;
     }
+    to.equal_exponent = equal_exponent(terms);
     to.count = terms.count;
     to.in_memory = nullptr;
     if (to.count <= cuda::kInlineTerms) {

@@ -144,35 +144,69 @@ int64_t num_warps(int64_t pieces, const Queue& queue, int64_t unbounded) {
     return kWarps * grid_blocks(pieces, queue.max_blocks);
 }
 
-template <class Args>
-void encode_tiles(const Args& args, Format format, bool is_stochastic, const Queue& queue) {
-    const EncodeTarget& target = args.target;
-    const codec::IeeeScope ieee;
-    const auto stride = static_cast<uint32_t>(num_warps(target.runs.num_tiles, queue, 1));
-    for (uint32_t warp = 0; warp < stride; ++warp) {
-        EmulatedLanes lanes;
-        EmulatedLanes::Of<int> bad{};
-        Place place;
-        by_tile(args, format, is_stochastic, [&](auto constant, auto stochastic, auto quads) {
-            for (uint32_t i = warp; i < target.runs.num_tiles; i += stride) {
-                encode_tile<decltype(constant)::value, decltype(stochastic)::value,
-                            decltype(quads)::value>(lanes, args, i, place, bad);
-            }
-        });
-        if (target.nonfinite != nullptr) {
-            lanes.count(target.nonfinite, [&](int lane) { return bad[lane]; });
-        }
+// Calls f(index, end) for the groups of tiles of one warp of `num_warps`.
+template <class Tiles, class F>
+void each_group(const Tiles& tiles, uint64_t warp, uint64_t num_warps, F&& f) {
+    const uint64_t group = tiles.tiles_per_warp;
+    for (uint64_t first = warp * group; first < tiles.num_tiles; first += num_warps * group) {
+        auto index = static_cast<uint32_t>(first);
+        f(index, static_cast<uint32_t>(std::min<uint64_t>(first + group, tiles.num_tiles)));
     }
 }
 
-template <class Run>
-void tiles(const Runs& runs, const Queue& queue, Run&& run) {
+// A launch whose warps run one after the other: calls f(lanes, index, end, bad).
+template <class Tiles, class F>
+void launch_encode(const EncodeTarget& target, const Tiles& tiles, const Queue& queue, F&& f) {
     const codec::IeeeScope ieee;
-    const auto stride = static_cast<uint32_t>(num_warps(runs.num_tiles, queue, 1));
-    for (uint32_t warp = 0; warp < stride; ++warp) {
-        EmulatedLanes lanes;
+    const auto stride = static_cast<uint64_t>(num_warps(tiles.num_tiles, queue, 1));
+    for (uint64_t warp = 0; warp < stride; ++warp) {
+        const EmulatedLanes lanes;
+        EmulatedLanes::Of<int> bad{};
+        each_group(tiles, warp, stride,
+                   [&](uint32_t& index, uint32_t end) { f(lanes, index, end, bad); });
+        count_bad(lanes, target, bad);
+    }
+}
+
+template <class Args>
+void encode_tiles(const Args& args, const Rest& rest, Format format, bool is_stochastic,
+                  const Queue& queue) {
+    const EncodeTarget& target = args.target;
+    by_tile(args, format, is_stochastic, [&](auto constant, auto stochastic, auto quads) {
+        constexpr Format kFormat = decltype(constant)::value;
+        constexpr bool kStochastic = decltype(stochastic)::value;
+        constexpr int kQuads = decltype(quads)::value;
+        if constexpr (kQuads != kLargeQuads) {
+            if (!rest.is_all) {
+                launch_encode(target, target.runs, queue, [&](const auto& lanes, auto&... at) {
+                    encode_whole<kFormat, kStochastic, kQuads>(lanes, args, at...);
+                });
+            }
+        }
+        launch_encode(
+            target, rest, queue, [&](const auto& lanes, uint32_t& index, uint32_t end, auto& bad) {
+                Place place;
+                for (; index < end; ++index) {
+                    if_left<kFormat, kQuads>(lanes, args, target.runs, rest, index, place,
+                                             [&](const Tile& tile) {
+                                                 encode_tile<kFormat, kStochastic, kQuads>(
+                                                     lanes, args, tile, place, bad);
+                                             });
+                }
+            });
+    });
+}
+
+template <class Tiles, class Run>
+void tiles(const Tiles& all, const Queue& queue, Run&& run) {
+    const codec::IeeeScope ieee;
+    const auto stride = static_cast<uint64_t>(num_warps(all.num_tiles, queue, 1));
+    for (uint64_t warp = 0; warp < stride; ++warp) {
+        const EmulatedLanes lanes;
         Place place;
-        for (uint32_t i = warp; i < runs.num_tiles; i += stride) run(lanes, i, place);
+        each_group(all, warp, stride, [&](uint32_t& index, uint32_t end) {
+            for (; index < end; ++index) run(lanes, index, place);
+        });
     }
 }
 
@@ -204,16 +238,18 @@ void blocks(const Runs& runs, Run&& run) {
 
 }  // namespace
 
-void encode(const EncodeArgs& args, Format format, bool is_stochastic, Queue queue) {
+void encode(const EncodeArgs& args, const Rest& rest, Format format, bool is_stochastic,
+            Queue queue) {
     if (wire::is_sparse(format)) return encode_sparse(args, queue);
-    encode_tiles(args, format, is_stochastic, queue);
+    encode_tiles(args, rest, format, is_stochastic, queue);
 }
 
 void encode_sparse(const EncodeArgs& args, Queue) { encode_blocks<EncodeMemory>(args); }
 
-void reduce(const ReduceArgs& args, Format format, bool is_stochastic, Queue queue) {
+void reduce(const ReduceArgs& args, const Rest& rest, Format format, bool is_stochastic,
+            Queue queue) {
     if (wire::is_sparse(format)) return reduce_sparse(args, queue);
-    encode_tiles(args, format, is_stochastic, queue);
+    encode_tiles(args, rest, format, is_stochastic, queue);
 }
 
 void reduce_sparse(const ReduceArgs& args, Queue) { encode_blocks<ReduceMemory>(args); }
@@ -247,11 +283,26 @@ void outer_step_sparse(const StepArgs& args, Queue) {
     });
 }
 
-void decode(const DecodeArgs& args, Format format, Queue queue) {
+void decode(const DecodeArgs& args, const Rest& rest, Format format, Queue queue) {
     if (wire::is_sparse(format)) return decode_sparse(args, queue);
     by_format(format, [&](auto constant) {
-        tiles(args.runs, queue, [&](const auto& lanes, uint32_t i, Place& place) {
-            decode_tile<decltype(constant)::value>(lanes, args, i, place);
+        constexpr Format kFormat = decltype(constant)::value;
+        if constexpr (wire::has_element_codes(kFormat)) {
+            if (!rest.is_all) {
+                const codec::IeeeScope ieee;
+                const auto stride = static_cast<uint64_t>(num_warps(args.runs.num_tiles, queue, 1));
+                for (uint64_t warp = 0; warp < stride; ++warp) {
+                    const EmulatedLanes lanes;
+                    each_group(args.runs, warp, stride, [&](uint32_t& index, uint32_t end) {
+                        decode_whole<kFormat>(lanes, args, index, end);
+                    });
+                }
+            }
+        }
+        tiles(rest, queue, [&](const auto& lanes, uint32_t i, Place& place) {
+            if_left<kFormat, kDecodeQuads<kFormat>>(
+                lanes, args, args.runs, rest, i, place,
+                [&](const Tile& tile) { decode_tile<kFormat>(lanes, args, tile, place); });
         });
     });
 }

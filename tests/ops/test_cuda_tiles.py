@@ -150,7 +150,10 @@ IN_FLIGHT = [
     ("outer_step", "step_kernelILNS_4wire6FormatE5ELb0E", 192),  # outer, momentum, four payloads
     ("outer_step", "step_kernelILNS_4wire6FormatE5ELb1E", 256),
     ("outer_step", "arrival_kernelILNS_4wire6FormatE5E", 240),
-    ("decode", "decode_kernelILNS_4wire6FormatE5E", 64),  # four payloads
+    ("decode", "decode_kernelILNS_4wire6FormatE5E", 32),  # four payloads
+    ("encode", "encode_whole_kernelILNS_4wire6FormatE5ELb0E", 64),
+    ("reduce", "encode_whole_kernelILNS_4wire6FormatE5ELb0E", 64),
+    ("decode", "decode_whole_kernelILNS_4wire6FormatE5E", 8),  # a term at a time, in many warps
     ("sparse", "sparse_encode_kernelINS0_10EncodeArgsE", 128),  # outer and params, 4 x 16 each
     ("sparse", "sparse_step_kernelILb0E", 128),
     ("decode", "merge_kernel", 128),
@@ -177,6 +180,31 @@ needs_machine_code = pytest.mark.skipif(
 @pytest.mark.parametrize(("report", "kernel", "wanted"), IN_FLIGHT)
 def test_loads_are_issued_together(report: str, kernel: str, wanted: int) -> None:
     assert cuda_sass.most_in_flight(machine_code(report, kernel)) >= wanted
+
+
+# Kernel and wire, what a loop over whole tiles meets, elements of a lane, and instructions for each.
+WAYS = [
+    ("encode", "encode_whole_kernel", 5, ["LDG.E.128", "STG"], 8, 12.5),
+    ("encode", "encode_whole_kernel", 6, ["LDG.E.128", "STG"], 8, 13.5),
+    ("reduce", "encode_whole_kernel", 5, ["IDP", "STG.E.128"], 16, 18.0),  # four runs
+    ("reduce", "encode_whole_kernel", 6, ["IDP", "STG.E.64"], 16, 21.0),
+    ("decode", "decode_whole_kernel", 5, ["FFMA", "STG.E.128"], 8, 13.5),
+    ("decode", "decode_whole_kernel", 6, ["FFMA", "STG.E.128"], 8, 15.5),
+]
+
+
+@pytest.mark.nightly("compiling the kernels of sm_90 takes minutes")
+@needs_machine_code
+@pytest.mark.parametrize(("report", "kernel", "wire", "through", "elements", "most"), WAYS)
+def test_instructions_of_whole_tiles(
+    report: str, kernel: str, wire: int, through: list[str], elements: int, most: float
+) -> None:
+    """int8 and int4, fp32 tensors: the shortest way round the loop."""
+    rounding = "" if report == "decode" else "Lb0E"
+    code = machine_code(report, f"{kernel}ILNS_4wire6FormatE{wire}E{rounding}")
+    fewest = cuda_sass.fewest_in_loop(code, through) / elements
+    print(f"{report} {wire}: {fewest:.1f} instructions an element")
+    assert fewest <= most
 
 
 @pytest.mark.nightly("compiling the kernels of sm_90 takes minutes")

@@ -23,10 +23,14 @@ from diloco_comm.tools.common.reports import Report
 REPORTS = Path(__file__).resolve().parents[3] / "build/cuda"
 WANTED = ("sm_80", "sm_90", "sm_100", "sm_120")
 
-# Kernels of each file: 14 wires, of which 7 round stochastically, too; Adam, arrivals and the other
-# steps; decode, merge, norms, their total, and the upload of long lists; digest by
-# alignment; encode, reduce, three kinds of steps and decode of all sparse wires.
-NUM_KERNELS = {"encode": 36, "reduce": 36, "outer_step": 42, "decode": 18, "digest": 3, "sparse": 6}
+# Kernels of each file: 14 wires, of which 7 round stochastically, too, and 8 have kernels of whole
+# tiles; Adam, arrivals and the other steps; decode, merge, norms, their total, and the upload of
+# long lists; digest by alignment; encode, reduce, three kinds of steps and decode of all sparse
+# wires.
+NUM_KERNELS = {"encode": 51, "reduce": 51, "outer_step": 42, "decode": 26, "digest": 3, "sparse": 6}
+# Of the kernels of whole tiles for int8 and int4, rounded to nearest: registers at most, and warps
+# of a multiprocessor that these leave room for at least.
+WHOLE_TILES = {"encode": (48, 40), "reduce": (56, 28), "decode": (32, 56)}
 # Bytes of stack, and of spilled stores and loads together, by architecture, file and name. One of
 # the 14 arrivals on sm_80 needs eight bytes with 128 registers; no A100 has measured the cost. On
 # sm_80 and sm_120 encode kernels of small tiles spill up to three registers; not measured either.
@@ -36,7 +40,7 @@ KNOWN_STACKS = {
     ("sm_120", "encode", "encode_kernel"): [*3 * [(8, 24)], *5 * [(8, 16)]],
 }
 _FACTS = re.compile(
-    r"Compiling entry function '\w*?\d(?P<name>[a-z_]+_kernel)\w*' for '(?P<arch>\w+)'\s+"
+    r"Compiling entry function '\w*?\d(?P<name>[a-z_]+_kernel)(?P<arguments>\w*)' for '(?P<arch>\w+)'\s+"
     r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
     r"(?P<loads>\d+) bytes spill loads\s+ptxas info\s*: Used (?P<registers>\d+) registers",
     re.DOTALL,
@@ -53,6 +57,18 @@ class Kernel:
     registers: int
     stack_bytes: int
     spilled_bytes: int
+    arguments: str  # of the template, mangled
+
+    @property
+    def warps(self) -> int:
+        """Warps of a multiprocessor of 64 that 65536 registers suffice for, in blocks of four."""
+        return min(65536 // (-(-self.registers // 8) * 8 * 128) * 4, 64)
+
+    @property
+    def is_hot(self) -> bool:
+        """Whether ``WHOLE_TILES`` says how many registers this kernel may have."""
+        is_plain = "FormatE5E" in self.arguments or "FormatE6E" in self.arguments
+        return "_whole_" in self.name and is_plain and "Lb1E" not in self.arguments
 
 
 def read(file: Path) -> list[Kernel]:
@@ -66,6 +82,7 @@ def read(file: Path) -> list[Kernel]:
             int(each["registers"]),
             int(each["stack"]),
             int(each["stores"]) + int(each["loads"]),
+            each["arguments"],
         )
         for each in found
     ]
@@ -87,7 +104,8 @@ def check(
 ) -> list[Kernel]:
     """List the kernels of the reports; raise AssertionError where one is missing.
 
-    A stack frame or a spill that is not among ``KNOWN_STACKS`` is an error, too.
+    A stack frame or a spill that is not among ``KNOWN_STACKS`` is an error, too, and a kernel with
+    more registers than ``WHOLE_TILES`` allows.
     """
     kernels = []
     for name in files:
@@ -108,6 +126,9 @@ def check(
             sizes.remove(own)
         else:
             assert own == (0, 0), f"stack or spills: {kernel}"
+        if kernel.is_hot:
+            registers, warps = WHOLE_TILES[kernel.file]
+            assert kernel.registers <= registers and kernel.warps >= warps, f"registers: {kernel}"
     gone = {key: sizes for key, sizes in known.items() if sizes}
     assert not gone, f"not so any more, take them out of KNOWN_STACKS: {gone}"
     return kernels

@@ -1,4 +1,5 @@
-"""How many bytes a lane of a CUDA kernel has asked for before it uses the first of them.
+"""How many bytes a lane of a CUDA kernel has asked for before it uses the first, and how long a
+loop over tiles is.
 
 Reads the machine code of build/cuda (``make cuda-tests``) with cuobjdump, which CUDA's toolkit and
 Triton bring along:
@@ -8,11 +9,13 @@ Triton bring along:
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +139,47 @@ def most_in_flight(code: list[Instruction]) -> int:
                 seen.add((target, total, pending))
                 waiting.append((target, total, pending, branches))
     return best
+
+
+def fewest_in_loop(code: list[Instruction], through: Collection[str]) -> int:
+    """Return the instructions of the shortest way round a loop that meets all of ``through``.
+
+    A loop ends with a branch back. The way meets instructions whose codes begin with these words,
+    in this order.
+    """
+    at = {each.address: i for i, each in enumerate(code)}
+    ways: list[list[int]] = []  # where each instruction may go on
+    for i, each in enumerate(code):
+        goes = [] if each.code.startswith("EXIT") and not each.is_conditional else [i + 1]
+        if each.code.startswith("BRA") and ".DIV" not in each.code:
+            target = at[int(re.findall(r"0x([0-9a-f]+)", each.operands)[-1], 16)]
+            goes = [target, i + 1] if each.is_conditional else [target]
+        ways.append([to for to in goes if to < len(code)])
+
+    def distances(start: dict[int, int], first: int, last: int) -> dict[int, int]:
+        best = {}
+        waiting = [(steps, i) for i, steps in start.items()]
+        heapq.heapify(waiting)
+        while waiting:
+            steps, i = heapq.heappop(waiting)
+            if i in best:
+                continue
+            best[i] = steps
+            for to in ways[i]:
+                if first <= to <= last and to not in best:
+                    heapq.heappush(waiting, (steps + 1, to))
+        return best
+
+    found = []
+    for last, each in enumerate(code):
+        for first in (to for to in ways[last] if to <= last and each.code.startswith("BRA")):
+            reached = {first: 1}
+            for word in through:
+                steps = distances(reached, first, last)
+                reached = {i: n for i, n in steps.items() if code[i].code.startswith(word)}
+            if reached and last in (steps := distances(reached, first, last)):
+                found.append(steps[last])
+    return min(found)
 
 
 if __name__ == "__main__":
