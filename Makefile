@@ -10,7 +10,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated cuda-tests test test-all coverage nightly cpptest cuda kernels gpu-build gpu-rehearsal demo bench bars soak-async soak-decoupled soak-elastic lint docs package format sanitize fuzz clean
+.PHONY: setup emulated cuda-tests test test-all coverage nightly cpptest cuda kernels gpu-build gpu-rehearsal demo bench bars soak-async soak-decoupled soak-elastic lint docs package package-cuda format sanitize fuzz clean
 
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
@@ -91,7 +91,7 @@ fuzz: setup
 
 # The CUDA kernels for every architecture that nvcc can, checked for spills.
 cuda: cuda-tests
-	$(BUILD) --target diloco_cuda
+	$(BUILD) --target diloco_cuda_kernels
 	$(BIN)/pytest tests/ops/test_cuda_build.py
 	$(BIN)/python tests/support/devices/cuda_reports.py $(ARGS)
 
@@ -174,6 +174,12 @@ docs: setup
 package: setup
 	.ci/package
 	.ci/build-digest >.ci/package.sha256
+
+# The same with the CUDA kernels of every architecture in the wheel. They are compiled once, for any torch
+# and any Python; this needs nvcc.
+package-cuda: setup
+	$(BUILD) --target diloco_cuda_kernels
+	DILOCO_KERNELS="$$(echo "$$PWD"/build/editable-*/diloco_cuda)" .ci/package
 
 # Bring all sources into the form that `make lint` wants.
 format: setup

@@ -87,6 +87,7 @@ class CMakeBuild(build_ext):
             "DILOCO_WERROR": os.environ.get("DILOCO_WERROR", "OFF"),
             "DILOCO_CUDA": os.environ.get("DILOCO_CUDA", "AUTO"),
             "DILOCO_CUDA_ARCHS": os.environ.get("DILOCO_CUDA_ARCHS", ""),
+            "DILOCO_KERNELS": os.environ.get("DILOCO_KERNELS", ""),
         }
         flags = [f"-D{key}={value}" for key, value in options.items()]
         cmake = find_tool("cmake")

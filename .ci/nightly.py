@@ -49,7 +49,8 @@ PARTS = {
     "soaks": "make --jobs 3 --output-sync soak-async soak-decoupled soak-elastic SECONDS=300 "
     "ASYNC_SECONDS=75 RESULT=build/nightly/soak.json",
     "sanitize": "make sanitize",
-    "package": ".ci/package",
+    # Where nvcc is, the wheel has CUDA kernels, and every architecture must have each kernel.
+    "package": "make package-cuda" if shutil.which("nvcc") else ".ci/package",
     "demo": "make demo ARGS='--out build/nightly/demo'",
     "triton": "make kernels ARGS='--json build/nightly/kernels-triton.json'",
     "cuda": "make cuda",

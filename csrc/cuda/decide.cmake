@@ -1,4 +1,5 @@
-# Decides whether the CUDA kernels are built, from DILOCO_CUDA and what is found. Takes TORCH_VERSION
+# Decides whether the CUDA kernels are built, from DILOCO_CUDA and what is found. DILOCO_KERNELS, a
+# folder of compiled kernels, needs nothing else. Takes TORCH_VERSION
 # and TORCH_CUDA (torch's CUDA version, or empty); sets
 #   DILOCO_HAS_CUDA     whether the extension gets them, and cuda_reason: why, or why not
 #   can_compile_cuda    whether they could be built at all
@@ -38,7 +39,13 @@ set(DILOCO_HAS_CUDA FALSE)
 string(TOUPPER "${DILOCO_CUDA}" wanted)
 string(REGEX MATCH "^[0-9]+" torch_cuda_major "${TORCH_CUDA}")
 string(REGEX MATCH "^[0-9]+" nvcc_major "${nvcc_version}")
-if(wanted STREQUAL "ON")
+if(DILOCO_KERNELS AND wanted MATCHES "^(ON|AUTO)$")
+  if(NOT EXISTS ${DILOCO_KERNELS}/digest.o)
+    message(FATAL_ERROR "DILOCO_KERNELS=${DILOCO_KERNELS} is no folder of compiled kernels")
+  endif()
+  set(DILOCO_HAS_CUDA TRUE)
+  set(cuda_reason "DILOCO_KERNELS=${DILOCO_KERNELS}")
+elseif(wanted STREQUAL "ON")
   if(cuda_obstacle)
     message(FATAL_ERROR "DILOCO_CUDA=ON cannot be satisfied: ${cuda_obstacle}")
   endif()

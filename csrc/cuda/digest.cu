@@ -14,24 +14,38 @@ __global__ void __launch_bounds__(kThreads) digest_kernel(const __grid_constant_
     digest_tiles<kAlignment>(WarpLanes(nullptr), args, first_warp(), grid_warps());
 }
 
+int attribute(cudaDeviceAttr which, int device) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, which, device), "ask for a property of the device");
+    return value;
+}
+
 // Blocks of `kernel` that the device runs at a time: more would only add to the sums more often.
 // `known` keeps the number of each device.
 template <class Kernel>
 int64_t resident_blocks(Kernel kernel, int device, std::array<std::atomic<int>, 64>& known) {
     std::atomic<int>& blocks = known[static_cast<size_t>(device) % known.size()];
     if (blocks.load() == 0) {
-        int each = 0, multiprocessors = 0;
+        int each = 0;
         check(cudaSetDevice(device), "select the device");
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, 0),
               "tell how many blocks fit");
-        check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-              "tell the number of multiprocessors");
-        blocks = each * multiprocessors;
+        blocks = each * attribute(cudaDevAttrMultiProcessorCount, device);
     }
     return blocks.load();
 }
 
 }  // namespace
+
+// A driver that is too old for the runtime answers nothing but its own version.
+Support support(int device) {
+    Support found{CUDART_VERSION, 0, 0, {__CUDA_ARCH_LIST__}};
+    check(cudaDriverGetVersion(&found.driver), "ask for the driver's version");
+    if (found.driver / 1000 < found.runtime / 1000) return found;
+    found.device = 100 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+                   10 * attribute(cudaDevAttrComputeCapabilityMinor, device);
+    return found;
+}
 
 void digest(const DigestArgs& args, Queue queue) {
     by_alignment(args, [&](auto alignment) {

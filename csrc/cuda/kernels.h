@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "cuda/arguments.h"
 #include "wire/format.h"
@@ -17,6 +18,15 @@ struct Queue {
     void* stream;
     int64_t max_blocks = 0;  // of the grid; 0: one for each piece of work
 };
+
+// The driver's answers about a device, and the architectures that the kernels are compiled for.
+struct Support {
+    int runtime, driver;       // versions of CUDA, such as 12090; 0: there is no driver
+    int device;                // architecture of the device, such as 900 for sm_90
+    std::vector<int> kernels;  // architectures, rising; the last one has PTX for later devices
+};
+
+Support support(int device);
 
 constexpr int kWarps = 4;  // of a block
 

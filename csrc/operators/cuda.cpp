@@ -260,13 +260,19 @@ void digest_cuda(const Tensor& tensor, const Tensor& sums, int64_t first_word, i
     cuda::digest(args, call.queue(max_blocks));
 }
 
-// Runs Triton's operator of that name, which Python registers, when `impl` is "triton".
+// Runs Triton's operator of that name, which Python registers, when `impl` is "triton", and where
+// the kernels do not run: a call finds that out before it does anything.
 template <const char* kName, auto kKernel>
 struct OrTriton;
 template <const char* kName, class... Args, void (*kKernel)(Args...)>
 struct OrTriton<kName, kKernel> {
     static void run(Args... args) {
-        if (std::get<sizeof...(Args) - 1>(std::tie(args...)) != "triton") return kKernel(args...);
+        try {
+            if (std::get<sizeof...(Args) - 1>(std::tie(args...)) != "triton") {
+                return kKernel(args...);
+            }
+        } catch (const Unserved&) {
+        }
         c10::Dispatcher::singleton().findSchemaOrThrow(kName, "").typed<void(Args...)>().call(
             args...);
     }
@@ -290,6 +296,11 @@ TORCH_LIBRARY(DILOCO_LIBRARY, m) {
     for (const char* schema : diloco::kSchemas) m.def(schema);
 }
 #endif
+
+TORCH_LIBRARY_FRAGMENT(DILOCO_LIBRARY, m) {
+    m.def("_cuda_obstacle(int device) -> str",
+          [](int64_t device) { return diloco::obstacle(static_cast<int>(device)); });
+}
 
 TORCH_LIBRARY_IMPL(DILOCO_LIBRARY, DILOCO_KEY, m) {
     m.impl("encode", &diloco::OrTriton<diloco::kEncode, &diloco::encode_cuda>::run);

@@ -4,7 +4,8 @@ Triton's operators are registered as ``torch.ops.diloco_comm_triton.*``, with th
 schemas; nothing of Triton is imported before the first call. Where the extension has no CUDA
 kernels, Triton's operators also serve ``torch.ops.diloco_comm.*`` on CUDA tensors, so that the C++
 engine, which calls through the dispatcher, finds them. Where the extension has CUDA kernels, its
-operators call Triton's for ``impl="triton"``.
+operators call Triton's for ``impl="triton"``, and by default on a device that the kernels do not
+run on: the first call on a device asks the driver.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ..base import env
 
 # The place of each implementation in the sources, by the type of device that its tensors are on.
 # "reference" is plain PyTorch. The other implementations for the CPU are chosen in C++, which
-# refuses a name that the processor cannot run. "cuda" is there in builds with CUDA, "triton" where
-# Triton is installed.
+# refuses a name that the processor cannot run. "cuda" is there in builds with CUDA that fit driver
+# and device, "triton" where Triton is installed.
 IMPLEMENTATIONS = {
     "cpu": {
         "reference": "diloco_comm.ops.reference",
@@ -55,10 +56,6 @@ OPERATORS = tuple(DEFAULT_ON_CUDA)
 CPU_ONLY = ("gram",)
 # The compute capability that the kernels in CUDA need of a GPU, and Triton too.
 LEAST_CAPABILITY = (8, 0)
-NEEDS_TRITON = (
-    "operators on CUDA tensors need Triton, which is not installed, or an extension built with "
-    "CUDA: run `pip install triton`, or build with DILOCO_CUDA=ON"
-)
 
 _libraries: list[Library] = []  # a registration lasts as long as its library
 
@@ -90,7 +87,7 @@ def default_on_cuda(operator: str) -> str:
     """
     names = available_impls("cuda")
     if not names:
-        raise ValueError(NEEDS_TRITON)
+        raise ValueError(needs_triton())
     wanted = DEFAULT_ON_CUDA[operator]
     return wanted if wanted in names else names[-1]
 
@@ -114,10 +111,11 @@ def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str
         return impl  # whatever is registered for that kind of device
     names = available_impls(device)
     if not names:
-        raise ValueError(NEEDS_TRITON)
+        raise ValueError(needs_triton())
     if impl and impl not in names:
         where = "on this machine" if device == "cpu" else f"on {device} tensors here"
-        raise ValueError(f"impl must be one of {', '.join(names)} {where}, got {impl!r}")
+        why = f": {cuda_obstacle()}" if impl == "cuda" and device == "cuda" else ""
+        raise ValueError(f"impl must be one of {', '.join(names)} {where}, got {impl!r}{why}")
     return default_on_cuda(operator) if operator and not impl and device == "cuda" else impl
 
 
@@ -170,8 +168,40 @@ def has_triton() -> bool:
 
 
 def has_cuda_kernels() -> bool:
-    """Return whether the extension was built with CUDA kernels of its own."""
-    return len(_libraries) == 1
+    """Return whether the extension has CUDA kernels that run on the current device."""
+    return not cuda_obstacle()
+
+
+def cuda_obstacle(device: int | None = None) -> str:
+    """Say in one sentence why the extension's CUDA kernels do not run on a device; "": they do.
+
+    Args:
+        device: Index of the device. None: the current one. Before torch has used a device nobody
+            asks the driver, so that the process can still be forked; built kernels count then.
+    """
+    if len(_libraries) == 2:
+        return "the extension was built without CUDA kernels"
+    if device is None:
+        if not torch.cuda.is_initialized():
+            return ""
+        device = torch.cuda.current_device()
+    return torch.ops.diloco_comm._cuda_obstacle(device)
+
+
+def needs_triton() -> str:
+    """Say that Triton is needed here, and why the CUDA kernels are not enough."""
+    obstacle = cuda_obstacle()
+    why = f", because {obstacle}" if obstacle else ""
+    return f"Triton is needed here{why}, and is not installed: run `pip install triton`"
+
+
+def served_by(device: int) -> str:
+    """Say in one sentence what serves a CUDA device by default; if not CUDA kernels, why."""
+    obstacle = cuda_obstacle(device)
+    if not obstacle:
+        return "served by CUDA kernels"
+    which = "Triton" if has_triton() else "nothing until Triton is installed"
+    return f"served by {which}, because {obstacle}"
 
 
 def register_triton() -> None:
@@ -218,7 +248,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 def _operators(device: str) -> Any:
     """Import Triton's operators; raise where they cannot run on tensors of that device."""
     if not has_triton():
-        raise ValueError(NEEDS_TRITON)
+        raise ValueError(needs_triton())
     operators = importlib.import_module("diloco_comm.kernels.operators")
     if device == "cpu" and not operators.is_interpreted():
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import cuda_reports
 import pytest
 import torch
+import wheel_kernels
 
 import diloco_comm._C
 from diloco_comm import ops
@@ -46,25 +48,75 @@ def test_no_kernel_spills_but_the_known_ones() -> None:
         print(row)
 
 
-@needs_build
-def test_the_extension_with_cuda_loads_without_a_gpu() -> None:
-    program = (
+def run_with_cuda(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the extension that has CUDA."""
+    load = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('diloco_comm._C', {str(BUILT[-1])!r})\n"
         "module = sys.modules['diloco_comm._C'] = importlib.util.module_from_spec(spec)\n"
         "import torch, torch.distributed\n"
         "spec.loader.exec_module(module)\n"
         "import diloco_comm.ops as ops\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", load + program], capture_output=True, text=True, timeout=100,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@needs_build
+def test_the_extension_with_cuda_loads_without_a_gpu() -> None:
+    done = run_with_cuda(
         "out = torch.zeros(3)\n"
         "ops.merge(torch.arange(3.0), [out])\n"
         "print(out.tolist(), *ops.available_impls('cuda'))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
     with_triton = "triton " if importlib.util.find_spec("triton") else ""
     assert done.stdout.strip() == f"[0.0, 1.0, 2.0] {with_triton}cuda"
+
+
+# A driver that says which CUDA it is for, and nothing else.
+DRIVER = """
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 11080; return 0; }
+"""
+
+
+@needs_build
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_the_runtime_inside_tells_which_driver_is_there(has_driver: bool, tmp_path: Path) -> None:
+    """Doctor prints this sentence for a GPU; the first call there warns with the same reason."""
+    found = "there is no driver of CUDA"
+    if has_driver:
+        (tmp_path / "driver.c").write_text(DRIVER)
+        library = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1"]
+        subprocess.run(["cc", *library, "driver.c"], cwd=tmp_path, check=True)
+        found = "the driver is for CUDA 11.8"
+    done = run_with_cuda(
+        "from diloco_comm.ops import implementations\nprint(implementations.served_by(0))\n",
+        LD_LIBRARY_PATH=str(tmp_path),
+    )
+    needed = f", and the CUDA kernels need a driver for CUDA {nvcc_major()}.0 or newer"
+    assert done.stdout.strip() == f"served by Triton, because {found}{needed}"
+    assert done.stderr.count(f"Triton serves GPU 0: {found}{needed}") == 1
+
+
+def nvcc_major() -> str:
+    """Return the major version of the CUDA that the extension is built with."""
+    release = re.search(r"release (\d+)", cuda_reports.nvcc("--version"))
+    assert release is not None
+    return release[1]
+
+
+@needs_build
+def test_every_kernel_is_found_in_the_extension_and_a_missing_one_is_named() -> None:
+    wheel_kernels.check(BUILT[-1], ["sm_90"])
+    with pytest.raises(AssertionError, match=r"for \['sm_90'\], not for \['sm_90', 'sm_100'\]"):
+        wheel_kernels.check(BUILT[-1], ["sm_90", "sm_100"])
+    with pytest.raises(AssertionError, match=r"\d+ kernels for sm_90, not 1"):
+        wheel_kernels.check(BUILT[-1], ["sm_90"], 1)
 
 
 @needs_build
@@ -158,6 +210,18 @@ def test_the_choice_and_its_reason_are_said_once(
     code, text = decide(nvcc, **options)
     assert (code != 0) == bool(status), text
     assert text.count(sentence) == 1, text
+
+
+def test_kernels_that_were_compiled_before_need_neither_nvcc_nor_a_torch_with_cuda(
+    decide: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    options = {"DILOCO_KERNELS": str(tmp_path)}
+    code, text = decide(None, DILOCO_CUDA="AUTO", **options)
+    assert code != 0 and f"DILOCO_KERNELS={tmp_path} is no folder of compiled kernels" in text
+    (tmp_path / "digest.o").touch()
+    for wanted, choice in (("AUTO", "built (DILOCO_KERNELS="), ("OFF", "not built (DILOCO_CUDA=")):
+        code, text = decide(None, DILOCO_CUDA=wanted, **options)
+        assert code == 0 and text.count(f"CUDA kernels: {choice}") == 1, text
 
 
 def test_a_toolkit_without_the_static_runtime_is_an_obstacle(

@@ -17,10 +17,12 @@ from cli_helpers import check_documented, check_misuse, check_schema, examples, 
 from workers import Pool
 
 from diloco_comm import __version__, ops
+from diloco_comm.ops.implementations import served_by
 from diloco_comm.tools.common import workers
 from diloco_comm.tools.doctor import command as doctor_command
 from diloco_comm.tools.doctor import facts as doctor
 from diloco_comm.tools.doctor import job as doctor_job
+from diloco_comm.tools.doctor import report as doctor_report
 from diloco_comm.tools.doctor import selftest as doctor_selftest
 from diloco_comm.tools.doctor.facts import Finding
 
@@ -44,7 +46,13 @@ SCHEMA: dict[str, Any] = {
         "threads": int,
         "memory_gib": float,
     },
-    "gpu": {"cuda": (str, None), "rocm": (str, None), "nccl": (str, None), "devices": [str]},
+    "gpu": {
+        "cuda": (str, None),
+        "rocm": (str, None),
+        "nccl": (str, None),
+        "devices": [str],
+        "operators": [str],
+    },
     "network": {
         "hostname_resolves_to": (str, None),
         "interfaces": [str],
@@ -118,6 +126,14 @@ def test_text_tells_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"torch {torch.__version__}" in words
     assert "chosen: scalar" in words
     assert "warning: nothing reads DILOCO_COMM_LANE; the variables are DILOCO_COMM_" in words
+
+
+def test_the_line_of_a_gpu_says_what_serves_it_and_why() -> None:
+    gpu = {"cuda": "12.8", "rocm": None, "nccl": None, "devices": ["A", "B"]}
+    gpu["operators"] = ["served by CUDA kernels", served_by(0)]
+    why = "served by Triton, because the extension was built without CUDA kernels"
+    lines = f"A, served by CUDA kernels\nB, {why}; torch has CUDA 12.8"
+    assert doctor_report._gpu(gpu) == lines
 
 
 def test_errors_set_the_status(monkeypatch: pytest.MonkeyPatch) -> None:

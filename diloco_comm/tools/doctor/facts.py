@@ -17,6 +17,7 @@ import torch
 
 from ... import __version__, ops
 from ...base import env
+from ...ops.implementations import served_by
 
 PACKAGES = ("numpy", "triton", "nvtx", "pyzmq", "matplotlib", "transformers", "lightning", "peft")
 SHORT_TIMEOUT_S = 60.0
@@ -91,15 +92,13 @@ def _processor() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    is_available = torch.cuda.is_available()
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return {
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
         "nccl": _nccl_version(),
-        "devices": [
-            torch.cuda.get_device_name(idx)
-            for idx in range(torch.cuda.device_count() if is_available else 0)
-        ],
+        "devices": [torch.cuda.get_device_name(idx) for idx in devices],
+        "operators": [served_by(idx) for idx in devices],
     }
 
 

@@ -77,7 +77,9 @@ def _gpu(gpu: dict[str, Any]) -> str:
     built = [f"CUDA {gpu['cuda']}"] if gpu["cuda"] else []
     built += [f"ROCm {gpu['rocm']}"] if gpu["rocm"] else []
     built += [f"NCCL {gpu['nccl']}"] if gpu["nccl"] else []
-    return f"{', '.join(gpu['devices']) or 'none'}; torch has {', '.join(built) or 'no GPU parts'}"
+    devices = zip(gpu["devices"], gpu["operators"], strict=True)
+    names = "\n".join(f"{name}, {operators}" for name, operators in devices) or "none"
+    return f"{names}; torch has {', '.join(built) or 'no GPU parts'}"
 
 
 def _network(network: dict[str, Any]) -> str:

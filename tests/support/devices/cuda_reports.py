@@ -21,7 +21,7 @@ from pathlib import Path
 from diloco_comm.tools.common.reports import Report
 
 REPORTS = Path(__file__).resolve().parents[3] / "build/cuda"
-WANTED = ("sm_80", "sm_90", "sm_100", "sm_120")
+WANTED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 # Kernels of each file: 14 wires, of which 7 round stochastically, too, and 8 have kernels of whole
 # tiles; Adam, arrivals and the other steps; decode, merge, norms, their total, and the upload of
