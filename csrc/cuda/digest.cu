@@ -37,14 +37,15 @@ int64_t resident_blocks(Kernel kernel, int device, std::array<std::atomic<int>, 
 
 }  // namespace
 
-// A driver that is too old for the runtime answers nothing but its own version.
-Support support(int device) {
-    Support found{CUDART_VERSION, 0, 0, {__CUDA_ARCH_LIST__}};
-    check(cudaDriverGetVersion(&found.driver), "ask for the driver's version");
-    if (found.driver / 1000 < found.runtime / 1000) return found;
-    found.device = 100 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
-                   10 * attribute(cudaDevAttrComputeCapabilityMinor, device);
-    return found;
+std::vector<int64_t> support(int device) {
+    int driver = 0;
+    int arch = 0;
+    check(cudaDriverGetVersion(&driver), "ask for the driver's version");
+    if (driver / 1000 >= CUDART_VERSION / 1000) {
+        arch = 100 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+               10 * attribute(cudaDevAttrComputeCapabilityMinor, device);
+    }
+    return {CUDART_VERSION, driver, arch, __CUDA_ARCH_LIST__};
 }
 
 void digest(const DigestArgs& args, Queue queue) {

@@ -19,14 +19,10 @@ struct Queue {
     int64_t max_blocks = 0;  // of the grid; 0: one for each piece of work
 };
 
-// The driver's answers about a device, and the architectures that the kernels are compiled for.
-struct Support {
-    int runtime, driver;       // versions of CUDA, such as 12090; 0: there is no driver
-    int device;                // architecture of the device, such as 900 for sm_90
-    std::vector<int> kernels;  // architectures, rising; the last one has PTX for later devices
-};
-
-Support support(int device);
+// Versions of CUDA, such as 12090: the runtime's and the driver's (0: there is none); architecture
+// of the device, such as 900 for sm_90 (0: the driver is too old to tell); then each architecture
+// of the kernels, rising: the last one has PTX for later devices.
+std::vector<int64_t> support(int device);
 
 constexpr int kWarps = 4;  // of a block
 

@@ -298,8 +298,7 @@ TORCH_LIBRARY(DILOCO_LIBRARY, m) {
 #endif
 
 TORCH_LIBRARY_FRAGMENT(DILOCO_LIBRARY, m) {
-    m.def("_cuda_obstacle(int device) -> str",
-          [](int64_t device) { return diloco::obstacle(static_cast<int>(device)); });
+    m.def("_cuda_support(int device) -> int[]", &diloco::support_of);
 }
 
 TORCH_LIBRARY_IMPL(DILOCO_LIBRARY, DILOCO_KEY, m) {

@@ -12,7 +12,6 @@
 #include <limits>
 #include <map>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "cuda/kernels.h"
@@ -44,42 +43,25 @@ void* current_stream(c10::Device device) {
 }
 #endif
 
-// Says in one sentence why the kernels do not run on a device; empty: they do.
-std::string judged(const cuda::Support& found) {
-    const auto version = [](int n) { return c10::str(n / 1000, ".", n % 1000 / 10); };
-    if (found.driver / 1000 < found.runtime / 1000) {
-        return c10::str(found.driver == 0 ? "there is no driver of CUDA"
-                                          : "the driver is for CUDA " + version(found.driver),
-                        ", and the CUDA kernels need a driver for CUDA ", found.runtime / 1000,
-                        ".0 or newer");
-    }
-    std::string names;
-    for (const int each : found.kernels) {
-        // Machine code runs on later devices of the same generation, too.
-        if (each / 100 == found.device / 100 && each <= found.device) return "";
-        names += c10::str("sm_", each / 10, ", ");
-    }
-    if (found.device > found.kernels.back()) return "";
-    return c10::str("the device is sm_", found.device / 10, ", and the CUDA kernels are for ",
-                    names, "and later ones");
-}
-
-// Asks the driver once for each device.
-const std::string& obstacle(int device) {
+// Whether the kernels run on a device, then the facts that decide (cuda::support), which the driver
+// is asked for once. implementations.py makes a sentence of them.
+const std::vector<int64_t>& support_of(int64_t device) {
     static std::mutex mutex;
-    static std::map<int, std::string> known;
+    static std::map<int64_t, std::vector<int64_t>> known;
     const std::lock_guard<std::mutex> lock(mutex);
-    auto found = known.find(device);
-    if (found == known.end()) {
-        found = known.emplace(device, judged(cuda::support(device))).first;
-        if (!found->second.empty()) {
-            TORCH_WARN("Triton serves GPU ", device, ": ", found->second);
-        }
-    }
-    return found->second;
+    std::vector<int64_t>& found = known[device];
+    if (!found.empty()) return found;
+    found = cuda::support(static_cast<int>(device));
+    const int64_t arch = found[2];
+    // Machine code runs on later devices of its generation, too.
+    const bool runs = std::any_of(found.begin() + 3, found.end(), [&](int64_t each) {
+        return arch / 100 == each / 100 && arch >= each;
+    });
+    found.insert(found.begin(), runs || arch > found.back());
+    return found;
 }
 
-// A call that leaves the choice, on a device that the kernels do not run on.
+// The end of a call that leaves the choice, on a device that the kernels do not run on.
 struct Unserved {};
 
 // One call of an operator: its device, the queue, and device memory for lists that are too long for
@@ -92,9 +74,10 @@ class Call {
     Call(c10::string_view impl, const Tensor& tensor) : device(tensor.device()), guard_(device) {
         TORCH_CHECK_VALUE(impl.empty() || impl == kImpl, "impl '", impl,
                           "' does not run on tensors of ", device, "; available: ", kImpl);
-        const std::string& reason = obstacle(device.index());
-        if (impl.empty() && !reason.empty()) throw Unserved();
-        TORCH_CHECK_VALUE(reason.empty(), "impl '", impl, "' does not run here: ", reason);
+        const bool runs = support_of(device.index()).front() != 0;
+        if (impl.empty() && !runs) throw Unserved();
+        TORCH_CHECK_VALUE(runs, "impl '", impl,
+                          "' does not run here: `diloco-comm doctor` says why");
         queue_ = {device.index(), current_stream(device)};
     }
 

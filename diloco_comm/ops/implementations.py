@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,7 +90,11 @@ def default_on_cuda(operator: str) -> str:
     if not names:
         raise ValueError(needs_triton())
     wanted = DEFAULT_ON_CUDA[operator]
-    return wanted if wanted in names else names[-1]
+    if wanted in names:
+        return wanted
+    if wanted == "cuda" and _has_built_kernels():
+        warnings.warn(f"Triton serves the GPU, because {cuda_obstacle()}", stacklevel=2)
+    return names[-1]
 
 
 def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str:
@@ -179,13 +184,29 @@ def cuda_obstacle(device: int | None = None) -> str:
         device: Index of the device. None: the current one. Before torch has used a device nobody
             asks the driver, so that the process can still be forked; built kernels count then.
     """
-    if len(_libraries) == 2:
+    if not _has_built_kernels():
         return "the extension was built without CUDA kernels"
     if device is None:
         if not torch.cuda.is_initialized():
             return ""
         device = torch.cuda.current_device()
-    return torch.ops.diloco_comm._cuda_obstacle(device)
+    return _sentence(*torch.ops.diloco_comm._cuda_support(device))
+
+
+def _has_built_kernels() -> bool:
+    return len(_libraries) == 1
+
+
+def _sentence(runs: int, runtime: int, driver: int, device: int, *kernels: int) -> str:
+    """Say what was found and what is needed; the arguments come from ``support_of`` in C++."""
+    if runs:
+        return ""
+    if device == 0:
+        found = f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}"
+        found = found if driver else "there is no driver of CUDA"
+        return f"{found}, and the CUDA kernels need a driver for CUDA {runtime // 1000}.0 or newer"
+    names = ", ".join(f"sm_{each // 10}" for each in kernels)
+    return f"the device is sm_{device // 10}, and the CUDA kernels are for {names} and later ones"
 
 
 def needs_triton() -> str:

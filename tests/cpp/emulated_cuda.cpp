@@ -243,22 +243,22 @@ void blocks(const Runs& runs, Run&& run) {
 }  // namespace
 
 // A driver whose answers a test sets, by ctypes, before the first call on a device.
-std::map<int, Support> answers;
+std::map<int, std::vector<int64_t>> answers;
 std::atomic<int> num_asked = 0;
 
 extern "C" __attribute__((visibility("default"))) void emulate_device(int device, int runtime,
                                                                       int driver, int arch) {
-    answers[device] = {runtime, driver, arch, {800, 860, 890, 900, 1000, 1200}};
+    answers[device] = {runtime, driver, arch, 800, 860, 890, 900, 1000, 1200};
 }
 
 extern "C" __attribute__((visibility("default"))) int num_probes() { return num_asked; }
 
-Support support(int device) {
+std::vector<int64_t> support(int device) {
     ++num_asked;
     // Threads that ask at the same time meet here.
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     const auto answer = answers.find(device);
-    return answer == answers.end() ? Support{0, 0, 900, {900}} : answer->second;
+    return answer == answers.end() ? std::vector<int64_t>{0, 0, 900, 900} : answer->second;
 }
 
 void encode(const EncodeArgs& args, const Rest& rest, Format format, bool is_stochastic,

@@ -87,7 +87,7 @@ int cuDriverGetVersion(int *version) { *version = 11080; return 0; }
 @needs_build
 @pytest.mark.parametrize("has_driver", [False, True])
 def test_the_runtime_inside_tells_which_driver_is_there(has_driver: bool, tmp_path: Path) -> None:
-    """Doctor prints this sentence for a GPU; the first call there warns with the same reason."""
+    """Doctor prints this sentence for a GPU."""
     found = "there is no driver of CUDA"
     if has_driver:
         (tmp_path / "driver.c").write_text(DRIVER)
@@ -100,7 +100,6 @@ def test_the_runtime_inside_tells_which_driver_is_there(has_driver: bool, tmp_pa
     )
     needed = f", and the CUDA kernels need a driver for CUDA {nvcc_major()}.0 or newer"
     assert done.stdout.strip() == f"served by Triton, because {found}{needed}"
-    assert done.stderr.count(f"Triton serves GPU 0: {found}{needed}") == 1
 
 
 def nvcc_major() -> str:
