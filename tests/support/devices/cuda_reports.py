@@ -32,11 +32,17 @@ NUM_KERNELS = {"encode": 51, "reduce": 51, "outer_step": 42, "decode": 26, "dige
 # of a multiprocessor that these leave room for at least.
 WHOLE_TILES = {"encode": (48, 40), "reduce": (56, 28), "decode": (32, 56)}
 # Bytes of stack, and of spilled stores and loads together, by architecture, file and name. One of
-# the 14 arrivals on sm_80 needs eight bytes with 128 registers; no A100 has measured the cost. On
-# sm_80 and sm_120 encode kernels of small tiles spill up to three registers; not measured either.
+# the 14 arrivals needs eight bytes with 128 registers on sm_80, sm_86 and sm_89; no device has
+# measured the cost. Some encode kernels of small tiles spill up to three registers; not measured.
 KNOWN_STACKS = {
     ("sm_80", "outer_step", "arrival_kernel"): [(8, 0)],
+    ("sm_86", "outer_step", "arrival_kernel"): [(8, 0)],
+    ("sm_86", "outer_step", "step_kernel"): [(8, 8)],
+    ("sm_89", "outer_step", "arrival_kernel"): [(8, 0)],
+    ("sm_89", "outer_step", "step_kernel"): [(8, 8)],
     ("sm_80", "encode", "encode_kernel"): [*3 * [(8, 20)], *2 * [(8, 8)]],
+    ("sm_86", "encode", "encode_kernel"): [*3 * [(8, 20)], *3 * [(8, 8)]],
+    ("sm_89", "encode", "encode_kernel"): [*3 * [(8, 20)], *3 * [(8, 8)]],
     ("sm_120", "encode", "encode_kernel"): [*3 * [(8, 24)], *5 * [(8, 16)]],
 }
 _FACTS = re.compile(
