@@ -26,11 +26,9 @@ namespace diloco::wire {
 
 DILOCO_HD float uniform_of(uint32_t r) { return static_cast<float>(2 * r + 1) * 0x1p-17f; }
 
-// y + 768 has 14 bits after the point; above them are the code and kIntegerBias, whose low byte is
-// 0.
+// y + 768 has 14 bits after the point, and the code above them.
 constexpr float kIntegerMagic = 768.0f;
 constexpr int kIntegerShift = 14;
-constexpr uint32_t kIntegerBias = 0x44400000u >> kIntegerShift;
 
 DILOCO_HD uint32_t integer_stochastic(float y, uint32_t r) {
     return (float_bits(add(y, kIntegerMagic)) + (r >> (16 - kIntegerShift))) >> kIntegerShift;

@@ -7,8 +7,17 @@
 namespace diloco::codec {
 namespace {
 
-// An Input loads x of one block: load(n) is the vector at element n of the block. The common inputs
-// are compiled apart from the general one, which looks at the span each time.
+// Asks for kUnroll elements that are read so many bytes later.
+template <int kBytesAhead>
+DILOCO_INLINE void prefetch_stream(const void* data, int element_bytes, int64_t i) {
+    const char* p = static_cast<const char*>(data) + i * element_bytes + kBytesAhead;
+    for (int k = 0; k < kUnroll * element_bytes; k += 64) _mm_prefetch(p + k, _MM_HINT_T0);
+}
+
+// An Input loads x of one block: load(n) is the vector at element n of the block. Loads of the next
+// block stand in line behind instructions that wait for the scale of this one, so that too few of
+// them are on their way; prefetch(n) asks for elements from n on, and waits for nothing. The common
+// inputs are compiled apart from the general one, which looks at the span each time.
 template <DType kParams, bool kHasResidual>
 class DifferenceInput {
   public:
@@ -20,6 +29,13 @@ class DifferenceInput {
                                   load_as(kParams, span_.params, i));
         if constexpr (!kHasResidual) return x;
         return Vec::add(x, Vec::load(static_cast<const float*>(span_.residual) + i));
+    }
+    template <int kBytesAhead>
+    DILOCO_INLINE void prefetch(int64_t n) const {
+        if constexpr (kHasResidual) return;  // three streams are enough at once
+        constexpr int kAhead = kParams == DType::kFp32 ? kBytesAhead : 2048;
+        prefetch_stream<kAhead>(span_.outer, 4, begin_ + n);
+        prefetch_stream<kAhead>(span_.params, kParams == DType::kFp32 ? 4 : 2, begin_ + n);
     }
 
   private:
@@ -33,6 +49,10 @@ class TensorInput {
     DILOCO_INLINE TensorInput(const EncodeSpan& span, int64_t block)
         : params_(static_cast<const float*>(span.params) + block * span.block_size) {}
     DILOCO_INLINE Vec::F load(int64_t n) const { return Vec::load(params_ + n); }
+    template <int kBytesAhead>
+    DILOCO_INLINE void prefetch(int64_t n) const {
+        prefetch_stream<kBytesAhead>(params_, 4, n);
+    }
 
   private:
     const float* params_;
@@ -53,6 +73,8 @@ class AnyInput {
         }
         return x;
     }
+    template <int>
+    DILOCO_INLINE void prefetch(int64_t) const {}
 
   private:
     const EncodeSpan& span_;
@@ -74,6 +96,8 @@ class SumInput {
         }
         return x;
     }
+    template <int>
+    DILOCO_INLINE void prefetch(int64_t) const {}
 
   private:
     const EncodeSpan& span_;
@@ -86,6 +110,7 @@ class SumInput {
 template <int kSize, class Input>
 DILOCO_INLINE Vec::I load_unit(const Input& input, int j, float* x) {
     Vec::I largest = Vec::set(0);
+#pragma GCC unroll 4
     for (int n = j; n < j + kSize; n += Vec::kWidth) {
         const Vec::F v = input.load(n);
         largest = Vec::max(largest, magnitude_of(v));

@@ -57,9 +57,10 @@ DILOCO_INLINE void fill_random(uint64_t element, const PhiloxKeys& keys, int siz
     }
 }
 
+// The functions below take r as Vec::load_random() gives it: above 8 zeros.
 // u = (2 r + 1) * 2^-17, exactly: 1 + u is made from its bits.
 DILOCO_INLINE Vec::F uniform_of(Vec::I r) {
-    const Vec::I bits = Vec::or_(Vec::shift_left<7>(r), Vec::set(0x3F800040));
+    const Vec::I bits = Vec::or_(Vec::shift_right<1>(r), Vec::set(0x3F800040));
     return Vec::sub(Vec::as_float(bits), Vec::set(1.0f));
 }
 
@@ -69,7 +70,7 @@ DILOCO_INLINE Vec::F grid_uniform_of(Vec::I r) {
         return uniform_of(r);
     } else {
         const Vec::I odd =
-            Vec::or_(Vec::shift_left<1>(Vec::shift_right<16 - kShift>(r)), Vec::set(1));
+            Vec::or_(Vec::shift_left<1>(Vec::shift_right<24 - kShift>(r)), Vec::set(1));
         return Vec::mul(Vec::to_float(odd),
                         Vec::set(wire::bits_float(static_cast<uint32_t>(126 - kShift) << 23)));
     }
@@ -78,9 +79,9 @@ DILOCO_INLINE Vec::F grid_uniform_of(Vec::I r) {
 template <int kShift>
 DILOCO_INLINE Vec::I dropped_bits(Vec::I r) {
     if constexpr (kShift > 16) {
-        return Vec::or_(Vec::shift_left<kShift - 16>(r), Vec::set(1 << (kShift - 17)));
+        return Vec::or_(Vec::shift_right<24 - kShift>(r), Vec::set(1 << (kShift - 17)));
     } else {
-        return Vec::shift_right<16 - kShift>(r);
+        return Vec::shift_right<24 - kShift>(r);
     }
 }
 
@@ -116,19 +117,22 @@ DILOCO_INLINE Vec::I stochastic_magnitude(Vec::I magnitude, Vec::I r) {
     return Vec::select(is_tiny, tiny, normal);
 }
 
-// The sign bit of y moved to the code's; none for a zero of e3m0.
+// The sign bit of y moved to the code's, and to all above it for fp8; none for a zero of e3m0.
 template <Format kFormat>
 DILOCO_INLINE Vec::I minifloat_sign(Vec::I bits, Vec::I magnitude) {
     using L = wire::MinifloatLayout<kFormat>;
-    constexpr int kPosition = L::kSign == 0x8000 ? 15 : L::kSign == 0x80 ? 7 : 3;
+    constexpr int kPosition = L::kSign == 0x8000 ? 15 : 3;
+    if constexpr (L::kSign == 0x80) {
+        return Vec::and_(Vec::shift_right_signed<31>(bits), Vec::set(~0x7F));
+    }
     const Vec::I sign =
         Vec::and_(Vec::shift_right<31 - kPosition>(bits), Vec::set(static_cast<int32_t>(L::kSign)));
     if constexpr (kFormat != Format::kE3m0) return sign;
     return Vec::select(Vec::less(Vec::set(0), magnitude), sign, Vec::set(0));
 }
 
-// Codes of one vector: signed numbers for int8 and int4, code bits for the others; and what they
-// stand for.
+// Codes of one vector: signed numbers for codes of at most a byte, code bits for the others; and
+// what they stand for.
 template <Format kFormat, bool kIsStochastic>
 struct Rounding {
     DILOCO_INLINE static Vec::I code(Vec::F y, Vec::I r) {
@@ -137,24 +141,25 @@ struct Rounding {
         } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
             // The scale is rounded up, so |y| <= qmax * (1 + 2^-22): the nearest code never clips.
             if constexpr (!kIsStochastic) return Vec::round_even(y);
-            // Above the code stays wire::kIntegerBias, which is not stored.
+            // The code's upper bit becomes the lane's; r lies below its lower bit.
             const Vec::I bits = Vec::as_int(Vec::add(y, Vec::set(wire::kIntegerMagic)));
-            const Vec::I added = Vec::shift_right<16 - wire::kIntegerShift>(r);
-            return Vec::shift_right<wire::kIntegerShift>(Vec::add(bits, added));
+            const Vec::I raised = Vec::shift_left<24 - wire::kIntegerShift>(bits);
+            return Vec::shift_right_signed<24>(Vec::add(raised, r));
         } else if constexpr (kFormat == Format::kBf16) {
             const Vec::I bits = Vec::as_int(y);
             const Vec::I half =
                 Vec::add(Vec::and_(Vec::shift_right<16>(bits), Vec::set(1)), Vec::set(0x7FFF));
-            return Vec::shift_right<16>(Vec::add(bits, kIsStochastic ? r : half));
+            return Vec::shift_right<16>(
+                Vec::add(bits, kIsStochastic ? Vec::shift_right<8>(r) : half));
         } else if constexpr (kFormat == Format::kFp16 && !kIsStochastic) {
             return Vec::to_half_bits(y);
         } else if constexpr (kFormat == Format::kE3m0 && !kIsStochastic) {
             const Vec::I magnitude = Vec::and_(nearest_magnitude<kFormat>(y), Vec::set(7));
             return Vec::or_(magnitude, minifloat_sign<kFormat>(Vec::as_int(y), magnitude));
         } else if constexpr (!kIsStochastic) {
-            // Nor here: the code never clips. Above its byte stays what is not stored.
-            const Vec::I sign = Vec::shift_right<24>(Vec::as_int(y));
-            return Vec::pick_bits(Vec::set(0x80), sign, nearest_magnitude<kFormat>(y));
+            // Nor here: the code never clips.
+            const Vec::I sign = Vec::shift_right_signed<31>(Vec::as_int(y));
+            return Vec::pick_bits(Vec::set(0x7F), nearest_magnitude<kFormat>(y), sign);
         } else {
             const Vec::I absolute = magnitude_of(y);
             const Vec::I magnitude =
@@ -168,9 +173,7 @@ struct Rounding {
         if constexpr (kFormat == Format::kFp32) {
             return Vec::as_float(code);
         } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
-            if constexpr (!kIsStochastic) return Vec::to_float(code);
-            return Vec::to_float(
-                Vec::sub(code, Vec::set(static_cast<int32_t>(wire::kIntegerBias))));
+            return Vec::to_float(code);
         } else if constexpr (kFormat == Format::kBf16) {
             return Vec::as_float(Vec::shift_left<16>(code));
         } else {

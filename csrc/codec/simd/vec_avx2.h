@@ -69,25 +69,19 @@ struct Vec {
         const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v), 0x08);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
     }
-    static void store_bytes(uint8_t* p, I v) {
-        const I index =
-            _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8,
-                             12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-        const I bytes = _mm256_shuffle_epi8(v, index);
-        const __m128i joined =
-            _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
-        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), joined);
+    // Codes of 32 elements, which are numbers of at most eight bits with their signs.
+    static void store_bytes(uint8_t* p, const I* v) {
+        const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_storeu_si256(reinterpret_cast<I*>(p),
+                            _mm256_permutevar8x32_epi32(pack_signed(v), order));
     }
-    // The low nibbles of eight lanes; the upper bits of a lane must be zero.
-    static void store_nibbles(uint8_t* p, I v) {
-        const I pairs = or_(v, _mm256_srli_epi64(v, 28));
-        const I index =
-            _mm256_setr_epi8(0, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 8, -1,
-                             -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-        const I bytes = _mm256_shuffle_epi8(pairs, index);
-        const int32_t packed = _mm_cvtsi128_si32(
-            _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
-        __builtin_memcpy(p, &packed, sizeof(packed));
+    static void store_nibbles(uint8_t* p, const I* v) {
+        const I nibbles = and_(pack_signed(v), _mm256_set1_epi8(0xF));
+        const I pairs = _mm256_maddubs_epi16(nibbles, _mm256_set1_epi16(0x1001));
+        const __m128i bytes =
+            _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+        const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_shuffle_epi8(bytes, order));
     }
     static void store_bf16(uint16_t* p, F v) { store_upper(p, v, nearest_bf16(as_int(v))); }
     static void store_fp16(uint16_t* p, F v) { store128(p, to_half(v)); }
@@ -145,6 +139,10 @@ struct Vec {
     template <int kBits>
     static I shift_right(I a) {
         return _mm256_srli_epi32(a, kBits);
+    }
+    template <int kBits>
+    static I shift_right_signed(I a) {
+        return _mm256_srai_epi32(a, kBits);
     }
     static M less(I a, I b) { return _mm256_cmpgt_epi32(b, a); }
     static I select(M m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
@@ -208,13 +206,14 @@ struct Vec {
         _mm256_storeu_si256(out, _mm256_unpacklo_epi64(a, b));
         _mm256_storeu_si256(out + 1, _mm256_unpackhi_epi64(a, b));
     }
-    // The 16 bits of eight elements from their bytes: each one's own above its neighbour's.
+    // The 16 bits of eight elements from their bytes, above 8 zeros: each one's own above its
+    // neighbour's.
     static I load_random(const uint8_t* p) {
         const I order =
-            _mm256_setr_epi32(static_cast<int>(0x80800001), static_cast<int>(0x80800100),
-                              static_cast<int>(0x80800203), static_cast<int>(0x80800302),
-                              static_cast<int>(0x80800405), static_cast<int>(0x80800504),
-                              static_cast<int>(0x80800607), static_cast<int>(0x80800706));
+            _mm256_setr_epi32(static_cast<int>(0x80000180), static_cast<int>(0x80010080),
+                              static_cast<int>(0x80020380), static_cast<int>(0x80030280),
+                              static_cast<int>(0x80040580), static_cast<int>(0x80050480),
+                              static_cast<int>(0x80060780), static_cast<int>(0x80070680));
         return _mm256_shuffle_epi8(_mm256_broadcastq_epi64(load64(p)), order);
     }
 
@@ -339,6 +338,10 @@ struct Vec {
     }
 
   private:
+    // Numbers of eight bits, 0 to 3 of each vector and then 4 to 7 of each.
+    static I pack_signed(const I* v) {
+        return _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+    }
     static F less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
     static constexpr int32_t kBf16Mask = static_cast<int32_t>(0xFFFF0000);
     // In the upper half of each lane the nearest bf16; the lower half may be anything.

@@ -61,13 +61,18 @@ struct Vec {
         _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_load_si512(from));
     }
     static void store_u16(uint16_t* p, I v) { store256(p, _mm512_cvtepi32_epi16(v)); }
-    static void store_bytes(uint8_t* p, I v) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+    // Codes of 32 elements.
+    static void store_bytes(uint8_t* p, const I* v) {
+        for (int k = 0; k < 2; ++k) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + k, _mm512_cvtepi32_epi8(v[k]));
+        }
     }
-    // The low nibbles of sixteen lanes; the upper bits of a lane must be zero.
-    static void store_nibbles(uint8_t* p, I v) {
-        const I pairs = _mm512_or_si512(v, _mm512_srli_epi64(v, 28));
-        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm512_cvtepi64_epi8(pairs));
+    static void store_nibbles(uint8_t* p, const I* v) {
+        for (int k = 0; k < 2; ++k) {
+            const I nibbles = and_(v[k], set(0xF));
+            const I pairs = _mm512_or_si512(nibbles, _mm512_srli_epi64(nibbles, 28));
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(p + 8 * k), _mm512_cvtepi64_epi8(pairs));
+        }
     }
     static void store_bf16(uint16_t* p, F v) { store_upper(p, v, nearest_bf16(as_int(v))); }
     static void store_fp16(uint16_t* p, F v) { store256(p, to_half(v)); }
@@ -126,6 +131,10 @@ struct Vec {
     static I shift_right(I a) {
         return _mm512_srli_epi32(a, kBits);
     }
+    template <int kBits>
+    static I shift_right_signed(I a) {
+        return _mm512_srai_epi32(a, kBits);
+    }
     static M less(I a, I b) { return _mm512_cmplt_epi32_mask(a, b); }
     static I select(M m, I yes, I no) { return _mm512_mask_mov_epi32(no, m, yes); }
     // The bits of `yes` where `mask` has ones, of `no` elsewhere.
@@ -174,12 +183,13 @@ struct Vec {
         _mm512_storeu_si512(p, _mm512_unpacklo_epi64(a, b));
         _mm512_storeu_si512(p + 64, _mm512_unpackhi_epi64(a, b));
     }
-    // The 16 bits of sixteen elements from their bytes: each one's own above its neighbour's.
+    // The 16 bits of sixteen elements from their bytes, above 8 zeros: each one's own above its
+    // neighbour's.
     static I load_random(const uint8_t* p) {
         const I order =
-            _mm512_set_epi32(0x80800F0E, 0x80800E0F, 0x80800D0C, 0x80800C0D, 0x80800B0A, 0x80800A0B,
-                             0x80800908, 0x80800809, 0x80800706, 0x80800607, 0x80800504, 0x80800405,
-                             0x80800302, 0x80800203, 0x80800100, 0x80800001);
+            _mm512_set_epi32(0x800F0E80, 0x800E0F80, 0x800D0C80, 0x800C0D80, 0x800B0A80, 0x800A0B80,
+                             0x80090880, 0x80080980, 0x80070680, 0x80060780, 0x80050480, 0x80040580,
+                             0x80030280, 0x80020380, 0x80010080, 0x80000180);
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load128(p)), order);
     }
 
