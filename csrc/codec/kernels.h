@@ -159,6 +159,8 @@ struct DigestSpan {
     DigestSums* sums;
 };
 
+struct Floor;  // bench/floors.h
+
 struct Kernels {
     const char* name;
     int64_t (*encode)(const EncodeSpan&);  // returns the number of bad elements
@@ -169,6 +171,7 @@ struct Kernels {
     void (*dot)(const DotSpan&);
     void (*digest)(const DigestSpan&);
     void (*dot_codes)(const CodeDotSpan&);
+    const Floor* floors;  // plain loops with the same instructions; the last one has no name
 };
 
 extern const Kernels kScalarKernels;

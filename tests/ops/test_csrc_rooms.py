@@ -20,9 +20,12 @@ STORE = "exchange/store"
 MAY_INCLUDE = {
     "wire": (),
     "codec": ("wire",),
-    "codec/scalar": ("wire", "codec/kernels.h", "codec/sparse.h", "codec/step_rule.h"),
-    "codec/simd": ("wire", "codec/kernels.h", "codec/sparse.h"),
-    "codec/bench": (),
+    "codec/scalar": (
+        *("wire", "codec/kernels.h", "codec/sparse.h", "codec/step_rule.h"),
+        "codec/bench/floors.h",
+    ),
+    "codec/simd": ("wire", "codec/kernels.h", "codec/sparse.h", "codec/bench/floors.h"),
+    "codec/bench": ("codec/codec.h",),
     "cuda": ("wire", "codec/kernels.h", "codec/step_rule.h"),
     "operators": ("wire", "codec", "cuda"),
     LINK: (),

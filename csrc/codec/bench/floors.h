@@ -25,6 +25,18 @@ struct Floor {
     void (*run)(const FloorBuffer* buffers, size_t begin, size_t end);  // elements
 };
 
+constexpr const char* kCopyBuffers = "source, target: fp32";
+constexpr const char* kReadBuffers = "two sources: fp32";
+constexpr const char* kDecodeBuffers = "codes: int8; target: fp32";
+constexpr const char* kEncodeBuffers = "outer, parameters: fp32; codes: int8";
+constexpr const char* kStepBuffers = "outer, momentum, parameters: fp32; codes: int8";
+constexpr const char* kArrivalBuffers = "outer, momentum: fp32; codes: int8";
+constexpr const char* kFeedbackBuffers =
+    "outer, parameters, residual, new residual: fp32; codes: int8";
+
+extern const Floor kPlainFloors[];  // the last one has no name
+
+// The loops beside the fastest kernels that this machine runs.
 const Floor* find_floor(const std::string& name);  // null when unknown
 std::vector<std::string> floor_names();
 

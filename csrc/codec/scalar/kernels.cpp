@@ -1,6 +1,7 @@
 // The scalar definition of every kernel, straight from csrc/wire.
 #include "codec/kernels.h"
 
+#include "codec/bench/floors.h"
 #include "codec/scalar/rotation.h"
 #include "codec/scalar/sparse.h"
 #include "codec/sparse.h"
@@ -373,6 +374,6 @@ void outer_step(const StepSpan& span) { by_format<Step>(span); }
 }  // namespace
 
 const Kernels kScalarKernels{"scalar", encode, decode, outer_step, merge,
-                             norms,    dot,    digest, dot_codes};
+                             norms,    dot,    digest, dot_codes,  kPlainFloors};
 
 }  // namespace diloco::codec

@@ -6,6 +6,7 @@
 #include "codec/simd/dot_codes.h"
 #include "codec/simd/encode_rotated.h"
 #include "codec/simd/encode_sparse.h"
+#include "codec/simd/floors.h"
 #include "codec/simd/step.h"
 
 namespace diloco::codec {

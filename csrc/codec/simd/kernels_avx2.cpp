@@ -5,6 +5,6 @@
 namespace diloco::codec {
 
 const Kernels kAvx2Kernels{"avx2", encode, decode, outer_step, merge,
-                           norms,  dot,    digest, dot_codes};
+                           norms,  dot,    digest, dot_codes,  kFloors};
 
 }  // namespace diloco::codec

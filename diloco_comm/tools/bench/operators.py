@@ -184,7 +184,7 @@ def rows(data: Data, *, bars_only: bool) -> list[Row]:
         Row("encode", "fp8_e4m3", encode(data, "fp8_e4m3"), 8 + w8, "read2"),
         Row("encode stochastic", "int8", encode(data, "int8", stochastic=True), 8 + w8, "read2"),
         Row("encode +feedback", "int8", encode(data, "int8", **feedback), 16 + w8, "feedback"),
-        Row("decode", "int8", decode(data, "int8"), 4 + w8, plain="decode"),
+        Row("decode", "int8", decode(data, "int8"), 4 + w8, "decode", "decode"),
         Row("reduce of 4", "int8", reduce(data, "int8"), w8 + w8 / NUM_RUNS, plain="reduce"),
         Row("outer_step", "int8", outer_step(data, "int8"), 20 + w8, "outer_step", "outer_step"),
     ]
@@ -221,11 +221,12 @@ def rows(data: Data, *, bars_only: bool) -> list[Row]:
 
 
 def floors(data: Data) -> dict[str, Run]:
-    """Return the loops of csrc/codec/bench/floors.cpp, with and without non-temporal stores."""
+    """Return the loops of csrc/codec/bench/floors.h, with and without non-temporal stores."""
     outer, params, momentum = data.outer, data.params, data.momentum
     arguments = {
         "memcpy": [outer, data.rest],
         "read2": [outer, params],
+        "decode": [data.codes, data.rest],
         "encode": [outer, params, data.codes],
         "feedback": [outer, params, data.residual, data.rest, data.codes],
         "outer_step": [outer, momentum, params, data.codes],
@@ -248,6 +249,7 @@ def best_floor(seconds: Seconds, start: str) -> list[float]:
 FLOOR_BYTES = {
     "memcpy": 8,
     "read2": 8,
+    "decode": 5,
     "encode": 9,
     "feedback": 17,
     "outer_step": 21,
