@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -318,6 +319,13 @@ def parse_only(text: str) -> set[int]:
     return chosen
 
 
+def record_name(machine: dict[str, Any]) -> str:
+    """Return the file of a processor's recorded run, as in ``bars-amd-avx2.json``."""
+    maker = re.match("[a-z]*", machine["cpu"].lower())
+    assert maker is not None
+    return f"bars-{maker[0] or 'other'}-{machine['isa'].lower().replace(' ', '-')}.json"
+
+
 def save(report: common.Report, path: Path, figures: list[Figure]) -> bool:
     """Write the figures and what was printed; False after a sentence where that fails."""
     results = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
@@ -338,10 +346,11 @@ def main() -> int:
         default=1 << 30,
         help="bytes of parameters, bars 1 to 8, 19 to 21",
     )
-    common.add_output(parser, help="results file; all bars: benchmarks/results/bars.json")
+    record = common.RESULTS / record_name(common.machine())
+    common.add_output(parser, help=f"results file; all bars: benchmarks/results/{record.name}")
     args = parser.parse_args()
     if args.json is None and args.only == parse_only(""):
-        args.json = common.RESULTS / "bars.json"
+        args.json = record
         common.check_default(parser, "--json", args.json)
     size = common.format_size(args.size)
     report = common.Report("bars", link="loopback; 9, 10 and 22: network namespaces", size=size)

@@ -400,6 +400,21 @@ def test_bars_verdicts() -> None:
     assert verdict(float("nan"), 3.6, 3.85, True) == "FAIL"
 
 
+@pytest.mark.parametrize(
+    ("cpu", "isa", "name"),
+    [
+        ("AMD EPYC", "AVX2", "bars-amd-avx2.json"),
+        ("Intel(R) Xeon(R) Platinum 8581C", "AVX512", "bars-intel-avx512.json"),
+        ("aarch64", "DEFAULT", "bars-aarch-default.json"),
+        ("", "NO AVX", "bars-other-no-avx.json"),
+    ],
+)
+def test_bars_have_a_record_for_each_kind_of_processor(cpu: str, isa: str, name: str) -> None:
+    from benchmarks import bars
+
+    assert bars.record_name({"cpu": cpu, "isa": isa}) == name
+
+
 def test_bars_cover_the_list() -> None:
     from benchmarks import bars
 
