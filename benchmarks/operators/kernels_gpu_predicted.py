@@ -23,16 +23,16 @@ COPY_GBPS = {"H100": 3007.0, "H200": 4218.0}
 # Above a copy's speed by so much if all is read, below by as much if all is written.
 READS_GAIN = {"H100": 0.025, "H200": 0.05}
 # Warps of a multiprocessor by registers: then, and with whole tiles alone.
-WARPS = {"encode": (32, 40), "reduce": (20, 28), "decode": (20, 56)}
+WARPS = {"encode": (32, 40), "reduce": (20, 36), "decode": (20, 56)}
 # Instructions an element then and now. A term of a sum without dot products takes 6 (int8) or 7
 # (int4), a weight of its own one more; four more terms by dot products take 3.5 or 5.
 INSTRUCTIONS = {
-    ("encode", "int8"): (25.6, 11.6),
-    ("encode", "int4"): (25.6, 11.6),
-    ("reduce of 4", "int8"): (35.6, 15.6),
-    ("reduce of 4", "int4"): (39.4, 14.6),
-    ("reduce of 8", "int8"): (35.6, 19.1),
-    ("reduce of 8", "int4"): (39.4, 19.6),
+    ("encode", "int8"): (25.6, 12.1),
+    ("encode", "int4"): (25.6, 13.1),
+    ("reduce of 4", "int8"): (35.6, 17.6),
+    ("reduce of 4", "int4"): (39.4, 20.6),
+    ("reduce of 8", "int8"): (35.6, 21.1),
+    ("reduce of 8", "int4"): (39.4, 25.6),
     ("reduce of 3", "int8"): (35.6, 29.6),
     ("reduce of 3", "int4"): (39.4, 32.4),
     ("reduce of 4 weighted", "int8"): (35.6, 39.6),
@@ -75,8 +75,6 @@ def predict(case: Case, device: str, records: Records) -> dict[str, float]:
     if case.layout != "odd":
         then, now = INSTRUCTIONS.get((case.operator, case.wire), (1.0, 1.0))
         before, after = WARPS.get(kind, (1, 1))
-        if kind == "reduce" and case.wire == "int8" and now < 20:
-            after = 40  # a sum by dot products takes 39 registers
         factor *= now / then * (0.40 + 0.004 * before) / (0.40 + 0.004 * after)
     if kind == "reduce":
         # The record is of four terms: five arrays are read or written for an element.

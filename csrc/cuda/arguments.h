@@ -77,7 +77,7 @@ constexpr int kLargeTile = 1024;
 constexpr bool is_small_tile(int tile, wire::Format format, int64_t block_size) {
     return wire::has_element_codes(format) && block_size <= tile;
 }
-// Of the blocks for which encode, reduce and decode have kernels of whole tiles.
+// The blocks for which encode, reduce and decode have kernels of whole tiles.
 constexpr int kUsualBlock = 256;
 // A tile of all other operators.
 constexpr int kStepTile = 512;

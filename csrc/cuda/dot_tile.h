@@ -7,7 +7,6 @@
 
 #include <cmath>
 
-#include "cuda/block_scale.h"
 #include "cuda/quad_codes.h"
 #include "cuda/tiles.h"
 
@@ -103,8 +102,8 @@ struct DotRange {
     }
 };
 
-// The sums of a lane, in the order of its codes' bytes; of int4 those of the low nibbles of a word
-// before those of the high ones.
+// The sums of a lane, in the order of its codes' bytes. In a word of int4 all low nibbles come
+// before the high ones.
 template <Format kFormat>
 struct DotSums {
     static constexpr bool kIsInt4 = kFormat == Format::kInt4;

@@ -4,7 +4,6 @@
 
 #include <type_traits>
 
-#include "cuda/block_scale.h"
 #include "cuda/by_format.h"
 #include "cuda/dot_tile.h"
 #include "cuda/terms.h"

@@ -21,7 +21,7 @@ struct TermCodes {
     uint32_t scale[kScales];
 };
 
-// What a sum begins with: x + -0 is x for every x, -0 and +0 as well.
+// A sum begins with -0: x + -0 is x for every x, -0 and +0 as well.
 constexpr float kEmptySum = -0.0f;
 
 // sum + c d: each product is rounded, then the sum.

@@ -231,8 +231,8 @@ class RestList {
     int64_t num_tiles_ = 0, end_ = 0, next_run_ = 0;
 };
 
-// What a launch of whole tiles leaves of `runs`, whose elements lie in `tensors`, or in payloads
-// alone; everything where no tile can be whole.
+// Sets `to` to the tiles of `runs` that a launch of whole tiles leaves. The elements lie in
+// `tensors`, or in payloads alone. All tiles are left where none can be whole.
 void set_rest(Call& call, cuda::Rest& to, const cuda::Runs& runs, int64_t tile, bool has_whole,
               const SegmentList& tensors = {}) {
     RestList list(runs, tile);

@@ -182,7 +182,7 @@ def test_loads_are_issued_together(report: str, kernel: str, wanted: int) -> Non
     assert cuda_sass.most_in_flight(machine_code(report, kernel)) >= wanted
 
 
-# Kernel and wire, what a loop over whole tiles meets, elements of a lane, and instructions for each.
+# Kernel and wire, what a loop over whole tiles meets, elements of a lane, instructions for each.
 WAYS = [
     ("encode", "encode_whole_kernel", 5, ["LDG.E.128", "STG"], 8, 12.5),
     ("encode", "encode_whole_kernel", 6, ["LDG.E.128", "STG"], 8, 13.5),

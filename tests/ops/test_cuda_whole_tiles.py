@@ -1,4 +1,4 @@
-"""Whole tiles have kernels of their own: what is theirs, what is left, and their arithmetic.
+"""Whole tiles have kernels of their own: which tiles these take, and their arithmetic.
 
 On the CPU, emulated (emulated.py): each tile must be written by one of two launches, so tensors of
 every length and address are compared with the reference. ``reduce`` adds integers where weights are
@@ -38,7 +38,7 @@ def tensors_of(sizes: Sequence[int], seed: int) -> list[Tensor]:
 
 
 def random_sizes(total: int, seed: int) -> list[int]:
-    """Sizes of tensors around those of tiles, multiples of them and others."""
+    """Sizes of tensors: whole tiles, one element more or less, and others."""
     rng = torch.Generator().manual_seed(seed)
     sizes: list[int] = []
     while (left := total - sum(sizes)) > 0:
@@ -53,7 +53,7 @@ def random_sizes(total: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 def test_each_tile_is_encoded_and_decoded_once(impl: str, wire: str, stochastic: bool) -> None:
-    """Fragments of many tensors, from a block in their middle on, in runs that end in a cut tile."""
+    """Fragments of many tensors, from a block in the middle on, in runs that end in a cut tile."""
     for seed in range(6):
         n, run = 9000 + 77 * seed, (512, 768, 2048, 9216)[seed % 4]
         source = values(n, "bad" if seed % 2 else "wide", seed)
@@ -199,7 +199,7 @@ def test_other_weights(impl: str, wire: str, weights: list[float]) -> None:
 
 
 DIVISIONS = """
-#include "cuda/block_scale.h"
+#include "cuda/quad_codes.h"
 #include <cstdio>
 #include <initializer_list>
 using namespace diloco;
@@ -241,7 +241,7 @@ int main() {
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("step", [pytest.param(1, id="all"), pytest.param(61, id="some")])
 def test_divisions_without_a_division(tmp_path: Path, step: int) -> None:
-    """Scales and their reciprocals have the bits of IEEE's division, whatever the device's guess."""
+    """Scales and their reciprocals have the bits of IEEE's division, whatever a device guesses."""
     source, program = tmp_path / "divisions.cpp", tmp_path / "divisions"
     source.write_text(DIVISIONS)
     command = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", f"-DSTEP={step}", "-march=native"]

@@ -28,8 +28,8 @@ WANTED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # long lists; digest by alignment; encode, reduce, three kinds of steps and decode of all sparse
 # wires.
 NUM_KERNELS = {"encode": 51, "reduce": 51, "outer_step": 42, "decode": 26, "digest": 3, "sparse": 6}
-# Of the kernels of whole tiles for int8 and int4, rounded to nearest: registers at most, and warps
-# of a multiprocessor that these leave room for at least.
+# The kernels of whole tiles for int8 and int4, rounded to nearest: their registers at most, and the
+# warps of a multiprocessor for which these leave room, at least.
 WHOLE_TILES = {"encode": (48, 40), "reduce": (56, 28), "decode": (32, 56)}
 # Bytes of stack, and of spilled stores and loads together, by architecture, file and name. One of
 # the 14 arrivals needs eight bytes with 128 registers on sm_80, sm_86 and sm_89; no device has
@@ -46,8 +46,8 @@ KNOWN_STACKS = {
     ("sm_120", "encode", "encode_kernel"): [*3 * [(8, 24)], *5 * [(8, 16)]],
 }
 _FACTS = re.compile(
-    r"Compiling entry function '\w*?\d(?P<name>[a-z_]+_kernel)(?P<arguments>\w*)' for '(?P<arch>\w+)'\s+"
-    r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"Compiling entry function '\w*?\d(?P<name>[a-z_]+_kernel)(?P<arguments>\w*)' for "
+    r"'(?P<arch>\w+)'\s+.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
     r"(?P<loads>\d+) bytes spill loads\s+ptxas info\s*: Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
