@@ -15,12 +15,11 @@ namespace diloco::cuda {
 // Terms that are read at once; how many there may be is a multiple of it.
 constexpr int kDotTerms = 4;
 constexpr int kMostDotTerms = 16;
-// Neighbouring elements of a lane.
-constexpr int kDotElements = kReduceTile / kLanes;
-constexpr int kDotLanes = kUsualBlock / kDotElements;  // that hold a block
-
 template <Format kFormat>
 constexpr bool kHasDots = is_integer(kFormat);
+// Tiles for which a lane reads 16 bytes of a term.
+template <Format kFormat>
+constexpr int kDotTiles = 16 * kLanes * 8 / wire::code_bits(kFormat) / kReduceTile;
 
 // How far the exponents of a block's scales may lie apart: W (255 << spread) 127 < 2^24.
 DILOCO_HD constexpr uint32_t dot_spread(int num_terms) {
@@ -63,9 +62,11 @@ DILOCO_HD int32_t dot(uint32_t factors, uint32_t codes, int32_t sum) {
 #endif
 }
 
-template <Format kFormat>
+// A lane holds kElements neighbouring elements.
+template <Format kFormat, int kElements>
 struct DotCodes {
-    static constexpr int kWords = kDotElements * wire::code_bits(kFormat) / 32;
+    static constexpr int kWords = kElements * wire::code_bits(kFormat) / 32;
+    static constexpr int kLanesOfBlock = kUsualBlock / kElements;
     uint32_t w[kDotTerms][kWords];
     uint32_t scale[kDotTerms];
 
@@ -88,7 +89,7 @@ struct DotCodes {
 
     DILOCO_DEVICE static uint32_t load_scale_of(uint64_t payload, const Tile& tile, int lane) {
         return load_global<uint16_t>(payload + static_cast<uint64_t>(tile.scales) +
-                                     static_cast<uint32_t>(2 * (lane / kDotLanes)));
+                                     static_cast<uint32_t>(2 * (lane / kLanesOfBlock)));
     }
 };
 
@@ -104,14 +105,14 @@ struct DotRange {
 
 // The sums of a lane, in the order of its codes' bytes. In a word of int4 all low nibbles come
 // before the high ones.
-template <Format kFormat>
+template <Format kFormat, int kElements>
 struct DotSums {
     static constexpr bool kIsInt4 = kFormat == Format::kInt4;
     // int4: |N| < 2^22, so that the fp32 number 1.5 * 2^23 + N holds it in its low bits.
     static constexpr int32_t kZero = kIsInt4 ? 0x4B400000 : 0;
-    int32_t n[kDotElements];
+    int32_t n[kElements];
 
-    DILOCO_DEVICE void add(const DotCodes<kFormat>& codes, uint32_t least) {
+    DILOCO_DEVICE void add(const DotCodes<kFormat, kElements>& codes, uint32_t least) {
         uint32_t f[kDotTerms];
         int32_t bias = 0;
         DILOCO_UNROLL
@@ -122,7 +123,7 @@ struct DotSums {
         const uint32_t f01 = f[0] | f[1] << 16, f23 = f[2] | f[3] << 16;
         constexpr int kHalves = kIsInt4 ? 2 : 1;
         DILOCO_UNROLL
-        for (int at = 0; at < kDotElements; at += 2) {
+        for (int at = 0; at < kElements; at += 2) {
             const int word = at / (4 * kHalves), half = at % (4 * kHalves) / 4;
             const int pair = at % 4 / 2;
             uint32_t a[kDotTerms];
@@ -152,25 +153,30 @@ struct DotSums {
     }
 };
 
-// Writes result <- Q(sum of coefficient * decoded run) and returns true, or returns false where an
-// element of the tile is not such an integer.
-template <Format kFormat, class Lanes>
+// Writes result <- Q(sum of coefficient * decoded run) of kTiles neighbouring tiles and returns true,
+// or returns false where an element of them is not such an integer. Several tiles leave registers
+// for kDotTerms terms alone.
+template <Format kFormat, int kTiles, class Lanes>
 DILOCO_DEVICE bool reduce_dots(const Lanes& lanes, const ReduceArgs& args, const Tile& tile) {
+    constexpr int kElements = kTiles * kReduceTile / kLanes;
+    using Codes = DotCodes<kFormat, kElements>;
+    using Sums = DotSums<kFormat, kElements>;
+    constexpr int kDotLanes = Codes::kLanesOfBlock;
     const Terms& terms = args.terms;
-    typename Lanes::template Of<DotCodes<kFormat>> codes;
+    typename Lanes::template Of<Codes> codes;
     typename Lanes::template Of<DotRange> range;
-    typename Lanes::template Of<DotSums<kFormat>> sums;
+    typename Lanes::template Of<Sums> sums;
     struct Values {
-        float v[kDotElements];
+        float v[kElements];
     };
     typename Lanes::template Of<Values> x;
     typename Lanes::template Of<uint32_t> most;
     lanes.each([&](int lane) {
         codes[lane].load(terms, 0, tile, lane);
         range[lane] = {~0u, 0};
-        for (int t = kDotTerms; t < terms.count; ++t) {
+        for (int t = kDotTerms; kTiles == 1 && t < terms.count; ++t) {
             const auto payload = reinterpret_cast<uint64_t>(term_at(terms, t).payload);
-            range[lane].add(DotCodes<kFormat>::load_scale_of(payload, tile, lane));
+            range[lane].add(Codes::load_scale_of(payload, tile, lane));
         }
         for (const uint32_t scale : codes[lane].scale) range[lane].add(scale);
     });
@@ -182,16 +188,16 @@ DILOCO_DEVICE bool reduce_dots(const Lanes& lanes, const ReduceArgs& args, const
     if (inexact != 0) return false;
     lanes.each([&](int lane) {
         DILOCO_UNROLL
-        for (int32_t& n : sums[lane].n) n = DotSums<kFormat>::kZero;
+        for (int32_t& n : sums[lane].n) n = Sums::kZero;
         sums[lane].add(codes[lane], range[lane].least);
         DILOCO_NO_UNROLL
-        for (int t = kDotTerms; t < terms.count; t += kDotTerms) {
+        for (int t = kDotTerms; kTiles == 1 && t < terms.count; t += kDotTerms) {
             codes[lane].load(terms, t, tile, lane);
             sums[lane].add(codes[lane], range[lane].least);
         }
         float largest = 0.0f;
         DILOCO_UNROLL
-        for (int at = 0; at < kDotElements; ++at) {
+        for (int at = 0; at < kElements; ++at) {
             x[lane].v[at] = sums[lane].value(at);
             largest = fmaxf(largest, fabsf(x[lane].v[at]));
         }
@@ -211,13 +217,13 @@ DILOCO_DEVICE bool reduce_dots(const Lanes& lanes, const ReduceArgs& args, const
                                  ? 0.0f
                                  : wire::bits_float(wire::float_bits(inverse) +
                                                     static_cast<uint32_t>(exponent * (1 << 23)));
-        uint32_t each[kDotElements];
+        uint32_t each[kElements];
         DILOCO_UNROLL
-        for (int at = 0; at < kDotElements; ++at) {
+        for (int at = 0; at < kElements; ++at) {
             const float y = wire::mul(x[lane].v[at], factor);
             each[at] = wire::float_bits(wire::add(y, kRoundingMagic));
         }
-        constexpr int kWords = DotCodes<kFormat>::kWords;
+        constexpr int kWords = Codes::kWords;
         uint32_t w[kWords];
         DILOCO_UNROLL
         for (int i = 0; i < kWords; ++i) {

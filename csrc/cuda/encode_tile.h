@@ -331,9 +331,6 @@ DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, const
 template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void encode_tile(const Lanes& lanes, const ReduceArgs& args, const T& tile, Place&,
                                typename Lanes::template Of<int>& bad) {
-    if constexpr (T::kIsWhole && kHasDots<kFormat> && !kStochastic) {
-        if (args.terms.equal_exponent <= 0 && reduce_dots<kFormat>(lanes, args, tile)) return;
-    }
     typename Lanes::template Of<Quads<kQuads>> x;
     if constexpr (!T::kIsWhole) fetch_residual<kQuads>(lanes, args.target, tile);
     sum_terms<kFormat, kQuads>(lanes, args.target.runs, args.terms, tile, x);
@@ -370,6 +367,27 @@ DILOCO_DEVICE void with_own_dtype(const ReduceArgs&, const Place&, F&& f) {
     f(DTypeConstant<DType::kFp32>{});
 }
 
+// Encodes some of the `left` tiles from one on in another way, and says how many; reduce adds
+// integers where all weights are equal powers of two.
+template <Format kFormat, bool kStochastic, class Lanes>
+DILOCO_DEVICE uint32_t take_tiles(const Lanes&, const EncodeArgs&, const Tile&, uint32_t) {
+    return 0;
+}
+template <Format kFormat, bool kStochastic, class Lanes>
+DILOCO_DEVICE uint32_t take_tiles(const Lanes& lanes, const ReduceArgs& args, const Tile& tile,
+                                  uint32_t left) {
+    if constexpr (kHasDots<kFormat> && !kStochastic) {
+        if (args.terms.equal_exponent > 0) return 0;
+        constexpr int kTiles = kDotTiles<kFormat>;
+        if constexpr (kTiles > 1) {
+            const bool fits = left >= kTiles && args.terms.count == kDotTerms;
+            if (fits && reduce_dots<kFormat, kTiles>(lanes, args, tile)) return kTiles;
+        }
+        if (reduce_dots<kFormat, 1>(lanes, args, tile)) return 1;
+    }
+    return 0;
+}
+
 // Takes `index` to `end`; encodes the whole tiles on the way.
 template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class Args>
 DILOCO_DEVICE void encode_whole(const Lanes& lanes, const Args& args, uint32_t& index, uint32_t end,
@@ -378,10 +396,15 @@ DILOCO_DEVICE void encode_whole(const Lanes& lanes, const Args& args, uint32_t& 
     each_stretch<kFormat, kQuads>(
         lanes, args, runs, index, end, [&](Tile tile, uint32_t left, Place& place) {
             with_own_dtype(args, place, [&](auto dtype) {
-                for (; left > 0; --left) {
-                    encode_tile<kFormat, kStochastic, kQuads>(
-                        lanes, args, WholeTile<decltype(dtype)::value>(tile), place, bad);
-                    advance<kFormat, kQuads>(runs, tile);
+                while (left > 0) {
+                    uint32_t taken = take_tiles<kFormat, kStochastic>(lanes, args, tile, left);
+                    if (taken == 0) {
+                        encode_tile<kFormat, kStochastic, kQuads>(
+                            lanes, args, WholeTile<decltype(dtype)::value>(tile), place, bad);
+                        taken = 1;
+                    }
+                    advance<kFormat, kQuads>(runs, tile, taken);
+                    left -= taken;
                 }
             });
         });

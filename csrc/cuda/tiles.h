@@ -57,12 +57,12 @@ struct WholeTile : Tile {
     DILOCO_DEVICE constexpr int count(int, int) const { return kQuad; }
 };
 
-// Goes on to the next tile of a run.
+// Goes on to a later tile of a run.
 template <Format kFormat, int kQuads>
-DILOCO_DEVICE void advance(const Runs& runs, Tile& tile) {
-    tile.first += kTile<kQuads>;
-    tile.scales += 2 * kTile<kQuads> >> runs.block_shift;
-    tile.codes += kTile<kQuads> * wire::code_bits(kFormat) / 8;
+DILOCO_DEVICE void advance(const Runs& runs, Tile& tile, uint32_t count = 1) {
+    tile.first += kTile<kQuads> * count;
+    tile.scales += count * (2 * kTile<kQuads> >> runs.block_shift);
+    tile.codes += kTile<kQuads> * wire::code_bits(kFormat) / 8 * count;
 }
 
 template <Format kFormat, int kQuads>
