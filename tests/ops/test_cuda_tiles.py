@@ -187,7 +187,7 @@ WAYS = [
     ("encode", "encode_whole_kernel", 5, ["LDG.E.128", "STG"], 8, 12.5),
     ("encode", "encode_whole_kernel", 6, ["LDG.E.128", "STG"], 8, 13.5),
     ("reduce", "encode_whole_kernel", 5, ["IDP", "STG.E.128"], 16, 18.0),  # four runs
-    ("reduce", "encode_whole_kernel", 6, ["IDP", "STG.E.64"], 16, 21.0),
+    ("reduce", "encode_whole_kernel", 6, ["IDP", "STG.E.128"], 32, 16.5),
     ("decode", "decode_whole_kernel", 5, ["FFMA", "STG.E.128"], 8, 13.5),
     ("decode", "decode_whole_kernel", 6, ["FFMA", "STG.E.128"], 8, 15.5),
 ]
