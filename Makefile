@@ -179,7 +179,7 @@ package: setup
 # and any Python; this needs nvcc.
 package-cuda: setup
 	$(BUILD) --target diloco_cuda_kernels
-	DILOCO_KERNELS="$$(echo "$$PWD"/build/editable-*/diloco_cuda)" .ci/package
+	cd build/editable-* && DILOCO_KERNELS="$$PWD/diloco_cuda" ../../.ci/package
 
 # Bring all sources into the form that `make lint` wants.
 format: setup

@@ -135,7 +135,7 @@ probe_nccl() {
 
 # sources of the operators' tests
 operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,windows,digest,digest_errors}.py
-    tests/ops/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py
+    tests/ops/test_{async_operator,cuda_operators,cuda_whole_tiles,triton_encode,triton_operators}.py
     tests/ops/test_{rotated,triton_rotated,sparse,sparse_examples,triton_sparse,cuda_sparse}.py)
 
 profiled=(encode reduce outer_step decode)

@@ -43,11 +43,15 @@ struct Segments {
     Segment inlined[kInlineSegments + 1];
 };
 
+// Terms of dot products (dot_tile.h) that are read at once, and the most that there may be.
+constexpr int kDotTerms = 4;
+constexpr int kMostDotTerms = 16;
+
 struct Terms {
     const Term* in_memory;
     int32_t count;
-    bool are_aligned;        // all payloads, to wire::kAlignment
-    int32_t equal_exponent;  // log2 of every coefficient, from -7 to 0; 1: they have no such
+    bool are_aligned;      // all payloads, to wire::kAlignment
+    int32_t dot_exponent;  // log2 of every coefficient; 1: reduce has no dot products for them
     Term inlined[kInlineTerms];
 };
 

@@ -12,9 +12,6 @@
 
 namespace diloco::cuda {
 
-// Terms that are read at once; how many there may be is a multiple of it.
-constexpr int kDotTerms = 4;
-constexpr int kMostDotTerms = 16;
 template <Format kFormat>
 constexpr bool kHasDots = is_integer(kFormat);
 // Tiles for which a lane reads 16 bytes of a term.
@@ -25,6 +22,10 @@ constexpr int kDotTiles = 16 * kLanes * 8 / wire::code_bits(kFormat) / kReduceTi
 DILOCO_HD constexpr uint32_t dot_spread(int num_terms) {
     return num_terms <= 4 ? 7 : num_terms <= 8 ? 6 : 5;
 }
+constexpr bool is_below_2_24(int num_terms) {
+    return num_terms * (255 << dot_spread(num_terms)) * 127 < 1 << 24;
+}
+static_assert(is_below_2_24(4) && is_below_2_24(8) && is_below_2_24(kMostDotTerms));
 constexpr uint32_t kLargestDotExponent = 240;  // keeps the sum of 16 terms below 2^126
 
 // The bytes of a and b that a selector names, 0 to 3 of a and 4 to 7 of b, a nibble for each.
@@ -153,9 +154,9 @@ struct DotSums {
     }
 };
 
-// Writes result <- Q(sum of coefficient * decoded run) of kTiles neighbouring tiles and returns true,
-// or returns false where an element of them is not such an integer. Several tiles leave registers
-// for kDotTerms terms alone.
+// Writes result <- Q(sum of coefficient * decoded run) of kTiles neighbouring tiles and returns
+// true, or returns false where an element of them is not such an integer. Several tiles leave
+// registers for kDotTerms terms alone.
 template <Format kFormat, int kTiles, class Lanes>
 DILOCO_DEVICE bool reduce_dots(const Lanes& lanes, const ReduceArgs& args, const Tile& tile) {
     constexpr int kElements = kTiles * kReduceTile / kLanes;
@@ -207,7 +208,7 @@ DILOCO_DEVICE bool reduce_dots(const Lanes& lanes, const ReduceArgs& args, const
     lanes.each([&](int lane) {
         // The exponent of the unit in which the sums are integers.
         const int32_t exponent =
-            static_cast<int32_t>(range[lane].least) - 127 - 7 + terms.equal_exponent;
+            static_cast<int32_t>(range[lane].least) - 127 - 7 + terms.dot_exponent;
         const int32_t bits = static_cast<int32_t>(most[lane]) + exponent * (1 << 23);
         const uint32_t scale =
             scale_of_bits<kFormat>(most[lane] == 0 || bits < 0 ? 0 : static_cast<uint32_t>(bits));

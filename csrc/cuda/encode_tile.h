@@ -377,7 +377,7 @@ template <Format kFormat, bool kStochastic, class Lanes>
 DILOCO_DEVICE uint32_t take_tiles(const Lanes& lanes, const ReduceArgs& args, const Tile& tile,
                                   uint32_t left) {
     if constexpr (kHasDots<kFormat> && !kStochastic) {
-        if (args.terms.equal_exponent > 0) return 0;
+        if (args.terms.dot_exponent > 0) return 0;
         constexpr int kTiles = kDotTiles<kFormat>;
         if constexpr (kTiles > 1) {
             const bool fits = left >= kTiles && args.terms.count == kDotTerms;

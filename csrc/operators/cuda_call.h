@@ -133,8 +133,8 @@ cuda::Runs runs_of(const codec::RunLayout& layout, int64_t begin, int64_t end, i
     const int64_t per_run = tiles_of(std::min(layout.run_elements, std::max<int64_t>(end, 1)));
     const int64_t whole = (end - begin) / layout.run_elements;
     const int64_t num_tiles = whole * per_run + tiles_of((end - begin) % layout.run_elements);
-    TORCH_CHECK_VALUE(num_tiles <= std::numeric_limits<int32_t>::max(), "[begin, end) = [", begin,
-                      ", ", end, ") in runs of ", layout.run_elements,
+    TORCH_CHECK_VALUE(num_tiles <= std::numeric_limits<int32_t>::max() - 1024, "[begin, end) = [",
+                      begin, ", ", end, ") in runs of ", layout.run_elements,
                       " elements is more than one call can do");
     runs.tiles_per_run = static_cast<uint32_t>(per_run);
     runs.num_tiles = static_cast<uint32_t>(num_tiles);
@@ -194,6 +194,10 @@ class RestList {
     // The tiles that the ends of runs cut.
     void add_cuts(int64_t before) {
         const int64_t size = runs_.end - runs_.begin;
+        // Whole runs of whole tiles cut none.
+        if (runs_.run_elements % tile_ == 0) {
+            next_run_ = std::max(next_run_, size / runs_.run_elements);
+        }
         for (; next_run_ * runs_.run_elements < size; ++next_run_) {
             const int64_t of_run =
                 std::min(runs_.run_elements, size - next_run_ * runs_.run_elements);
@@ -255,8 +259,10 @@ void set_rest(Call& call, cuda::Rest& to, const cuda::Runs& runs, int64_t tile, 
     }
 }
 
-// log2 of the coefficients where they are equal and a power of two from 2^-7 to 1, else 1.
-int32_t equal_exponent(const TermList& terms) {
+// log2 of the coefficients where they are equal and a power of two from 2^-7 to 1, and as many as
+// dot products take, else 1.
+int32_t dot_exponent(const TermList& terms) {
+    if (terms.count % cuda::kDotTerms != 0 || terms.count > cuda::kMostDotTerms) return 1;
     int exponent = 0;
     const float first = terms.coefficients[0];
     for (int i = 1; i < terms.count; ++i) {
@@ -275,7 +281,7 @@ void set_terms(Call& call, cuda::Terms& to, const TermList& terms) {
         const auto address = reinterpret_cast<uint64_t>(terms.payloads[i]);
         to.are_aligned = to.are_aligned && address % wire::kAlignment == 0;
     }
-    to.equal_exponent = equal_exponent(terms);
+    to.dot_exponent = dot_exponent(terms);
     to.count = terms.count;
     to.in_memory = nullptr;
     if (to.count <= cuda::kInlineTerms) {

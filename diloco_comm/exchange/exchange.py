@@ -218,7 +218,7 @@ class Exchange(StreamMember):
         impl = self.impl if buffers.device.type == self.device.type else ""
         if buffers.device.type == "cuda":
             # The engine calls encode, past the function that would choose for the operator.
-            impl = resolve_impl(impl, "cuda", "encode")
+            impl = resolve_impl(impl, "cuda", "encode", buffers.device.index)
         buffers.plan(self.rank, self.size, self.chunk_bytes, self.lanes, self.window, impl)
         if buffers.is_streamed:
             assert self._driver is not None

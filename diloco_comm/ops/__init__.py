@@ -71,8 +71,8 @@ def _run(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> No
         ValueError, TypeError: As ``resolve_impl``, and what the operator raises.
     """
     *values, impl = arguments.values()
-    device = like[0].device.type if like else "cpu"
-    function, names, lists = _chosen(operator, impl, device, os.environ.get(env.IMPL, ""))
+    device, index = (like[0].device.type, like[0].device.index) if like else ("cpu", None)
+    function, names, lists = _chosen(operator, impl, device, index, os.environ.get(env.IMPL, ""))
     for position in lists:
         values[position] = list(values[position])
     with torch.no_grad():
@@ -81,7 +81,7 @@ def _run(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> No
 
 @functools.cache
 def _chosen(
-    operator: str, impl: str, device: str, environment: str
+    operator: str, impl: str, device: str, index: int | None, environment: str
 ) -> tuple[Callable[..., None], tuple[str, ...], tuple[int, ...]]:
     """Choose the implementation of an operator, once for each choice there is.
 
@@ -100,7 +100,7 @@ def _chosen(
         raise ValueError(f"{operator} runs on CPU tensors alone, without Triton; got {given}")
     # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
     if impl != "triton" or device != "cpu":
-        impl = resolve_impl(impl, device, operator)
+        impl = resolve_impl(impl, device, operator, index)
     schema = getattr(torch.ops.diloco_comm, operator).default._schema
     kinds = [argument.type for argument in schema.arguments]
     lists = tuple(i for i, kind in enumerate(kinds) if isinstance(kind, torch.ListType))

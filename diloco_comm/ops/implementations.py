@@ -61,17 +61,20 @@ LEAST_CAPABILITY = (8, 0)
 _libraries: list[Library] = []  # a registration lasts as long as its library
 
 
-def available_impls(device: str = "cpu") -> tuple[str, ...]:
+def available_impls(device: str = "cpu", index: int | None = None) -> tuple[str, ...]:
     """Name the implementations that run here on "cpu" or "cuda" tensors.
 
     Implementations for the CPU come slowest first, and the last is the default; on CUDA tensors
     each operator has a default of its own, ``default_on_cuda``. Triton's interpreter, which runs
     Triton's kernels on CPU tensors when ``TRITON_INTERPRET=1``, is for tests: it is never a default
     and is not listed.
+
+    Args:
+        index: Which GPU; None: the current one.
     """
     if device == "cpu":
         return _available_on_cpu()
-    there = {"cuda": has_cuda_kernels(), "triton": has_triton()}
+    there = {"cuda": has_cuda_kernels(index), "triton": has_triton()}
     return tuple(name for name in IMPLEMENTATIONS["cuda"] if there[name])
 
 
@@ -80,24 +83,26 @@ def _available_on_cpu() -> tuple[str, ...]:
     return ("reference", *torch.ops.diloco_comm._cpu_impls())
 
 
-def default_on_cuda(operator: str) -> str:
+def default_on_cuda(operator: str, index: int | None = None) -> str:
     """Name the implementation that serves an operator on CUDA tensors unless another is asked for.
 
     Raises:
         ValueError: If there is none here.
     """
-    names = available_impls("cuda")
+    names = available_impls("cuda", index)
     if not names:
-        raise ValueError(needs_triton())
+        raise ValueError(needs_triton(index))
     wanted = DEFAULT_ON_CUDA[operator]
     if wanted in names:
         return wanted
     if wanted == "cuda" and _has_built_kernels():
-        warnings.warn(f"Triton serves the GPU, because {cuda_obstacle()}", stacklevel=2)
+        warnings.warn(f"Triton serves the GPU, because {cuda_obstacle(index)}", stacklevel=2)
     return names[-1]
 
 
-def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str:
+def resolve_impl(
+    impl: str = "", device: str = "cpu", operator: str = "", index: int | None = None
+) -> str:
     """Return the name to pass on: the argument's, else the environment's, else the default.
 
     The default is "", which leaves the choice to each operator; with ``operator`` given it is that
@@ -114,14 +119,14 @@ def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str
         impl = env.impl()
     if device not in IMPLEMENTATIONS:
         return impl  # whatever is registered for that kind of device
-    names = available_impls(device)
+    names = available_impls(device, index)
     if not names:
-        raise ValueError(needs_triton())
+        raise ValueError(needs_triton(index))
     if impl and impl not in names:
         where = "on this machine" if device == "cpu" else f"on {device} tensors here"
-        why = f": {cuda_obstacle()}" if impl == "cuda" and device == "cuda" else ""
+        why = f": {cuda_obstacle(index)}" if impl == "cuda" and device == "cuda" else ""
         raise ValueError(f"impl must be one of {', '.join(names)} {where}, got {impl!r}{why}")
-    return default_on_cuda(operator) if operator and not impl and device == "cuda" else impl
+    return default_on_cuda(operator, index) if operator and not impl and device == "cuda" else impl
 
 
 def resolve_engine_impl(impl: str = "", device: str = "cpu") -> str:
@@ -172,9 +177,9 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def has_cuda_kernels() -> bool:
-    """Return whether the extension has CUDA kernels that run on the current device."""
-    return not cuda_obstacle()
+def has_cuda_kernels(index: int | None = None) -> bool:
+    """Return whether the extension has CUDA kernels that run on a device, or on the current one."""
+    return not cuda_obstacle(index)
 
 
 def cuda_obstacle(device: int | None = None) -> str:
@@ -206,23 +211,26 @@ def _sentence(runs: int, runtime: int, driver: int, device: int, *kernels: int) 
         found = found if driver else "there is no driver of CUDA"
         return f"{found}, and the CUDA kernels need a driver for CUDA {runtime // 1000}.0 or newer"
     names = ", ".join(f"sm_{each // 10}" for each in kernels)
-    return f"the device is sm_{device // 10}, and the CUDA kernels are for {names} and later ones"
+    return f"the device is sm_{device // 10}, and the CUDA kernels are for {names}"
 
 
-def needs_triton() -> str:
+def needs_triton(index: int | None = None) -> str:
     """Say that Triton is needed here, and why the CUDA kernels are not enough."""
-    obstacle = cuda_obstacle()
+    obstacle = cuda_obstacle(index)
     why = f", because {obstacle}" if obstacle else ""
     return f"Triton is needed here{why}, and is not installed: run `pip install triton`"
 
 
 def served_by(device: int) -> str:
     """Say in one sentence what serves a CUDA device by default; if not CUDA kernels, why."""
-    obstacle = cuda_obstacle(device)
-    if not obstacle:
+    refused = obstacle(torch.device("cuda", device)) if torch.cuda.is_available() else ""
+    if refused:
+        return f"not served: a tensor is {refused}"
+    why = cuda_obstacle(device)
+    if not why:
         return "served by CUDA kernels"
     which = "Triton" if has_triton() else "nothing until Triton is installed"
-    return f"served by {which}, because {obstacle}"
+    return f"served by {which}, because {why}"
 
 
 def register_triton() -> None:

@@ -34,12 +34,12 @@ ANSWERS = {
     "the device is older than the kernels": (
         24, 13000, 13000, 750,
         "the device is sm_75, and the CUDA kernels are for sm_80, sm_86, sm_89, sm_90, sm_100, "
-        "sm_120 and later ones",
+        "sm_120",
     ),
     "the device is between two generations": (
         25, 13000, 13000, 1100,
         "the device is sm_110, and the CUDA kernels are for sm_80, sm_86, sm_89, sm_90, sm_100, "
-        "sm_120 and later ones",
+        "sm_120",
     ),
     "the device is of a known generation": (26, 13000, 13000, 1030, ""),
     "the device is later than all kernels": (27, 13000, 13000, 1300, ""),

@@ -1,6 +1,7 @@
 """Whole tiles have kernels of their own: which tiles these take, and their arithmetic.
 
-On the CPU, emulated (emulated.py): each tile must be written by one of two launches, so tensors of
+Emulated on the CPU (emulated.py), and on a GPU where there is one: each tile must be written by one
+of two launches, so tensors of
 every length and address are compared with the reference. ``reduce`` adds integers where weights are
 equal powers of two; its inputs are those for which that is exact, and those for which it is not.
 """
@@ -15,14 +16,14 @@ from pathlib import Path
 import device_ops as ops
 import pytest
 import torch
-from codec_cases import DTYPES, EMULATED, assert_same, fill, values
+from codec_cases import DTYPES, EMULATED, ON_A_GPU, assert_same, fill, values
 from torch import Tensor
 
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import WireFormat
 
 ROOT = Path(__file__).resolve().parents[2]
-emulated = pytest.mark.parametrize("impl", [EMULATED])
+on_devices = pytest.mark.parametrize("impl", [EMULATED, *ON_A_GPU])
 WIRES = ["fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "e3m0"]
 
 
@@ -49,7 +50,7 @@ def random_sizes(total: int, seed: int) -> list[int]:
     return sizes
 
 
-@emulated
+@on_devices
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 def test_each_tile_is_encoded_and_decoded_once(impl: str, wire: str, stochastic: bool) -> None:
@@ -77,7 +78,7 @@ def test_each_tile_is_encoded_and_decoded_once(impl: str, wire: str, stochastic:
             assert_same(got, truth, f"seed {seed}")
 
 
-@emulated
+@on_devices
 def test_more_odd_tiles_than_the_parameters_of_a_kernel_hold(impl: str) -> None:
     """An odd number of ranges, which are uploaded."""
     sizes = 401 * [300]
@@ -155,7 +156,7 @@ def runs_of(kind: str, wire: str, num_runs: int, n: int, seed: int) -> list[Tens
     return runs
 
 
-@emulated
+@on_devices
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_integer_sums_give_the_bytes_of_the_contract(impl: str, wire: str, kind: str) -> None:
@@ -175,7 +176,23 @@ def test_integer_sums_give_the_bytes_of_the_contract(impl: str, wire: str, kind:
             assert_same(got, truth, f"{num_runs} runs")
 
 
-@emulated
+@on_devices
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+@pytest.mark.parametrize("num_runs", [*range(1, 21), 32, 64, 128])
+def test_equal_weights_of_any_number_of_runs(impl: str, wire: str, num_runs: int) -> None:
+    """Dot products take four runs at a time, and sixteen at most: with more, sums could round."""
+    n = 2 * 512
+    weight = 2.0 ** -((num_runs - 1).bit_length())
+    runs = runs_of("largest_codes", wire, num_runs, n, num_runs)
+    received, written = torch.cat(runs), []
+    for name in (impl, "reference"):
+        result = torch.zeros_like(runs[0])
+        ops.reduce(received, result, num_runs * [weight], n, n, wire, 256, impl=name)
+        written.append(result)
+    assert_same(*written, f"{num_runs} runs")
+
+
+@on_devices
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
     "weights", [[1 / 3] * 3, [0.7, 0.1, 0.1, 0.1], [0.25] * 3, [2.0**-8] * 4, [0.5, 0.25] * 2]

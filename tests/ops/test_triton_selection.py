@@ -114,12 +114,12 @@ def test_the_default_on_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator's own where both are there, else the one that is."""
     monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "reduce", "triton")
     monkeypatch.setattr(impls, "has_triton", lambda: True)
-    monkeypatch.setattr(impls, "has_cuda_kernels", lambda: False)
+    monkeypatch.setattr(impls, "has_cuda_kernels", lambda index=None: False)
     assert ops.available_impls("cuda") == ("triton",)
     assert ops.resolve_impl("", "cuda", "encode") == "triton"
     with pytest.raises(ValueError, match=r"impl must be one of triton on cuda tensors.*'cuda'"):
         ops.resolve_impl("cuda", "cuda")
-    monkeypatch.setattr(impls, "has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(impls, "has_cuda_kernels", lambda index=None: True)
     defaults = [ops.resolve_impl("", "cuda", operator) for operator in ("encode", "reduce")]
     assert defaults == ["cuda", "triton"]
     assert ops.resolve_impl("", "cuda") == ""
@@ -144,13 +144,13 @@ def test_every_operator_has_a_default_on_cuda_tensors() -> None:
 def test_an_operator_takes_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each function of the module asks for the default of its own name."""
     monkeypatch.setattr(impls, "has_triton", lambda: True)
-    monkeypatch.setattr(impls, "has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(impls, "has_cuda_kernels", lambda index=None: True)
     monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "norms", "triton")
     chosen = []
     real = impls.resolve_impl
 
-    def resolve(impl: str, device: str, operator: str) -> str:
-        chosen.append(real(impl, "cuda", operator))
+    def resolve(impl: str, device: str, operator: str, index: int | None) -> str:
+        chosen.append(real(impl, "cuda", operator, index))
         return "reference"
 
     monkeypatch.setattr(ops, "resolve_impl", resolve)

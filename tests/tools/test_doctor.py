@@ -17,7 +17,7 @@ from cli_helpers import check_documented, check_misuse, check_schema, examples, 
 from workers import Pool
 
 from diloco_comm import __version__, ops
-from diloco_comm.ops.implementations import served_by
+from diloco_comm.ops import implementations
 from diloco_comm.tools.common import workers
 from diloco_comm.tools.doctor import command as doctor_command
 from diloco_comm.tools.doctor import facts as doctor
@@ -128,9 +128,12 @@ def test_text_tells_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "warning: nothing reads DILOCO_COMM_LANE; the variables are DILOCO_COMM_" in words
 
 
-def test_the_line_of_a_gpu_says_what_serves_it_and_why() -> None:
+def test_the_line_of_a_gpu_says_what_serves_it_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "the extension was built without CUDA kernels"
+    monkeypatch.setattr(implementations, "cuda_obstacle", lambda device=None: why)
+    monkeypatch.setattr(implementations, "has_triton", lambda: True)
     gpu = {"cuda": "12.8", "rocm": None, "nccl": None, "devices": ["A", "B"]}
-    gpu["operators"] = ["served by CUDA kernels", served_by(0)]
+    gpu["operators"] = ["served by CUDA kernels", implementations.served_by(0)]
     why = "served by Triton, because the extension was built without CUDA kernels"
     lines = f"A, served by CUDA kernels\nB, {why}; torch has CUDA 12.8"
     assert doctor_report._gpu(gpu) == lines

@@ -137,9 +137,10 @@ class StreamMember(Member):
         except SyncError as error:
             round.fail(error)
             return
-        driver.give_back((round.encoded,))
+        encoded = round.encoded
         events = driver.post(buffers, round, sending, driver.mark(buffers))
         round.encoded = events[0]
+        driver.give_back((encoded,))
         round.job = self._watch(driver, buffers, round, sending, control, events)
 
     def _watch(

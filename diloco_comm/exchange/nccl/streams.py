@@ -48,7 +48,8 @@ class StreamDriver(Connections):
     """Enqueues the exchanges of one replica in one epoch.
 
     Attributes:
-        max_blocks: Of the grid of each kernel on the side stream.
+        max_blocks: Of the grid of each kernel on the side stream, but for the ``encode`` and
+            ``decode`` of Triton.
     """
 
     def __init__(
