@@ -138,7 +138,7 @@ struct DotSums {
             const uint32_t b23 = pick_bytes(a[2], a[3], selector);
             int32_t& first = n[at];
             int32_t& second = n[at + 1];
-            if constexpr (kIsInt4) {  // whose codes are added as code + 8
+            if constexpr (kIsInt4) {  // a code of int4 is added as code + 8
                 first += bias;
                 second += bias;
             }

@@ -367,8 +367,8 @@ DILOCO_DEVICE void with_own_dtype(const ReduceArgs&, const Place&, F&& f) {
     f(DTypeConstant<DType::kFp32>{});
 }
 
-// Encodes some of the `left` tiles from one on in another way, and says how many; reduce adds
-// integers where all weights are equal powers of two.
+// Encodes the first of the `left` tiles in a faster way and returns how many; 0: none. reduce adds
+// integers where the weights are equal powers of two.
 template <Format kFormat, bool kStochastic, class Lanes>
 DILOCO_DEVICE uint32_t take_tiles(const Lanes&, const EncodeArgs&, const Tile&, uint32_t) {
     return 0;

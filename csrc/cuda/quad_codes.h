@@ -3,9 +3,8 @@
 //   - An integer n with |n| <= 2^15 is the low bits of the fp32 number 1.5 * 2^23 + n, and adding
 //     1.5 * 2^23 rounds to it, half to even. So neither direction needs a conversion, of which a
 //     multiprocessor does fewer than additions.
-//   - A scale and its reciprocal are IEEE's quotients, of 20 instructions each. A rough quotient
-//   and
-//     two fused multiply-adds give their bits.
+//   - A scale and its reciprocal are IEEE's quotients. A division takes 20 instructions; a rough
+//     quotient and two fused multiply-adds give the same bits.
 //   - sm_89 and later convert fp8 themselves (fp8_hardware.h).
 #pragma once
 
