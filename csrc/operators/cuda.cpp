@@ -112,6 +112,7 @@ void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<dou
     args.target.index_begin = static_cast<uint64_t>(index_begin);
     if (num_elements == 0) return;
     set_terms(call, args.terms, terms);
+    args.terms.dot_exponent = dot_exponent(terms);
     cuda::Rest rest;
     const bool has_whole = has_whole_tiles(args.target, layout) && args.terms.are_aligned;
     set_rest(call, rest, args.target.runs, cuda::kReduceTile, has_whole);

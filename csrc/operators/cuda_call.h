@@ -281,7 +281,7 @@ void set_terms(Call& call, cuda::Terms& to, const TermList& terms) {
         const auto address = reinterpret_cast<uint64_t>(terms.payloads[i]);
         to.are_aligned = to.are_aligned && address % wire::kAlignment == 0;
     }
-    to.dot_exponent = dot_exponent(terms);
+    to.dot_exponent = 1;
     to.count = terms.count;
     to.in_memory = nullptr;
     if (to.count <= cuda::kInlineTerms) {
