@@ -5,6 +5,8 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
+#include <thread>
 
 namespace diloco::link::openssl {
 namespace {
@@ -13,7 +15,23 @@ constexpr unsigned long kOldestVersion = 0x30000000UL;
 constexpr const char* kLibrary = "libssl.so.3";
 
 std::atomic<uint64_t> forks{0};
-std::atomic<bool> has_cleaned_up{false};
+std::atomic<bool> cleans_up{false};
+std::atomic<int> num_uses{0};
+
+// OpenSSL calls this function before it frees anything. The time is bounded, because the thread
+// that ends the process may stand within a call itself, in a handler of a signal.
+void wait_for_uses() {
+    cleans_up.store(true);
+    for (int i = 0; i < 1000 && num_uses.load() != 0; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+// The threads of the parent that were within are not in the child.
+void enter_child() {
+    forks.fetch_add(1);
+    num_uses.store(0);
+}
 
 std::string text_of_version(unsigned long number) {
     return std::to_string(number >> 28) + "." + std::to_string((number >> 20) & 0xff);
@@ -46,8 +64,8 @@ struct Loaded {
     Functions functions = load();
 
     Loaded() {
-        pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
-        functions.OPENSSL_atexit([] { has_cleaned_up.store(true); });
+        pthread_atfork(nullptr, nullptr, enter_child);
+        functions.OPENSSL_atexit(wait_for_uses);
     }
 };
 
@@ -146,7 +164,13 @@ OSSL_LIB_CTX* own_context() {
 
 uint64_t num_forks() { return forks.load(std::memory_order_relaxed); }
 
-bool is_over() { return has_cleaned_up.load(std::memory_order_acquire); }
+// Sequentially consistent, as are all accesses to these two: a thread counts itself before it asks,
+// and the end of the process is told before the count is read.
+bool is_over() { return cleans_up.load(); }
+
+Use::Use() { num_uses.fetch_add(1); }
+
+Use::~Use() { num_uses.fetch_sub(1); }
 
 std::string take_trouble(const Functions& ssl) {
     const unsigned long error = ssl.ERR_get_error();

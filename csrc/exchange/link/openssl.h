@@ -137,8 +137,18 @@ OSSL_LIB_CTX* own_context();
 // must not be used after it.
 uint64_t num_forks();
 
-// Whether OpenSSL has cleaned up, because the process ends: nothing of it may be called any more.
+// Whether OpenSSL cleans up, because the process ends: nothing of it may be called any more.
 bool is_over();
+
+// A thread that calls OpenSSL holds a Use meanwhile, and asks is_over() after it has one: at the
+// end of the process OpenSSL cleans up when no other thread is within, or after a second.
+class Use {
+  public:
+    Use();
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+};
 
 // Why the last call of this thread failed, in a plain sentence; empties OpenSSL's queue of errors.
 std::string take_trouble(const Functions& ssl);

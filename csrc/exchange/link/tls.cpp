@@ -44,6 +44,7 @@ constexpr long kMostCertificate = 4096;
 constexpr size_t kReadBytes = 64 * 1024;
 // A key of another TLS service must not open a link: what the handshake signs has this name in it.
 constexpr const char* kProtocol = "diloco-link/1";
+constexpr const char* kIsOver = "the process ends, and OpenSSL with it";
 
 bool has_fast_aes() {
 #if defined(__x86_64__)
@@ -175,6 +176,8 @@ struct Callbacks {
 
 Identity::Identity(const Seed& seed, uint64_t rekey_bytes)
     : ssl_(openssl::functions()), rekey_bytes_(rekey_bytes), num_forks_(openssl::num_forks()) {
+    const openssl::Use use;
+    if (openssl::is_over()) throw TlsError(kIsOver);
     ssl_.ERR_clear_error();
     openssl::OSSL_LIB_CTX* const library = openssl::own_context();
     const auto check = [&](bool is_done) {
@@ -237,6 +240,7 @@ Identity::Identity(const Seed& seed, uint64_t rekey_bytes)
 
 Identity::~Identity() {
     // OpenSSL's locks may be held for ever in a child; the memory is the parent's loss, not ours.
+    const openssl::Use use;
     if (openssl::is_over() || openssl::num_forks() != num_forks_) return;
     ssl_.SSL_CTX_free(context_);
 }
@@ -299,7 +303,9 @@ TlsSession::TlsSession(std::shared_ptr<Identity> identity, int fd, bool is_diall
       fd_(fd),
       is_allowed_(std::move(is_allowed)),
       out_(new uint8_t[kOutBytes]) {
-    if (openssl::is_over() || openssl::num_forks() != identity_->num_forks_) {
+    const openssl::Use use;
+    if (openssl::is_over()) throw TlsError(kIsOver);
+    if (openssl::num_forks() != identity_->num_forks_) {
         throw TlsError("a child of fork() must open an identity of its own");
     }
     ssl_.ERR_clear_error();
@@ -322,6 +328,7 @@ TlsSession::TlsSession(std::shared_ptr<Identity> identity, int fd, bool is_diall
 }
 
 TlsSession::~TlsSession() {
+    const openssl::Use use;
     if (is_alive()) ssl_.SSL_free(session_);
 }
 
@@ -429,6 +436,7 @@ Outcome TlsSession::flush() {
 }
 
 Outcome TlsSession::handshake() {
+    const openssl::Use use;
     if (!is_alive()) return Outcome::kFailed;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!may_go_on(State::kGreeting)) return end_;
@@ -456,6 +464,7 @@ Outcome TlsSession::handshake() {
 
 Outcome TlsSession::read(const iovec* parts, int num_parts, size_t& done) {
     done = 0;
+    const openssl::Use use;
     if (!is_alive()) return Outcome::kFailed;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!may_go_on(State::kOpen)) return end_;
@@ -512,6 +521,7 @@ iovec TlsSession::next_record(const Parts& parts) {
 
 Outcome TlsSession::write(const iovec* parts, int num_parts, size_t& done) {
     done = 0;
+    const openssl::Use use;
     if (!is_alive()) return Outcome::kFailed;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!may_go_on(State::kOpen)) return end_;
@@ -550,6 +560,7 @@ Outcome TlsSession::write(const void* data, size_t size, size_t& done) {
 }
 
 Outcome TlsSession::close() {
+    const openssl::Use use;
     if (!is_alive()) return Outcome::kFailed;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!may_go_on(State::kOpen)) return end_;
@@ -565,18 +576,21 @@ Outcome TlsSession::close() {
 }
 
 bool TlsSession::has_pending() const {
+    const openssl::Use use;
     if (!is_alive()) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     return state_ == State::kOpen && !has_nothing_ && ssl_.SSL_has_pending(session_) == 1;
 }
 
 bool TlsSession::has_unsent() const {
+    const openssl::Use use;
     if (!is_alive()) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     return begin_ != end_of_out_;
 }
 
 std::string TlsSession::cipher() const {
+    const openssl::Use use;
     if (!is_alive()) return "";
     const std::lock_guard<std::mutex> lock(mutex_);
     const openssl::SSL_CIPHER* const cipher = ssl_.SSL_get_current_cipher(session_);
@@ -584,7 +598,7 @@ std::string TlsSession::cipher() const {
 }
 
 std::string TlsSession::trouble() const {
-    if (openssl::is_over()) return "the process ends, and OpenSSL with it";
+    if (openssl::is_over()) return kIsOver;
     if (!is_alive()) return "a child of fork() must not use a connection of its parent";
     const std::lock_guard<std::mutex> lock(mutex_);
     return trouble_;
