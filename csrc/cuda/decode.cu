@@ -9,9 +9,18 @@
 namespace diloco::cuda {
 namespace {
 
-// Blocks of a multiprocessor: many where a lane's codes and sums need few registers.
+// Blocks of a multiprocessor: as many as leave each lane the registers that its codes and sums
+// need. int8 needs more of them on sm_80.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+constexpr int kInt8Blocks = 12;
+#else
+constexpr int kInt8Blocks = 14;
+#endif
 template <Format kFormat>
-constexpr int kDecodeBlocks = is_integer(kFormat) || is_fp8(kFormat) ? 14 : 10;
+constexpr int kDecodeBlocks = kFormat == Format::kInt8   ? kInt8Blocks
+                              : kFormat == Format::kInt4 ? 14
+                              : is_fp8(kFormat)          ? 12
+                                                         : 8;
 
 // outs = sum_i c_i decode(payload_i). Reads n + n / 128 bytes a term (int8, blocks of 256), writes
 // 4n (fp32). A warp takes 16 tiles at most.

@@ -31,6 +31,10 @@ NUM_KERNELS = {"encode": 51, "reduce": 51, "outer_step": 42, "decode": 26, "dige
 # The kernels of whole tiles for int8 and int4, rounded to nearest: their registers at most, and the
 # warps of a multiprocessor for which these leave room, at least.
 WHOLE_TILES = {"encode": (48, 40), "reduce": (56, 36), "decode": (32, 56)}
+# Where that many registers are too few, by architecture, file and argument of the template.
+MORE_REGISTERS = {("sm_80", "decode", "FormatE5E"): (40, 48)}
+# Warps of a multiprocessor; 64 elsewhere. Where they are fewer, each lane has more registers.
+MOST_WARPS = {"sm_86": 48, "sm_89": 48, "sm_120": 48}
 # Bytes of stack, and of spilled stores and loads together, by architecture, file and name. One of
 # the 14 arrivals needs eight bytes with 128 registers on sm_80, sm_86 and sm_89; no device has
 # measured the cost. Some encode kernels of small tiles spill up to three registers; not measured.
@@ -67,14 +71,26 @@ class Kernel:
 
     @property
     def warps(self) -> int:
-        """Warps of a multiprocessor of 64 that 65536 registers suffice for, in blocks of four."""
-        return min(65536 // (-(-self.registers // 8) * 8 * 128) * 4, 64)
+        """Warps of a multiprocessor that 65536 registers suffice for, in blocks of four."""
+        most = MOST_WARPS.get(self.arch, 64)
+        return min(65536 // (-(-self.registers // 8) * 8 * 128) * 4, most)
 
     @property
     def is_hot(self) -> bool:
         """Whether ``WHOLE_TILES`` says how many registers this kernel may have."""
         is_plain = "FormatE5E" in self.arguments or "FormatE6E" in self.arguments
         return "_whole_" in self.name and is_plain and "Lb1E" not in self.arguments
+
+    @property
+    def has_room(self) -> bool:
+        """Whether this kernel keeps to ``WHOLE_TILES`` and ``MORE_REGISTERS``."""
+        registers, warps = WHOLE_TILES[self.file]
+        for (arch, file, argument), more in MORE_REGISTERS.items():
+            if (arch, file) == (self.arch, self.file) and argument in self.arguments:
+                registers, warps = more
+        if self.arch in MOST_WARPS:
+            return self.warps >= min(warps, MOST_WARPS[self.arch])
+        return self.registers <= registers and self.warps >= warps
 
 
 def read(file: Path) -> list[Kernel]:
@@ -132,9 +148,7 @@ def check(
             sizes.remove(own)
         else:
             assert own == (0, 0), f"stack or spills: {kernel}"
-        if kernel.is_hot:
-            registers, warps = WHOLE_TILES[kernel.file]
-            assert kernel.registers <= registers and kernel.warps >= warps, f"registers: {kernel}"
+        assert not kernel.is_hot or kernel.has_room, f"registers: {kernel}"
     gone = {key: sizes for key, sizes in known.items() if sizes}
     assert not gone, f"not so any more, take them out of KNOWN_STACKS: {gone}"
     return kernels
