@@ -51,6 +51,8 @@ _MAGIC, _VERSION = b"DCLOG\r\n\x1a", 1
 _FILE = struct.Struct("<8sI16sI16s")  # magic, version, kind, bytes of meta, seed
 _RECORD, _CLOSED = b"DCL\xa5", b"DCL\x5a"
 _NUMBERS = struct.Struct("<4sQQIQ")  # magic, sequence, confirmed, bytes of head, bytes of body
+# How journals of registries and snapshots of servers began in versions before 0.2.
+_BEFORE_LOGS = (b"DCREGv1\0", b"DCASv1\0\0")
 _KNOWN = 12  # bytes of the numbers that the reader can foretell: magic and sequence number
 _MAGICS = re.compile(b"DCL[\xa5\x5a]")
 _END = b"\xa5" * 4
@@ -62,10 +64,6 @@ _BLOCK = 1 << 20
 
 
 RESTORE = "restore the file from a backup"
-TORN = (
-    "%s ends at byte %d with %d bytes that are no whole record: they will be cut off at the next "
-    "write, with %d whole records behind the torn one"
-)
 
 
 class DamagedLog(RuntimeError):
@@ -79,17 +77,6 @@ class DamagedLog(RuntimeError):
     def __init__(self, sentence: str, path: Path, offset: int = 0, lost: int = 0) -> None:
         super().__init__(sentence)
         self.path, self.offset, self.lost = path, offset, lost
-
-
-def damaged(path: Path, offset: int, reason: str, size: int, lost: int, remedy: str) -> DamagedLog:
-    """Return the error about damage in a file of ``size`` bytes, with what a cut would lose."""
-    return DamagedLog(
-        f"{path} is damaged at byte {offset}: {reason}; a cut there loses the last "
-        f"{size - offset} bytes, with {lost} whole records behind the damage; {remedy}",
-        path,
-        offset,
-        lost,
-    )
 
 
 class ChangedLog(OSError):
@@ -233,6 +220,13 @@ class Log:
         self._size = os.fstat(self._file).st_size
         fixed = self._pread(0, _FILE.size).ljust(_FILE.size, b"\0")
         magic, version, found, meta_bytes, self._seed = _FILE.unpack(fixed)
+        if magic in _BEFORE_LOGS:
+            raise DamagedLog(
+                f"{self.path} has the format of a version before 0.2, and this version reads the "
+                "format of 0.2: start the server of 0.2 in its folder once, which reads both and "
+                "writes the newer one",
+                self.path,
+            )
         meta_end = _FILE.size + min(meta_bytes, _MAX_META)
         header = self._pread(0, meta_end)
         self._digest = self._pread(meta_end, _DIGEST)
@@ -340,7 +334,11 @@ class Log:
             if self.end < confirmed or not self._has_hole(found):
                 raise self.damage(self.end)
         self._is_dirty, self.torn_bytes = True, self._size - self.end
-        logger.warning(TORN, self.path, self.end, self.torn_bytes, lost)
+        logger.warning(
+            "%s ends at byte %d with %d bytes that are no whole record: they will be cut off at "
+            "the next write, with %d whole records behind the torn one",
+            *(self.path, self.end, self.torn_bytes, lost),
+        )
 
     def _ends_within(self, found: _Found | None) -> bool:
         """Whether the file ends within the record at ``end``."""
@@ -391,7 +389,14 @@ class Log:
             reason: Why the record is not valid.
         """
         lost = sum(found.magic == _RECORD for found in self._behind(offset))
-        return damaged(self.path, offset, reason, self._size, lost, self._remedy)
+        return DamagedLog(
+            f"{self.path} is damaged at byte {offset}: {reason}; a cut there loses the last "
+            f"{self._size - offset} bytes, with {lost} whole records behind the damage; "
+            f"{self._remedy}",
+            self.path,
+            offset,
+            lost,
+        )
 
     # ------------------------------------------------------------------------------------ writing
 
@@ -596,16 +601,6 @@ def _write(file: int, data: bytes | memoryview, offset: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------ files
-
-
-def is_log(path: Path) -> bool:
-    """Whether a file begins as a log.
-
-    Raises:
-        OSError: If the file cannot be read.
-    """
-    with open(open_own(path, os.O_RDONLY), "rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def expect_regular(path: Path) -> None:

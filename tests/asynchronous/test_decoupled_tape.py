@@ -108,12 +108,18 @@ def test_a_tape_of_another_format_is_refused(tmp_path: Path) -> None:
     record(tmp_path / "s", 2, keep_tape=True)
     header, tensors = read_snapshot(tmp_path / "s" / "snapshot")
     assert header.pop("format") == 3
-    for number in (None, 4):
+    for number, reader in (
+        (None, "use the version that wrote them"),
+        (2, "0.2 reads format 2, too"),
+        (4, "use the version that wrote them"),
+    ):
         folder = tmp_path / f"format-{number}"
         storage = Storage(folder, keeps_journals=True)
         storage.save(header if number is None else {**header, "format": number}, tensors)
         storage.release()
-        words = f"have format {number or 1}, and this version of diloco_comm reads the formats 2 a"
+        words = (
+            f"have format {number or 1}, and this version of diloco_comm reads format 3: {reader}"
+        )
         with pytest.raises(ValueError, match=words):
             make_server(SETTINGS, outer=HeavyBall(0.5, 0.8), snapshot=folder, keep_tape=True)
         with pytest.raises(ValueError, match=words):

@@ -1,4 +1,4 @@
-"""Files of servers that are damaged, crafted, or from before the log: read whole or refused."""
+"""Files of servers that are damaged, crafted, or of another version: read whole or refused."""
 
 from __future__ import annotations
 
@@ -24,38 +24,31 @@ from diloco_comm.asynchronous.server.state import ServerState
 from diloco_comm.asynchronous.server.storage import snapshots
 from diloco_comm.base.log import DamagedLog
 
-DATA = Path(__file__).parents[1] / "data" / "server-files-before-logs.tar.xz"
+DATA = Path(__file__).parents[1] / "data" / "server-files-0.2.tar.xz"
 RESTORED = [-0.7496, -0.7496, -0.7496, -0.7496, -0.7496, -0.7496, -0.7496]
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """The folders of two servers that were killed, as the last version without logs left them."""
+def released(tmp_path: Path) -> Path:
+    """The folders of two servers that were killed, as 0.2.0 left them."""
     with tarfile.open(DATA) as archive:
-        archive.extractall(tmp_path / "old", filter="data")
-    return tmp_path / "old"
+        archive.extractall(tmp_path / "released", filter="data")
+    return tmp_path / "released"
 
 
-def test_files_from_before_the_log_are_read_and_written_anew(old: Path, tmp_path: Path) -> None:
-    folder = old / "asynchronous"
+def test_the_files_of_0_2_are_read(released: Path) -> None:
+    folder = released / "asynchronous"
     server = AsyncServer(PLAIN, snapshot=folder)
-    # A server that is killed now has the journal as a log, and the snapshot as before.
-    shutil.copytree(folder, tmp_path / "killed")
+    assert torch.allclose(server.parameters()[0], torch.tensor(RESTORED), atol=1e-4)
+    assert server.state.coordinator.ledger()["a"]["seq"] == 3
     server.stop()
-    for place in (tmp_path / "killed", folder):
-        assert len(read_rows(place / "journal-0" if place != folder else place / "snapshot")) > 0
-        again = AsyncServer(PLAIN, snapshot=place)
-        assert torch.allclose(again.parameters()[0], torch.tensor(RESTORED), atol=1e-4)
-        assert again.state.coordinator.ledger()["a"]["seq"] == 3
-        again.stop()
     assert {path.name for path in folder.iterdir()} == {"lock", "snapshot", "journal-3"}
-    assert not snapshots.is_old(folder / "snapshot")
 
 
-def test_a_tape_from_before_the_log_goes_on(old: Path) -> None:
-    folder = old / "decoupled"
+def test_a_tape_of_0_2_goes_on(released: Path) -> None:
+    folder = released / "decoupled"
     before = replay(folder)
-    assert (before.last, before.is_compared) == (13, True)
+    assert (before.last, before.is_compared) == (8, True)
     server = make_server(
         {"wire": "int4", "wire_down": "int4", "merge": "rda", "receipt": "carry", "sync_every": 2},
         outer=HeavyBall(0.5, 0.8), snapshot=folder, keep_tape=True,
@@ -68,18 +61,14 @@ def test_a_tape_from_before_the_log_goes_on(old: Path) -> None:
             assert learner.flush(20.0)
         learner.close()
     after = replay(folder)
-    assert after.first == 0 and after.last > 13 and after.is_compared
-    # The first files stay as they were, for the tape.
-    assert snapshots.is_old(folder / "first") and not snapshots.is_old(folder / "snapshot")
+    assert after.first == 0 and after.last > 8 and after.is_compared
 
 
-def test_old_journals_end_with_a_word_where_they_are_torn(
-    old: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    journal = old / "asynchronous" / "journal-0"
-    journal.write_bytes(journal.read_bytes()[:-1])
-    AsyncServer(PLAIN, snapshot=old / "asynchronous").stop()
-    assert "journal-0 ends at byte 2497 with 1246 bytes that are no whole record" in caplog.text
+def test_a_snapshot_from_before_0_2_is_named(tmp_path: Path) -> None:
+    (tmp_path / "snapshot").write_bytes(b"DCASv1\0\0" + bytes(100))
+    for place in (AsyncServer, lambda rule, snapshot: replay(snapshot)):
+        with pytest.raises(DamagedLog, match="has the format of a version before"):
+            place(PLAIN, snapshot=tmp_path)
 
 
 # ---------------------------------------------------------------------------------------- damage

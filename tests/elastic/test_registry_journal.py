@@ -1,4 +1,4 @@
-"""The journal of a registry: torn and damaged files, the old format, full disks, failed fsyncs."""
+"""The journal of a registry: torn and damaged files, an older format, full disks, failed fsyncs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from diloco_comm.elastic.registry import RegistryUnavailable, connect
 from diloco_comm.elastic.registry import journal as module
 from diloco_comm.elastic.registry.journal import Journal, changes, load
 
-# Two runs, then one of them again, then a removal and a record like an entry of the old format.
+# Two runs, then one of them again, then a removal and a record of bytes that are no text.
 GROUPS = [
     [("a", b"1"), ("b", b"x" * 20)],
     [("a", b"22")],
@@ -126,59 +125,26 @@ def test_crafted_contents_are_refused(tmp_path: Path, name: str) -> None:
     assert list(changes(log)) == [("r", b"x")]
     log.append(content)
     log.close()
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "journal").write_bytes(old_format(good, content))
-    for folder in (tmp_path, old):
-        with pytest.raises(DamagedLog, match=f"^{folder}/journal is damaged at byte .*{sentence}"):
-            Journal(folder)
-        journal = Journal(folder, truncates=True)
-        assert journal.records == {"r": b"x"}
-        journal.close()
+    with pytest.raises(DamagedLog, match=f"^{tmp_path}/journal is damaged at byte .*{sentence}"):
+        Journal(tmp_path)
+    journal = Journal(tmp_path, truncates=True)
+    assert journal.records == {"r": b"x"}
+    journal.close()
 
 
-def old_format(*contents: bytes) -> bytes:
-    """Return a journal in the format before logs."""
-    header = struct.pack("<8s16sI", b"DCREGv1\0", b"A" * 16, 7)
-    entries = [
-        struct.pack("<4sII", b"DCRE", len(content), zlib.crc32(content, 7)) + content
-        for content in contents
-    ]
-    return header + struct.pack("<I", zlib.crc32(header)) + b"".join(entries)
-
-
-def test_a_journal_in_the_old_format_is_read_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("truncates", [False, True])
+def test_a_journal_from_before_logs_is_named_and_left_alone(
+    tmp_path: Path, truncates: bool
 ) -> None:
-    path, change = tmp_path / "journal", struct.Struct("<HI")
-    contents = [change.pack(1, 2) + b"a" + b"%d" % i * 2 for i in range(3)]
-    data = old_format(*contents)
-    size = 12 + len(contents[0])
-    path.write_bytes(data)
-    for _ in range(2):
-        with opened(tmp_path) as journal:
-            assert (journal.registry_id, journal.records) == (b"A" * 16, {"a": b"22"})
-    assert path.read_bytes().startswith(b"DCLOG")
-    for length in range(len(data) - size + 1, len(data)):
-        for end in (b"", bytes(len(data) - length)):
-            path.write_bytes(data[:length] + end)
-            if end and length - len(data) + size < 12 and data[length] == 0:
-                continue
-            caplog.clear()
-            try:
-                assert load(path)[1] == {"a": b"11"}
-                assert "that are no whole record: they will be cut off" in caplog.text
-            except DamagedLog:
-                assert end
-    for place in range(len(data)):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        caplog.clear()
-        try:
-            assert load(path)[1] == {"a": b"11"} and "no whole record" in caplog.text
-            # The length of the last entry.
-            assert len(data) - size + 4 <= place < len(data) - size + 8
-        except DamagedLog as error:
-            assert str(error).startswith(f"{path} is damaged at byte ")
+    data = struct.pack("<8s16sII", b"DCREGv1\0", b"A" * 16, 7, 0)
+    (tmp_path / "journal").write_bytes(data)
+    with pytest.raises(DamagedLog) as caught:
+        Journal(tmp_path, truncates=truncates)
+    assert str(caught.value).startswith(
+        f"{tmp_path}/journal has the format of a version before 0.2, and this version reads the "
+        "format of 0.2: start the server of 0.2"
+    )
+    assert (tmp_path / "journal").read_bytes() == data
 
 
 def test_swaps_are_refused_while_another_program_has_changed_the_file(tmp_path: Path) -> None:

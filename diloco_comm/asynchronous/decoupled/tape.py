@@ -11,13 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
-from ..server.storage.snapshots import (
-    is_old,
-    newest_journal,
-    read_journal,
-    read_snapshot,
-    restoring,
-)
+from ..server.storage.snapshots import newest_journal, read_journal, read_snapshot, restoring
 from .serving.model import ServedModel
 from .serving.storage import check_format, check_header, repeat
 from .settings import DecoupledSettings
@@ -73,7 +67,6 @@ def replay(folder: Path, on_merge: OnMerge = lambda record, model: None) -> Repl
         raise ValueError(f"{folder} has no snapshot of a syncer")
     begin = first if os.path.lexists(first) else newest
     model, run = _load(begin)
-    may_be_old = is_old(begin)
     number = began = model.num_commits
     reports, is_same = 0, None
     learners: set[str] = set()
@@ -87,7 +80,7 @@ def replay(folder: Path, on_merge: OnMerge = lambda record, model: None) -> Repl
             is_same = _is_equal(model, wanted)
         path, before = folder / f"journal-{number}", number
         is_last = number >= newest_journal(folder)
-        for record, body in read_journal(path, may_be_old=may_be_old, may_be_torn=is_last):
+        for record, body in read_journal(path, may_be_torn=is_last):
             with restoring(path):
                 repeat(model, record, body)
             on_merge(record, model)

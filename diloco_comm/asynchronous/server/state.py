@@ -280,7 +280,7 @@ class ServerState:
                 f"the snapshot was made with the rule {header['rule']}, this one is "
                 f"{self.rule.config()}"
             )
-        sizes, layout, digests = header["sizes"], header["layout"], header.get("unexchanged")
+        sizes, layout, digests = header["sizes"], header["layout"], header["unexchanged"]
         if [header["tensors"].get(f"{i}/outer") for i in range(len(sizes))] != sizes:
             raise ValueError(f"the snapshot has tensors of other sizes than {_shown(sizes)}")
         model = header["model"]

@@ -7,16 +7,13 @@ each as name of the run and new record.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-import re
 import secrets
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ...base.log import RESTORE, TORN, DamagedLog, Log, damaged, open_own, truncate
+from ...base.log import RESTORE, DamagedLog, Log, truncate
 from ...base.service.folder_lock import FolderLock
 from .protocol import check_run, check_swap
 
@@ -27,11 +24,6 @@ Change = tuple[str, bytes]
 
 FILE, KIND = "journal", "registry"
 _CHANGE = struct.Struct("<HI")  # bytes of the run's name, bytes of the record
-_OLD_MAGIC = b"DCREGv1\0"
-_OLD_HEADER = struct.Struct("<8s16sII")  # magic, registry's id, seed, CRC-32 of these
-_OLD_ENTRY_MAGIC = b"DCRE"
-_OLD_ENTRY = struct.Struct("<4sII")  # magic, bytes of the content, its CRC-32
-_OLD_MAX_CONTENT = 1 << 20
 # Changes in one record of a compacted journal.
 _BATCH = 64
 _COMPACT_BYTES = 1 << 26
@@ -77,12 +69,12 @@ class Journal:
         has_journal, torn_bytes = os.path.lexists(self.path), 0
         if has_journal:
             try:
-                self.registry_id, self.records, torn_bytes = _loaded(self.path)
+                self.registry_id, self.records, torn_bytes = load(self.path)
             except DamagedLog as damage:
                 if not truncates:
                     raise
                 self.cut = truncate(damage)
-                self.registry_id, self.records, torn_bytes = _loaded(self.path)
+                self.registry_id, self.records, torn_bytes = load(self.path)
         try:
             self._rewrite()
         except OSError as error:
@@ -164,24 +156,14 @@ def _packed(changes: Iterable[Change]) -> bytes:
 # ---------------------------------------------------------------------------------------- reading
 
 
-def load(path: Path) -> tuple[bytes, dict[str, bytes]]:
-    """Return the registry's id and the records in a journal, without a torn last record.
+def load(path: Path) -> tuple[bytes, dict[str, bytes], int]:
+    """Return the registry's id, the whole records in a journal, and the bytes of its torn end.
 
     Raises:
         DamagedLog: If the file is damaged, or is no journal of a registry.
         OSError: If the file cannot be read.
     """
-    return _loaded(path)[:2]
-
-
-def _loaded(path: Path) -> tuple[bytes, dict[str, bytes], int]:
-    """Return what ``load`` returns, and the bytes of the torn end."""
     records: dict[str, bytes] = {}
-    with open(open_own(path, os.O_RDONLY), "rb") as file:
-        if file.read(len(_OLD_MAGIC)) == _OLD_MAGIC:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                registry_id, torn_bytes = _load_old(path, data, records)
-                return registry_id, records, torn_bytes
     log = Log(path, KIND, remedy=_remedy(path), is_writable=False)
     try:
         _apply(records, changes(log))
@@ -236,46 +218,3 @@ def _remedy(path: Path) -> str:
     return (
         f"{RESTORE}, or cut it there with `diloco-comm registry --journal {path.parent} --truncate`"
     )
-
-
-def _load_old(path: Path, data: mmap.mmap, records: dict[str, bytes]) -> tuple[bytes, int]:
-    """Add the records of a journal in the format before ``Log``.
-
-    Returns:
-        The registry's id, and the bytes of a torn entry at the end.
-    """
-    header = data[: _OLD_HEADER.size].ljust(_OLD_HEADER.size, b"\0")
-    _, registry_id, seed, checksum = _OLD_HEADER.unpack(header)
-    if zlib.crc32(header[:-4]) != checksum:
-        raise DamagedLog(f"{path} is damaged at byte 0: {RESTORE}", path)
-    offset = _OLD_HEADER.size
-    while offset < len(data):
-        content, is_torn = _old_content(data, offset, seed)
-        try:
-            if content is None:
-                raise ValueError("the record there is not valid")
-            _apply(records, _parsed(content))
-        except ValueError as error:
-            places = (match.start() for match in re.finditer(_OLD_ENTRY_MAGIC, data))
-            later = [_old_content(data, place, seed)[0] for place in places if place > offset]
-            lost = sum(content is not None for content in later)
-            if is_torn and not lost:
-                logger.warning(TORN, path, offset, len(data) - offset, 0)
-                return registry_id, len(data) - offset
-            raise damaged(path, offset, str(error), len(data), lost, _remedy(path)) from None
-        offset += _OLD_ENTRY.size + len(content)
-    return registry_id, 0
-
-
-def _old_content(data: mmap.mmap, offset: int, seed: int) -> tuple[bytes | None, bool]:
-    """Return the content of an entry, None unless it is valid, and whether the file ends in it."""
-    fixed = data[offset : offset + _OLD_ENTRY.size].ljust(_OLD_ENTRY.size, b"\0")
-    magic, length, checksum = _OLD_ENTRY.unpack(fixed)
-    begin = offset + _OLD_ENTRY.size
-    content = data[begin : begin + min(length, _OLD_MAX_CONTENT)]
-    is_valid = magic == _OLD_ENTRY_MAGIC and zlib.crc32(content, seed) == checksum
-    is_zero = not any(fixed) and not data[offset:].strip(b"\0")
-    is_torn = is_zero or (
-        _OLD_ENTRY_MAGIC.startswith(data[offset : offset + 4]) and begin + length > len(data)
-    )
-    return content if is_valid and len(content) == length else None, is_torn

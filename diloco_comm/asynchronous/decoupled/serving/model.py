@@ -59,8 +59,7 @@ class ServedModel:
         published: The newest version of each fragment that may be told to learners.
         places: Fragment and place in it of each piece, in order.
         first: Number of each fragment's first piece.
-        chain: Digest of the records of all merges that are on the disk; "" before the first one,
-            None after a snapshot of a version whose records have none (format 2).
+        chain: Digest of the records of all merges that are on the disk; "" before the first one.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class ServedModel:
         self.down = [layout_of(size, settings.down) for size in self.sizes]
         self.whole = [layout_of(size, FP32) for size in self.sizes]
         self.published = [Published(0, list(flat), None, {}) for flat in flats]
-        self.chain: str | None = ""
+        self.chain = ""
 
     @property
     def num_elements(self) -> int:
@@ -158,7 +157,7 @@ class ServedModel:
             "total": self.total,
             "versions": [each.version for each in self.published],
             "merged": [each.merged for each in self.published],
-            "chain": self.chain or "",
+            "chain": self.chain,
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -176,7 +175,7 @@ class ServedModel:
 
     def loaded(self, header: dict[str, Any]) -> None:
         """Take over the header of a snapshot, whose tensors are in the buffers."""
-        self.chain = header.get("chain")
+        self.chain = header["chain"]
         for p, (version, merged) in enumerate(
             zip(header["versions"], header["merged"], strict=True)
         ):

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 # The format of snapshot and tape. Raise the number when a record has other fields, or when a merge
 # or a digest gives other bits for the same reports.
 FORMAT = 3
-# Formats that are read. In format 2 the records of the merges have no chain.
-_READ = (2, FORMAT)
 
 _CHANGED = "the record of {} was changed, or does not follow the record before"
 _SAID = {
@@ -47,7 +45,7 @@ class Found:
     """A model from the disk, with the hash of the learners' model and the number of the run.
 
     Attributes:
-        unexchanged: See ``Host``; None in snapshots of versions that did not keep them.
+        unexchanged: See ``Host``.
     """
 
     model: ServedModel
@@ -116,7 +114,7 @@ class CommitStorage:
         self._begin_tape(model.num_commits)
         for record, body in self.keeper.replay(model.num_commits):
             repeat(model, record, body)
-        return Found(model, header["layout"], header["run"], header.get("unexchanged"))
+        return Found(model, header["layout"], header["run"], header["unexchanged"])
 
     def _begin_tape(self, version: int) -> None:
         """Log where a tape ends, or begins later than the run."""
@@ -210,23 +208,24 @@ def _is_consistent(header: dict[str, Any], settings: DecoupledSettings) -> bool:
     (index, count), total = settings.place, header["total"]
     sizes = [size for each in pieces for size, merge in each if merge in MERGES]
     numbers = [total, header["run"], *versions, *(n for each in merged for n in each.values())]
-    numbers += [n for n in (header["layout"], *(header.get("unexchanged") or ())) if n is not None]
+    numbers += [n for n in (header["layout"], *(header["unexchanged"] or ())) if n is not None]
     return (
         all(type(n) is int and 0 <= n < MAX_NUMBER for n in numbers)
         and len(versions) == len(merged) == len(pieces) == len(range(index, total, count))
         and [header["tensors"].get(f"{i}/values") for i in range(sum(map(len, pieces)))] == sizes
         and all(map(len, pieces))
-        and type(header.get("chain")) is (str if header["format"] == FORMAT else type(None))
+        and type(header["chain"]) is str
     )
 
 
 def check_format(header: dict[str, Any]) -> None:
     """Raise ValueError if the merges after a snapshot would not give the same bits here."""
     found = header.get("format", 1)
-    if found not in _READ:
+    if found != FORMAT:
+        reader = "0.2 reads format 2, too" if found == 2 else "use the version that wrote them"
         raise ValueError(
             f"the snapshot and the tape have format {found}, and this version of diloco_comm reads "
-            f"the formats {_READ[0]} and {FORMAT}: use the version that wrote them"
+            f"format {FORMAT}: {reader}"
         )
 
 
@@ -254,7 +253,7 @@ def record_of(
         "values": of_values,
         "outcome": {"refusal": ""},
     }
-    text = (model.chain or "") + json.dumps(record)
+    text = model.chain + json.dumps(record)
     return {**record, "chain": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
@@ -339,8 +338,6 @@ def _compare(
     model: ServedModel, record: dict[str, Any], wanted: dict[str, Any], where: str
 ) -> None:
     """Raise ValueError unless a record is the wanted one, and take over its chain."""
-    if model.chain is None and "chain" not in record:
-        wanted, record = {**wanted, "chain": None}, {**record, "chain": None}
     if record.keys() != wanted.keys():
         raise ValueError(
             f"the record of {where} has the fields {', '.join(record)}, not {', '.join(wanted)}"

@@ -165,8 +165,6 @@ class Keeper:
         """Whether a snapshot, or another attempt at one, is due."""
         if self._reason:
             return time.monotonic() >= self._retry_at
-        if self._storage.is_old:
-            return True
         return version - max(0, self.saved_version) >= self.every
 
     def save(self, version: int, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:

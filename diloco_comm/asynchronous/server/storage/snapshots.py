@@ -14,9 +14,7 @@ import json
 import logging
 import os
 import re
-import struct
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,11 +35,6 @@ _REMEDY = (
     "--snapshot ... --truncate`"
 )
 _OUR_JOURNAL = re.compile(r"journal-\d+(\.new)?")
-
-# Versions before the log wrote a magic in front of snapshots, and such records in both files.
-_OLD_MAGIC = b"DCASv1\0\0"
-_OLD_LENGTH = struct.Struct("<QII")  # bytes after the header, bytes of the header, its CRC-32
-_MAX_OLD_HEADER = 1 << 24
 
 # A record: its JSON, and its bytes in the file.
 Row = tuple[dict[str, Any], PayloadFile]
@@ -64,7 +57,7 @@ def read_snapshot(
         ValueError: If the file holds something else than the snapshot of a server.
         OSError: If the file cannot be read.
     """
-    rows = _old_rows(path, len(_OLD_MAGIC)) if is_old(path) else _rows(_open(path, SNAPSHOT))
+    rows = _rows(_open(path, SNAPSHOT))
     with restoring(path):
         header, body = next(rows)
         counts = header["tensors"]
@@ -83,21 +76,18 @@ def read_snapshot(
     return header, tensors
 
 
-def read_journal(path: Path, *, may_be_old: bool, may_be_torn: bool = True) -> Iterator[Row]:
+def read_journal(path: Path, *, may_be_torn: bool = True) -> Iterator[Row]:
     """Yield the records of a journal, which is not changed.
 
     Payloads stay in the file, and are valid until the next record is yielded.
 
     Args:
-        may_be_old: The snapshot before the journal is one of versions before the log.
         may_be_torn: Nobody has begun a later journal, for which this one was closed.
 
     Raises:
         DamagedLog, ValueError, OSError: As ``read_snapshot``; all records before were yielded.
     """
-    if may_be_old and _is_old_journal(path):
-        yield from _old_rows(path, 0)
-    elif os.path.lexists(path):
+    if os.path.lexists(path):
         yield from _rows(_open(path, JOURNAL), may_be_torn=may_be_torn)
 
 
@@ -164,14 +154,9 @@ def truncate_journal(folder: Path) -> str:
     newest = newest_journal(folder)
     if newest < 0:
         raise ValueError(f"{folder} has no journal of a server")
-    path, snapshot = folder / f"journal-{newest}", folder / "snapshot"
+    path = folder / f"journal-{newest}"
     lock = FolderLock(folder, "snapshot folder")
     try:
-        if os.path.lexists(snapshot) and is_old(snapshot) and _is_old_journal(path):
-            return (
-                f"{path} is one of versions before the logs, and nothing was cut off: the next "
-                "server reads its whole records, and writes them anew"
-            )
         log = _open(path, JOURNAL)
         for _ in _rows(log):
             pass
@@ -187,44 +172,6 @@ def truncate_journal(folder: Path) -> str:
     return f"{path} is not damaged, and nothing was cut off"
 
 
-# --------------------------------------------------------------------- files from before the log
-
-
-def is_old(path: Path) -> bool:
-    """Whether a snapshot is one of versions before the log.
-
-    Raises:
-        OSError: If the file cannot be read.
-    """
-    with open(logs.open_own(path, os.O_RDONLY), "rb") as file:
-        return file.read(len(_OLD_MAGIC)) == _OLD_MAGIC
-
-
-def _is_old_journal(path: Path) -> bool:
-    """Whether a journal beside an old snapshot is old, too."""
-    return os.path.lexists(path) and not logs.is_log(path)
-
-
-def _old_rows(path: Path, begin: int) -> Iterator[Row]:
-    """Yield the records of a file from before the log, which does not tell damage from its end."""
-    with open(logs.open_own(path, os.O_RDONLY), "rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        while begin < length:
-            file.seek(begin)
-            fixed = file.read(_OLD_LENGTH.size).ljust(_OLD_LENGTH.size, b"\0")
-            size, text_bytes, checksum = _OLD_LENGTH.unpack(fixed)
-            text = file.read(text_bytes) if text_bytes <= _MAX_OLD_HEADER else b""
-            end, head = file.tell() + size, _parsed(text)
-            if head is None or zlib.crc32(text) != checksum or end > length:
-                logger.warning(
-                    "%s ends at byte %d with %d bytes that are no whole record", path, begin,
-                    length - begin,
-                )  # fmt: skip
-                return
-            yield head, PayloadFile(file, end - size, size)
-            begin = end
-
-
 # ------------------------------------------------------------------------------------ the folder
 
 
@@ -233,9 +180,6 @@ class Storage:
 
     Args:
         keeps_journals: Keep the first snapshot, as ``first``, and the journals of all snapshots.
-
-    Attributes:
-        is_old: The snapshot that was loaded is one of versions before the log.
 
     Raises:
         FolderInUse: If another server has the folder.
@@ -246,7 +190,6 @@ class Storage:
         self.folder, self._keeps_journals = folder, keeps_journals
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(folder, "snapshot folder")
-        self.is_old = False
         self._journal: Log | None = None
         # Where the journal ends whose last fsync failed; it is written anew before it goes on.
         self._doubtful_end: int | None = None
@@ -263,7 +206,7 @@ class Storage:
         """Raise if a new model would take the place of one whose snapshot is missing."""
         newest = newest_journal(self.folder)
         path = self._journal_path(newest)
-        if not self.exists and newest >= 0 and any(read_journal(path, may_be_old=True)):
+        if not self.exists and newest >= 0 and any(read_journal(path)):
             raise ValueError(
                 f"{path} has updates of a model whose snapshot, {self._path}, is missing: put the "
                 "snapshot back, or move the journals away to begin a new model"
@@ -334,7 +277,6 @@ class Storage:
         Args:
             make: Called with the header; returns the fp32 tensors to fill, by name.
         """
-        self.is_old = is_old(self._path)
         return read_snapshot(self._path, make)
 
     def save(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -359,7 +301,6 @@ class Storage:
             # The rename is done if only the folder's fsync failed, which ``begin_journal`` repeats.
             if _inode(self._path) == before:
                 raise
-        self.is_old = False
 
     # ---------------------------------------------------------------------------- the journal
 
@@ -422,16 +363,12 @@ class Storage:
         """
         path = self._journal_path(version)
         newest = newest_journal(self.folder)
-        if newest > version and any(
-            read_journal(self._journal_path(newest), may_be_old=self.is_old)
-        ):
+        if newest > version and any(read_journal(self._journal_path(newest))):
             raise ValueError(
                 f"{self._journal_path(newest)} belongs to a newer snapshot than {self._path} of "
                 f"version {version}: put back the snapshot of the journal, or move the journal away"
             )
-        if self.is_old and _is_old_journal(path):
-            yield from _old_rows(path, 0)
-        elif os.path.lexists(path):
+        if os.path.lexists(path):
             self._journal = _open(path, JOURNAL)
             yield from _rows(self._journal, keeps_open=True)
 
@@ -454,11 +391,9 @@ class Storage:
             logs.sync_folder(self.folder)
 
     def _opened(self, path: Path) -> Log:
-        """Open a journal to append to it; write it anew if it is old or doubtful."""
-        if self.is_old and _is_old_journal(path):
-            return self._rewritten(path, _old_rows(path, 0))
+        """Open a journal to append to it; write it anew if it is doubtful."""
         if self._doubtful_end is not None:
-            log = self._rewritten(path, _rows(_open(path, JOURNAL)))
+            log = self._rewritten(path, self._doubtful_end)
             self._doubtful_end = None
             return log
         if not os.path.lexists(path):
@@ -468,12 +403,12 @@ class Storage:
             pass
         return log
 
-    def _rewritten(self, path: Path, rows: Iterable[Row]) -> Log:
-        end = self._doubtful_end
+    def _rewritten(self, path: Path, end: int) -> Log:
+        """Write a journal anew, with its records up to a place in the file."""
 
         def fill(log: Log) -> None:
-            for head, body in rows:
-                if end is not None and body.end > end:
+            for head, body in _rows(_open(path, JOURNAL)):
+                if body.end > end:
                     break
                 log.append(_text(head, path), blocks(body), body.nbytes, is_durable=False)
 
