@@ -24,7 +24,7 @@ from ..base.memory import memory_order
 from ..replica import sharding
 from . import history
 from .part import SyncedFragment, SyncedPart, mixed
-from .state_dict import VERSION, Run, Saved, Scope, chain_key, set_numbers, unpack
+from .state_dict import Run, Saved, Scope, chain_key, read_run, set_numbers, unpack
 
 logger = logging.getLogger(__name__)
 _ADVICE = (
@@ -60,10 +60,9 @@ class Restore:
         *,
         strict: bool,
     ) -> None:
-        _check_version(state)
         assert scope.run is not None
-        self._parts, self._state, self._scope, self._strict = parts, state, scope, strict
-        self._saved, self._model = saved_run(state, scope.run), model
+        self._parts, self._scope, self._strict = parts, scope, strict
+        self._saved, self._model = read_run(state), model
         self._match = Match(self._saved, scope.run)
         self._own: Mapping[str, Any] | None = state.get(f"replica_{scope.replica}")
         self._home = _home(state, self._own, scope, strict)
@@ -74,7 +73,7 @@ class Restore:
         self._numbers = {index: self._saved_numbers(index) for index in self._match.saved_parts}
         if not self._match.is_same:
             self._refuse_under_way()
-        self.inner_step = int(_need(state, "inner_step"))
+        self.inner_step, self._overlap = int(_need(state, "inner_step")), _need(state, "overlap")
         self._writes: list[Callable[[], None]] = []
         for part in parts:
             self._plan(part)
@@ -115,10 +114,7 @@ class Restore:
                 "here, whose entries alone torch.distributed.checkpoint reads: convert the "
                 "checkpoint by torch.distributed.checkpoint.format_utils.dcp_to_torch_save first"
             )
-        numbers: Mapping[str, Any] = _need(self._home, "parts", str(index))
-        for name in ("round", "last_sent"):
-            _need(numbers, name)
-        return numbers
+        return _numbers_at(self._home, index, index < len(self._saved.fragments))
 
     def _refuse_under_way(self) -> None:
         """Raise if something is under way in a state that was saved with other parts."""
@@ -222,21 +218,19 @@ class Restore:
         return chain_key(self._scope.key_of(index), chain)
 
     def _is_other_group(self) -> bool:
-        return self._saved.members not in (None, self._scope.members)
+        return self._saved.members != self._scope.members
 
     def _lacks_whole(self, part: SyncedFragment) -> bool:
         """Whether the state has, for a good reason, no residual of a part's encoding."""
         saved = self._saved
-        is_newcomer = saved.members is not None and self._scope.replica not in saved.members
+        is_newcomer = self._scope.replica not in saved.members
         is_cut_anew = bool(part.fragment.placement) and self._match.place(part) != part.index
         is_new = self._match.new and not set(part.fragment.names) - set(self._match.new)
-        return saved.error_feedback is False or is_newcomer or is_cut_anew or bool(is_new)
+        return not saved.error_feedback or is_newcomer or is_cut_anew or bool(is_new)
 
     def _lacks_runs(self, part: SyncedFragment) -> bool:
         """As ``_lacks_whole``, for the reductions, which go by place and not by name."""
         place = self._match.place(part)
-        if self._saved.error_feedback is None:
-            return False
         if place is None or self._is_other_group():
             return True
         return self._saved.fragments[place].wire != (part.wire.name, part.wire.block_size)
@@ -246,7 +240,7 @@ class Restore:
     def _plan_flights(
         self, part: SyncedPart, numbers: Mapping[str, Any]
     ) -> list[Callable[[], None]]:
-        scope, state, own, home = self._scope, self._state, self._own, self._home
+        scope, own, home = self._scope, self._own, self._home
         if not self._match.is_same:
             return self._plan_owed_anew(part)
         key = scope.key(part)
@@ -258,11 +252,11 @@ class Restore:
         is_busy = is_busy or (mine is not None and (mine["owes"] or mine["is_ahead"]))
         if not is_busy or part.buffers is None:
             # Rounding errors of rounds that were applied long ago; another policy cannot add them.
-            return self._plan_owed(part, mine) if state.get("overlap") == scope.kind else []
-        if state.get("overlap") != scope.kind:
+            return self._plan_owed(part, mine) if self._overlap == scope.kind else []
+        if self._overlap != scope.kind:
             raise ValueError(
-                f"the saved state has rounds under way with overlap {state.get('overlap')}, this "
-                f"one is {scope.kind}: {_ADVICE}"
+                f"the saved state has rounds under way with overlap {self._overlap}, this one is "
+                f"{scope.kind}: {_ADVICE}"
             )
         if scope.overlap.rounds and mine is None and self._strict:
             raise ValueError(
@@ -317,8 +311,8 @@ class Restore:
         assert self._scope.run is not None
         match, told = self._match, differences(self._saved, self._scope.run)
         told += other_differences(self._saved, self._scope.run)
-        was, now = self._state.get("overlap"), self._scope.kind
-        if was is not None and was != now:
+        was, now = self._overlap, self._scope.kind
+        if was != now:
             told.append(f"overlap: {was['name']} in the state, {now['name']} here")
         if match.new:
             told.append(f"{first_of(match.new)} begin without momentum")
@@ -382,28 +376,19 @@ def restore_outer(
             replicas; nothing is changed.
         TypeError: If it is no mapping.
     """
-    _check_version(state)
-    saved = state.get("layout")
-    run = Run.from_text(saved) if isinstance(saved, str) else None
-    if layout != (saved if run is None else run.layout):
-        told = ""
-        if run is not None:
-            num_parameters = sum(len(part.fragment.names) for part in parts)
-            told = (
-                f": sync_every {run.sync_every}, offsets {run.offsets}, {len(run.fragments)} "
-                f"fragments of {len(run.names)} parameters in the state, {len(parts)} fragments "
-                f"of {num_parameters} parameters here"
-            )
+    run = read_run(state)
+    if layout != run.layout:
+        num_parameters = sum(len(part.fragment.names) for part in parts)
         raise ValueError(
             "a replica that joins takes a checkpoint of the group's own arguments alone, and this "
-            f"one has other names, shapes, dtypes, fragments, sync_every or offsets{told}; join "
-            "without a checkpoint"
+            "one has other names, shapes, dtypes, fragments, sync_every or offsets: sync_every "
+            f"{run.sync_every}, offsets {run.offsets}, {len(run.fragments)} fragments of "
+            f"{len(run.names)} parameters in the state, {len(parts)} fragments of "
+            f"{num_parameters} parameters here; join without a checkpoint"
         )
     writes: list[Callable[[], None]] = []
     for part in parts:
-        numbers = _need(state, "parts", str(part.index))
-        for name in ("round", "last_sent"):
-            _need(numbers, name)
+        numbers = _numbers_at(state, part.index, is_fragment=True)
         writes.append(partial(set_numbers, part, numbers))
         writes += _plan_tensors(part, state, numbers)
 
@@ -414,16 +399,20 @@ def restore_outer(
     return write
 
 
-def _check_version(state: Any) -> None:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"the saved state must be a dictionary, got {type(state).__name__}")
-    if state.get("version") != VERSION:
-        raise ValueError(f"saved state has version {state.get('version')}, {VERSION} expected")
+def _numbers_at(home: Mapping[str, Any], index: int, is_fragment: bool) -> Mapping[str, Any]:
+    """Return the numbers of a saved part; ``dcp_to_torch_save`` leaves out an empty ``extra``."""
+    numbers: Mapping[str, Any] = _need(home, "parts", str(index))
+    for name in ("round", "last_sent", "weight_sum"):
+        _need(numbers, name)
+    for name in ("num_steps", "step_norm", "largest_norm") if is_fragment else ():
+        _need(numbers, name)
+    return numbers
 
 
 def _saved_history(numbers: Mapping[str, Any], scope: Scope) -> int:
     """Return the history that the state was saved with; 0 where none is kept."""
-    return int(json.loads(numbers.get(scope.flights, "{}")).get("history", 0))
+    text = numbers.get(scope.flights)
+    return 0 if text is None else int(json.loads(text)["history"])
 
 
 def _need(mapping: Any, *path: str) -> Any:
@@ -491,7 +480,7 @@ def _plan_tensors(
     part.state.check(set(buffers))
     for saved in buffers.values():
         fragment.check({**saved, **current})
-    extra = dict(_need(numbers, "extra")) if "extra" in numbers else {}
+    extra = dict(numbers.get("extra", {}))
 
     def load_buffers() -> None:
         flats = {}
@@ -546,27 +535,6 @@ def _refuse_other_shards(numbers: Mapping[str, Any], scope: Scope) -> None:
             )
 
 
-def saved_run(state: Mapping[str, Any], here: Run) -> Run:
-    """Return the run that saved a state.
-
-    Raises:
-        ValueError: If a version has saved it that did not describe the run, unless the layouts are
-            equal.
-    """
-    saved = state.get("layout")
-    if isinstance(saved, str):
-        return Run.from_text(saved)
-    if saved != here.layout:
-        raise ValueError(
-            "an older version has saved this state, with other names, shapes, dtypes, fragments, "
-            f"sync_every, offsets or align_tensors than here (layout {saved} in the state, "
-            f"{here.layout} here), and such a state does not follow changes: load it with the "
-            "arguments of the save, and save it again"
-        )
-    has_buffers = str(len(here.fragments)) in (state.get("parts") or {})
-    return Run(here.layout, here.sync_every, here.fragments, {}, has_buffers, None, None)
-
-
 def differences(saved: Run, here: Run) -> list[str]:
     """List what differs in model, fragments and schedule, each with both values."""
     pairs: list[tuple[str, Any, Any]] = [
@@ -593,19 +561,14 @@ def differences(saved: Run, here: Run) -> list[str]:
 
 
 def other_differences(saved: Run, here: Run) -> list[str]:
-    """List what differs beside model, fragments and schedule: all of this follows.
-
-    An older version has saved a state that says nothing of the outer optimizer or the group.
-    """
+    """List what differs beside model, fragments and schedule: all of this follows."""
     pairs: list[tuple[str, Any, Any]] = [("wires", _wires(saved), _wires(here))]
     for name in ("error_feedback", "members"):
-        if getattr(saved, name) is not None:
-            pairs.append((name, getattr(saved, name), getattr(here, name)))
-    if saved.outer:
-        # Through JSON, as the saved one: a tuple has become a list.
-        now = json.loads(json.dumps(here.outer))
-        names = sorted({*saved.outer, *now})
-        pairs += [(f"{name} of outer", saved.outer.get(name), now.get(name)) for name in names]
+        pairs.append((name, getattr(saved, name), getattr(here, name)))
+    # Through JSON, as the saved one: a tuple has become a list.
+    outer = json.loads(json.dumps(here.outer))
+    for name in sorted({*saved.outer, *outer}):
+        pairs.append((f"{name} of outer", saved.outer.get(name), outer.get(name)))
     return [f"{what}: {was} in the state, {now} here" for what, was, now in pairs if was != now]
 
 
@@ -639,7 +602,7 @@ def refuse_what_cannot_follow(
         model: Names of all parameters of the model, frozen ones too.
     """
     found = []
-    if saved.outer_name and saved.outer_name != here.outer_name:
+    if saved.outer_name != here.outer_name:
         found.append(
             f"the outer optimizer is {saved.outer_name} in the state, {here.outer_name} here"
         )
@@ -740,8 +703,10 @@ def _merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "round": max(int(one["round"]) for one in sources),
         "last_sent": min(int(one["last_sent"]) for one in sources),
-        "weight_sum": furthest.get("weight_sum", 0.0),
+        "weight_sum": furthest["weight_sum"],
         "num_steps": max(steps),
+        "step_norm": 0.0,
+        "largest_norm": 0.0,
         "extra": furthest.get("extra", {}),
         "last_lr": furthest.get("last_lr"),
         "last_momentum": furthest.get("last_momentum"),

@@ -68,7 +68,6 @@ class RoundInFlight:
         work: The exchange; None when the round comes from a saved state.
         mean: The result once all replicas have agreed on the round; one from a saved state has a
             single header, with the sum of the weights.
-        has_digest: False for a round in a saved state of an older version.
         saved_resets: Replicas that were reset in a round from a saved state.
         exposed_s: Seconds that the training loop waited for the result, doing nothing else.
         outer_step_s: Seconds of the outer step.
@@ -92,7 +91,6 @@ class RoundInFlight:
     members: tuple[int, ...] = ()
     work: Round | None = None
     mean: Mean | None = None
-    has_digest: bool = True
     saved_resets: tuple[int, ...] = ()
     exposed_s: float = 0.0
     outer_step_s: float = 0.0
@@ -277,20 +275,14 @@ class SyncedPart(ABC):
         """The outer parameters; None for averaged buffers."""
         return None
 
-    def applied(self, number: int, mean: Mean, *, has_digest: bool) -> None:
-        """Count a round as applied, and mix its digest, numbers and coefficients into the history.
-
-        Args:
-            has_digest: False for a round in a saved state of an older version.
-        """
-        total = weight_sum(mean)
+    def applied(self, number: int, mean: Mean) -> None:
+        """Count a round as applied; mix its digest, numbers and coefficients into the history."""
+        lowest, total = mean.headers[0], weight_sum(mean)
         self.round, self.weight_sum = number + 1, total
-        if has_digest:
-            lowest = mean.headers[0]
-            values = [self.history, number, mean.digest, lowest.outer_lr, lowest.gap, total]
-            for _, coefficient in mean.terms:
-                values.append(coefficient)
-            self.history = mixed(*values)
+        values = [self.history, number, mean.digest, lowest.outer_lr, lowest.gap, total]
+        for _, coefficient in mean.terms:
+            values.append(coefficient)
+        self.history = mixed(*values)
 
     def forget(self) -> None:
         """Forget the rounds in flight, and what is owed."""

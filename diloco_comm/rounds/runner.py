@@ -412,10 +412,10 @@ class RoundRunner(ABC):
     def _count(
         self, part: SyncedPart, number: int, flight: RoundInFlight | None, mean: Mean
     ) -> None:
-        before, has_digest = part.history, True
+        before = part.history
         if flight is not None:
-            flight.state, has_digest = "applied", flight.has_digest
-        part.applied(number, mean, has_digest=has_digest)
+            flight.state = "applied"
+        part.applied(number, mean)
         if self.log is not None:
             self.log.add(part, number, before, mean)
 

@@ -80,7 +80,7 @@ class Run:
         layout: Hash of names, shapes, fragments and schedule; see ``Plan.saved_layout``.
         outer: Class and arguments of the outer optimizer, without its learning rate.
         has_buffers: Buffers are averaged, as the last part.
-        error_feedback, members: None in the state of a version that did not save them.
+        members: Numbers of all replicas of the group.
     """
 
     layout: int
@@ -88,8 +88,8 @@ class Run:
     fragments: tuple[SavedFragment, ...]
     outer: dict[str, Any]
     has_buffers: bool
-    error_feedback: bool | None
-    members: tuple[int, ...] | None
+    error_feedback: bool
+    members: tuple[int, ...]
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -120,8 +120,28 @@ class Run:
 
     @property
     def outer_name(self) -> str:
-        """Class of the outer optimizer, also of one of torch; "" if the state does not say it."""
-        return str(self.outer.get("optimizer", self.outer.get("name", "")))
+        """Class of the outer optimizer, also of one of torch."""
+        return str(self.outer.get("optimizer", self.outer["name"]))
+
+
+def read_run(state: Any) -> Run:
+    """Return the run that saved a state.
+
+    Raises:
+        ValueError: If the state has another format.
+        TypeError: If it is no mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the saved state must be a dictionary, got {type(state).__name__}")
+    if state.get("version") != VERSION:
+        raise ValueError(f"saved state has version {state.get('version')}, {VERSION} expected")
+    if not isinstance(state.get("layout"), str):
+        raise ValueError(
+            "the saved state has the format of a version before 0.2, without a description of its "
+            "run, and this version reads the format of 0.2: load the state with 0.2 and the "
+            "arguments of its save, and save it again"
+        )
+    return Run.from_text(state["layout"])
 
 
 def with_run(
@@ -363,7 +383,7 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
             "extra": part.state.extra(),
         }
         # Left out of the state of a fresh part: torch.distributed.checkpoint looks in a file for
-        # each key of a fresh state, and files of older versions lack these.
+        # each key of a fresh state, and files of fresh parts and of 0.2.0 lack some of these.
         if part.state.last_lr is not None:
             numbers |= {"last_lr": part.state.last_lr, "ended_at": part.state.ended_at}
             numbers["is_mean"] = part.state.is_mean
@@ -375,12 +395,10 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
 def set_numbers(part: SyncedPart, numbers: Mapping[str, Any]) -> None:
     """Take over the numbers; the optimizer's ``extra`` is loaded with its buffers."""
     part.round, part.last_sent = int(numbers["round"]), int(numbers["last_sent"])
-    part.weight_sum = float(numbers.get("weight_sum", 0.0))
+    part.weight_sum = float(numbers["weight_sum"])
     if isinstance(part, SyncedFragment):
-        part.state.num_steps = int(numbers.get("num_steps", part.round))
-        part.step_norms = StepNorms(
-            float(numbers.get("step_norm", 0.0)), float(numbers.get("largest_norm", 0.0))
-        )
+        part.state.num_steps = int(numbers["num_steps"])
+        part.step_norms = StepNorms(float(numbers["step_norm"]), float(numbers["largest_norm"]))
         part.state.last_lr = numbers.get("last_lr")
         part.state.last_momentum = numbers.get("last_momentum")
         part.state.ended_at = int(numbers.get("ended_at", -1))
@@ -423,7 +441,7 @@ def pack_shared(
             "outer_lr": mean.headers[0].outer_lr,
             "gap": mean.headers[0].gap,
             "weight_sum": weight_sum(mean),
-            "digest": mean.digest if flight.has_digest else None,
+            "digest": mean.digest,
         }
         # The mean of short payloads may be on another wire (``phases``), and so may a round that
         # was under way when the wire was changed.
@@ -453,18 +471,8 @@ def _named(wire: WireFormat) -> str | list[Any]:
 
 
 def _wire_of(saved: str | Sequence[Any]) -> WireFormat:
-    """Return a wire of a saved state.
-
-    Raises:
-        ValueError: If the state does not say the block size of a wire that leaves the choice.
-    """
-    wire = WireFormat(saved) if isinstance(saved, str) else WireFormat(*saved)
-    if isinstance(saved, str) and wire.has_element_codes:
-        raise ValueError(
-            f"the saved state has a round under way on wire {saved} with blocks of unknown size: "
-            "an older version loaded and saved this state; load the state from before that save"
-        )
-    return wire
+    """Return a wire of a saved state."""
+    return WireFormat(saved) if isinstance(saved, str) else WireFormat(*saved)
 
 
 def _usual_senders(members: Sequence[int], wire: WireFormat) -> tuple[int, ...]:
@@ -619,9 +627,14 @@ def _flight_of(
         outer_lr=numbers["outer_lr"],
         gap=numbers["gap"],
     )
-    # States of older versions have no digest.
-    digest, reset = numbers.get("digest"), tuple(numbers.get("reset", ()))
-    mean = Mean(terms, layouts[1], [header], [1.0], {}, 0, 0, digest=digest or 0)
+    digest, reset = numbers["digest"], tuple(numbers.get("reset", ()))
+    if digest is None:  # 0.2 passes on such a round from a state of a version before 0.2.
+        raise ValueError(
+            f"the saved state has a round of fragment {part.index} under way that began before "
+            "0.2, and this version reads rounds of 0.2: load the state with 0.2, flush() and save "
+            "again"
+        )
+    mean = Mean(terms, layouts[1], [header], [1.0], {}, 0, 0, digest=digest)
     return RoundInFlight(
         part=part,
         **{name: numbers[name] for name in _SHARED},
@@ -631,7 +644,6 @@ def _flight_of(
         state="agreed",
         is_reset=replica in reset,
         mean=mean,
-        has_digest=digest is not None,
         saved_resets=reset,
     )
 

@@ -376,8 +376,8 @@ def test_a_replica_that_lost_the_mean_of_others_is_named(workers) -> None:
         assert "the mean of the last round, which replica 1 no longer has since a load" in text
 
 
-def end_with_an_older_state(rank: int, world: int) -> list[State]:
-    """End under Eager; replica 1 has a state of a version that saved no number of the steps."""
+def end_with_other_numbers(rank: int, world: int) -> list[State]:
+    """End under Eager; the state of replica 1 counts rounds as steps, and names no end."""
     arguments = {"overlap": Eager(), "sync_every": 4, "outer": Nesterov(LR, MOMENTUM)}
     model, optimizer, diloco = attach(rank, **arguments)
     with closing(diloco):
@@ -386,8 +386,10 @@ def end_with_an_older_state(rank: int, world: int) -> list[State]:
         diloco.flush()
         saved = copy.deepcopy([model.state_dict(), diloco.state_dict()])
     if rank == 1:
-        for name in ("num_steps", "last_lr", "last_momentum", "ended_at", "is_mean"):
-            saved[1]["replica_1"]["parts"]["0"].pop(name, None)
+        numbers = saved[1]["replica_1"]["parts"]["0"]
+        for name in ("last_lr", "last_momentum", "ended_at", "is_mean"):
+            numbers.pop(name, None)
+        numbers["num_steps"] = numbers["round"]
     model, optimizer, diloco = attach(rank, **arguments)
     with closing(diloco):
         model.load_state_dict(saved[0])
@@ -400,7 +402,7 @@ def end_with_an_older_state(rank: int, world: int) -> list[State]:
 
 
 def test_eager_replicas_at_other_steps_end_once(workers) -> None:
-    first, second = workers(2).run(end_with_an_older_state)
+    first, second = workers(2).run(end_with_other_numbers)
     assert all(equal(a, b) for a, b in zip(first[0], second[0], strict=True))
     for ends in (first, second):
         assert all(equal(a, b) for a, b in zip(*ends, strict=True))

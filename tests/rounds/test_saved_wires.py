@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import zlib
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -126,25 +125,6 @@ def test_a_round_under_way_is_saved_again(first: Group, second: Group, workers) 
     assert len({one.mean for one in old + again + third}) == 1
     for one, two, three in zip(old, again, third, strict=False):
         assert one.own == two.own == three.own
-
-
-def load(rank: int, world: int, group: Group, state: Any) -> str:
-    _, _, diloco = attach(group)
-    with diloco, pytest.raises(ValueError, match="blocks of unknown size") as caught:
-        diloco.load_state_dict(state)
-    return str(caught.value)
-
-
-def test_a_state_that_hides_a_block_size_is_refused(workers) -> None:
-    """As older versions saved a round that they had loaded on another wire."""
-    first, second = Group(1, "int8", 128), Group(1, "int8", 256)
-    (old,) = workers(1).run(save, first, None, 7)
-    (again,) = workers(1).run(save, second, old.state, 0)
-    text = json.dumps(["int8", 128])
-    (numbers,) = again.state["parts"].values()
-    assert text in numbers["flights"]
-    numbers["flights"] = numbers["flights"].replace(text, '"int8"')
-    assert "on wire int8" in workers(1).run(load, second, again.state)[0]
 
 
 def take_again(rank: int, world: int, state: Any, group: Group) -> tuple[list[int], bool]:

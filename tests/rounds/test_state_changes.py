@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -245,14 +246,34 @@ def test_what_cannot_follow_is_named_with_both_values() -> None:
     assert before["inner_step"] == 0
 
 
-def test_a_state_of_an_older_version_follows_no_change() -> None:
+def test_a_state_from_before_0_2_is_named() -> None:
     _, state = saved_after(4)
     _, _, diloco = attach()
     with diloco:
-        layout = diloco._plan.saved_layout
-        diloco.load_state_dict({**state, "layout": layout})
-        with pytest.raises(ValueError, match=rf"layout 5 in the state, {layout} here"):
-            diloco.load_state_dict({**state, "layout": 5})
+        old = {**state, "layout": diloco._plan.saved_layout}
+        for load in (
+            diloco.load_state_dict,
+            lambda state: restore_outer(diloco._plan.parameter_parts(), state, state["layout"]),
+        ):
+            with pytest.raises(ValueError, match="has the format of a version before") as caught:
+                load(old)
+            assert "this version reads the format of 0.2: load the state with 0.2" in str(
+                caught.value
+            )
+
+
+def test_a_round_that_began_before_0_2_is_named() -> None:
+    """As 0.2 passed on a round of an older state that was under way."""
+    _, state = saved_after(5, overlap=Delayed())
+    state = copy.deepcopy(state)
+    for numbers in state["parts"].values():
+        shared = json.loads(numbers["flights"])
+        for flight in shared["rounds"]:
+            flight["digest"] = None
+        numbers["flights"] = json.dumps(shared)
+    _, _, diloco = attach(overlap=Delayed())
+    with diloco, pytest.raises(ValueError, match="under way that began before"):
+        diloco.load_state_dict(state)
 
 
 BUSY: dict[str, dict[str, Any]] = {

@@ -60,7 +60,7 @@ class Replica:
         with self.log.writing(part):
             part.state.step(Update(mean.terms, part.tensors(), layout, 0.7))
             before = part.history
-            part.applied(number, mean, has_digest=True)
+            part.applied(number, mean)
             self.log.add(part, number, before, mean)
 
     def shown(self) -> Any:
