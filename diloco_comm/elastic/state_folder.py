@@ -108,7 +108,10 @@ class StateFolder:
             return {}
         except (ValueError, RecursionError):
             pass
-        raise ValueError(f"{self.file} is damaged: delete the file, and the replica gets a number")
+        raise ValueError(
+            f"{self.file} is damaged, or of a version before 0.2: delete the file, and the replica "
+            "gets a number"
+        )
 
     def _write(self, values: dict[str, Any]) -> None:
         # Whole or as before, also after a loss of power.
@@ -120,7 +123,7 @@ def _is_sound(values: Any) -> bool:
     """Whether these are the values that ``StateFolder`` writes."""
     if not isinstance(values, dict):
         return False
-    number, view = values.get("replica"), values.get("view", NO_VIEW)
-    texts = values.get("run"), values.get("nonce"), values.get("registry", "")
+    number, view = values.get("replica"), values.get("view")
+    texts = values.get("run"), values.get("nonce"), values.get("registry")
     is_number = type(number) is int and number >= 0 and type(view) is int
     return is_number and all(type(one) is str for one in texts)

@@ -181,7 +181,7 @@ def test_replicas_of_two_versions_name_both(fresh_workers: Fresh, odd: str) -> N
     own = f"{__version__} (handshake {extension.HANDSHAKE}) on replica 1"
     remedy = "install the same version on all replicas"
     if odd == "older":
-        first = "an older version (handshake 1) on replica 0"
+        first = "a version before 0.2 (handshake 1) on replica 0"
         assert at_odd == (
             "handshake version of diloco_comm differs between replicas: "
             f"null on replica 0; {extension.HANDSHAKE} on replica 1"

@@ -204,7 +204,7 @@ def test_a_number_that_this_process_has_is_given_back_by_closing() -> None:
     assert "by another process: give" in str(plans.number_is_taken(1, ""))
 
 
-def test_a_hello_of_an_older_version_is_read() -> None:
+def test_a_hello_of_another_handshake_is_read() -> None:
     store = dist.HashStore()
     limits = Limits(timeout=60.0, unheard=60.0, silence=5.0)
     here = Attendance(0, [0, 1], limits, Pulses(store, lambda: (0, []), 5.0))

@@ -275,11 +275,13 @@ def test_a_folder_is_of_one_run_and_one_launcher(tmp_path: Path) -> None:
     options = ["launch", "--registry", "tcp://127.0.0.1:1", "--state-dir", tmp_path / "state"]
     StateFolder(tmp_path / "state").remember("other", (3, "nonce"))
     check_misuse(run_cli(*options, "--run", "r", script), "'other'", "'r'")
-    sound = {"run": "r", "replica": 3, "nonce": "n"}
+    sound = {"run": "r", "replica": 3, "nonce": "n", "registry": "", "view": 0}
+    before_0_2 = {"run": "r", "replica": 3, "nonce": "n"}
     file = tmp_path / "state" / "replica.json"
-    for damaged in ([1], {}, *({**sound, name: [7]} for name in sound), {**sound, "replica": -1}):
+    wrong = [{**sound, name: [7]} for name in sound] + [{**sound, "replica": -1}]
+    for damaged in ([1], {}, before_0_2, *wrong):
         file.write_text(json.dumps(damaged))
-        with pytest.raises(ValueError, match="is damaged: delete the file"):
+        with pytest.raises(ValueError, match=r"is damaged, or of a version before .*: delete"):
             StateFolder(tmp_path / "state").last_process("r")
     file.write_bytes(b"\xff" * 1000)
     check_misuse(run_cli(*options, "--run", "r", script), "replica.json is damaged")

@@ -48,7 +48,7 @@ def current_group(store: dist.Store) -> tuple[int, list[int]]:
 
 def place_of(store: dist.Store, replica: int) -> str:
     """Return where a member of the newest epoch runs, as host:pid; "" where that is not known."""
-    return str(json.loads(store.get(_CURRENT)).get("places", {}).get(str(replica), ""))
+    return str(json.loads(store.get(_CURRENT))["places"].get(str(replica), ""))
 
 
 def number_is_taken(replica: int, place: str, epoch: int = 0) -> SyncError:
@@ -69,7 +69,7 @@ def announce(store: dist.Store, plan: Plan, members: Sequence[int]) -> None:
     """Record an epoch that has begun, for replicas that come later or were left behind."""
     # Nothing depends on this record: an epoch does not fail because the store has just gone.
     with contextlib.suppress(dist.DistError):
-        places = {str(r): info.get("place", "") for r, info in sorted(plan.infos.items())}
+        places = {str(r): info["place"] for r, info in sorted(plan.infos.items())}
         current = json.dumps({"epoch": plan.epoch, "members": list(members), "places": places})
         raise_to(store, _CURRENT, current, lambda held: _follows(plan, json.loads(held)))
         for epoch in {info["epoch"] for info in plan.infos.values()} - {0}:

@@ -289,7 +289,7 @@ class Meeting:
     def members_here(self) -> list[int]:
         """Return the others at this meeting that come from a group."""
         heard = self.attendance.heard
-        # The hello of an older version does not say where its sender comes from.
+        # The hello of another handshake may not say where its sender comes from.
         return [r for r, hello in self._hellos.items() if r in heard and hello.get("is_member")]
 
     def has_run_long(self, rises: bool) -> bool:
@@ -374,10 +374,10 @@ def _find_version(hellos: dict[int, dict[str, Any]]) -> str:
     spoken: dict[str, list[int]] = {}
     numbers = set()
     for replica, hello in sorted(hellos.items()):
-        # The first handshake had no number.
+        # The first handshake had no numbers, nor the names of versions.
         number = hello["settings"].get(extension.HANDSHAKE_NAME, 1)
         numbers.add(number)
-        name = f"{hello.get('version', 'an older version')} (handshake {number})"
+        name = f"{hello.get('version', 'a version before 0.2')} (handshake {number})"
         spoken.setdefault(name, []).append(replica)
     if len(numbers) < 2:
         return ""
