@@ -4,54 +4,44 @@
 
     diloco = DiLoCo(model, optimizer, sync_every=100, outer=Nesterov(lr=0.7, momentum=0.9))
 
-Importing touches no device and starts no thread.
+Importing touches no device, starts no thread, and loads torch with the first name that needs torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import extension
 from .base.lazy import lazy_names
 
-try:
-    # The operators first: they say what to do when the extension is missing.
-    from . import ops  # noqa: F401
-except ImportError as error:
-    extension.end_command(error)
-    raise
-from .base.errors import (
-    LeftBehind,
-    NonFiniteError,
-    PeerLeft,
-    ReplicaMismatch,
-    RunEnded,
-    SyncError,
-)
-from .exchange.collective import all_reduce, shutdown
-from .methods.outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer, WarmupCosine
-from .methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
-from .ops.wire import WireFormat
-from .options import Link, NonFinite, StorePeers, Wire
-from .rounds.handshake import connect_store
-from .rounds.metrics import SyncMetrics, SyncTotals
-from .training.diloco import DiLoCo
-from .training.presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
-
 if TYPE_CHECKING:
+    from .base.errors import (
+        LeftBehind,
+        NonFiniteError,
+        PeerLeft,
+        ReplicaMismatch,
+        RunEnded,
+        SyncError,
+    )
     from .elastic.lighthouse import LighthouseDetector
     from .elastic.options import Elastic
+    from .exchange.collective import all_reduce, shutdown
+    from .methods.outer import (
+        SGD,
+        Adam,
+        FromTorch,
+        HeavyBall,
+        Nesterov,
+        OuterOptimizer,
+        WarmupCosine,
+    )
+    from .methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
+    from .ops.wire import WireFormat
+    from .options import Link, NonFinite, StorePeers, Wire
+    from .rounds.handshake import connect_store
+    from .rounds.metrics import SyncMetrics, SyncTotals
+    from .training.diloco import DiLoCo
+    from .training.presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
     from .training.sampler import ElasticSampler
-
-# What only few programs need.
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "Elastic": ".elastic.options",
-        "ElasticSampler": ".training.sampler",
-        "LighthouseDetector": ".elastic.lighthouse",
-    },
-)
 
 __version__ = "0.2.0"
 
@@ -95,3 +85,26 @@ __all__ = [
     "shutdown",
     "streaming_diloco",
 ]
+
+__dir__ = __all__.copy
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".": "ops",
+        # The operators load the extension, or say what to do when the extension is missing.
+        ".ops": "_C",
+        ".base.errors": "LeftBehind NonFiniteError PeerLeft ReplicaMismatch RunEnded SyncError",
+        ".elastic.lighthouse": "LighthouseDetector",
+        ".elastic.options": "Elastic",
+        ".exchange.collective": "all_reduce shutdown",
+        ".methods.outer": "Adam FromTorch HeavyBall Nesterov OuterOptimizer SGD WarmupCosine",
+        ".methods.overlap": "Blocking CO2 Delayed Eager Overlap Streaming",
+        ".ops.wire": "WireFormat",
+        ".options": "Link NonFinite StorePeers Wire",
+        ".rounds.handshake": "connect_store",
+        ".rounds.metrics": "SyncMetrics SyncTotals",
+        ".training.diloco": "DiLoCo",
+        ".training.presets": "co2 eager_diloco fedavg local_sgd streaming_diloco",
+        ".training.sampler": "ElasticSampler",
+    },
+)

@@ -20,9 +20,9 @@ __all__ = ["AsyncDiLoCo", "AsyncServer", "DecoupledDiLoCo", "DecoupledServer"]
 __getattr__ = lazy_names(
     __name__,
     {
-        "AsyncDiLoCo": ".worker.worker",
-        "AsyncServer": ".server.server",
-        "DecoupledDiLoCo": ".decoupled.learning.attached",
-        "DecoupledServer": ".decoupled.serving.server",
+        ".decoupled.learning.attached": "DecoupledDiLoCo",
+        ".decoupled.serving.server": "DecoupledServer",
+        ".server.server": "AsyncServer",
+        ".worker.worker": "AsyncDiLoCo",
     },
 )

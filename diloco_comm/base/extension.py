@@ -13,7 +13,6 @@ import importlib.util
 import logging
 import mmap
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ import torch
 _NAME = "diloco_comm._C"
 # module.cpp writes this text into the extension, followed by the version.
 _MARK = b"diloco_comm is built for torch "
-_COMMAND, _COMMAND_MODULE = "diloco-comm", "diloco_comm.tools.cli"
 
 # Versions of all that two processes of this package say to each other. Raise one with every change
 # that a process of the version before would misread. The headers of exchanges have a version of
@@ -49,7 +47,8 @@ def load() -> None:
     """Import the extension, which registers ``torch.ops.diloco_comm.*``.
 
     Raises:
-        ImportError: If the extension is missing, built for another torch, or cannot be loaded.
+        ImportError: If the extension is missing, built for another torch, or cannot be loaded; its
+            ``name`` is the extension.
     """
     built_for = _built_for()
     if built_for is not None and built_for != minor_version(torch.__version__):
@@ -57,7 +56,8 @@ def load() -> None:
             f"the C++ extension of diloco_comm is built for torch {built_for}, and this is torch "
             f"{torch.__version__}: install torch {built_for} (`pip install 'torch=={built_for}.*'`)"
             ", or build the extension for this one (`pip install --no-build-isolation "
-            "--force-reinstall --no-deps .` in its sources)"
+            "--force-reinstall --no-deps .` in its sources)",
+            name=_NAME,
         )
     try:
         importlib.import_module(_NAME)
@@ -65,21 +65,9 @@ def load() -> None:
         raise ImportError(
             "the C++ extension of diloco_comm is not built for this Python and torch "
             f"(torch {torch.__version__}): run `pip install --no-build-isolation .` in its sources "
-            f"({error})"
+            f"({error})",
+            name=_NAME,
         ) from error
-
-
-def end_command(error: ImportError) -> None:
-    """End the command ``diloco-comm`` with the message of ``load``; do nothing in other programs.
-
-    The command's own module is in this package and runs after the package is imported, too late to
-    catch the error.
-    """
-    program = sys.argv[0] if sys.argv else ""
-    # ``python -m`` names the program "-m" until the module is found.
-    is_module = program == "-m" and _COMMAND_MODULE in sys.orig_argv
-    if is_module or Path(program).stem == _COMMAND:
-        sys.exit(f"{_COMMAND}: {error}")
 
 
 def minor_version(version: str) -> str:

@@ -8,11 +8,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn import functional
 
 from .. import _C
 from ..base import launch
@@ -29,10 +31,14 @@ from ..replica import sharding
 logger = logging.getLogger(__name__)
 _MOST_UNEXCHANGED_BYTES = 64 << 20
 
-if not dist.is_initialized():
-    # The functions of this module keep the default group at the time of import as an argument's
-    # default. Optimizers import it lazily: a group kept until the interpreter's end aborts then.
-    import torch.distributed.nn
+# The first optimizer imports these functions, which keep the default group of that time as an
+# argument's default. A group that is kept until the interpreter's end aborts then.
+for function in vars(functional).values():
+    if isinstance(function, FunctionType) and function.__defaults__:
+        function.__defaults__ = tuple(
+            None if isinstance(value, dist.ProcessGroup) else value
+            for value in function.__defaults__
+        )
 
 
 def connect_store(

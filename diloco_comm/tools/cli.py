@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 EXTRA = ("typer", "rich")
+EXTENSION = "diloco_comm._C"
 
 
 def main() -> None:
@@ -16,13 +17,13 @@ def main() -> None:
 
         from .app import app
     except ModuleNotFoundError as error:
-        _name_the_extra(error)
+        _explain(error)
     # Typer's own name for the class differs between its versions.
     usage_error: Any = typer.BadParameter.__base__
     try:
         sys.exit(app(standalone_mode=False))
-    except ModuleNotFoundError as error:
-        _name_the_extra(error)
+    except ImportError as error:
+        _explain(error)
     except usage_error as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
@@ -41,7 +42,10 @@ def main() -> None:
         sys.exit(1)
 
 
-def _name_the_extra(error: ModuleNotFoundError) -> None:
+def _explain(error: ImportError) -> None:
+    """End with the sentence about a missing package, or about an extension that does not load."""
+    if error.name == EXTENSION:
+        sys.exit(f"diloco-comm: {error}")
     package = (error.name or "").partition(".")[0]
     if package not in EXTRA:
         raise error

@@ -15,18 +15,27 @@ import torch
 
 import diloco_comm
 import diloco_comm.kernels
-from diloco_comm import _C, ops
+from diloco_comm import _C, __version__, ops
 from diloco_comm.base import extension
 
 
-@pytest.mark.nightly("5 s; they differ in the module that is imported", but=["diloco_comm"])
-@pytest.mark.parametrize("module", ["diloco_comm", "diloco_comm.ops"])
-def test_without_the_extension_there_is_one_sentence(module: str) -> None:
+@pytest.mark.nightly("5 s; they differ in the line that needs the extension", but=["a name"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from diloco_comm import DiLoCo",
+        "import diloco_comm.ops",
+        "import diloco_comm; diloco_comm.ops",
+        "from diloco_comm import _C",
+    ],
+    ids=["a name", "the operators", "an attribute", "the extension"],
+)
+def test_without_the_extension_there_is_one_sentence(line: str) -> None:
     program = (
         "import sys\n"
         "sys.modules['diloco_comm._C'] = None\n"
         "try:\n"
-        f"    import {module}\n"
+        f"    {line}\n"
         "except ImportError as error:\n"
         "    print(type(error).__name__, error, sep='|')\n"
     )
@@ -59,7 +68,7 @@ def copy_of_the_package(folder: Path, changed: dict[bytes, bytes]) -> None:
 def error_of_the_import(folder: Path) -> str:
     program = (
         "try:\n"
-        "    import diloco_comm\n"
+        "    import diloco_comm; diloco_comm.DiLoCo\n"
         "except ImportError as error:\n"
         "    print(error)\n"
         "else:\n"
@@ -129,7 +138,7 @@ def test_an_extension_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> N
 @pytest.mark.nightly("8 s; the first tier has the sentence of the package")
 @pytest.mark.parametrize("is_whole", [True, False], ids=["of another torch", "broken"])
 def test_the_command_without_its_extension_is_one_sentence(is_whole: bool, tmp_path: Path) -> None:
-    """As pip's script and as a module: both import the package before the command's first line."""
+    """As pip's script and as a module; what needs no extension runs without the extension."""
     copy_of_the_package(tmp_path, {MARK + HERE.encode(): MARK + OTHER.encode()})
     if not is_whole:
         # Taken away, it would be looked for where an editable installation has it.
@@ -140,6 +149,8 @@ def test_the_command_without_its_extension_is_one_sentence(is_whole: bool, tmp_p
         assert (ended.returncode, ended.stdout) == (1, "")
         line = rf"diloco-comm: the C\+\+ extension of diloco_comm is {means}[^\n]+\n"
         assert re.fullmatch(line, ended.stderr), ended.stderr
+        ended = run_command(tmp_path, *words[:-1], "--version")
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.nightly("4 s; the first tier has the refusal of another torch")
@@ -182,12 +193,13 @@ def test_the_implementations_are_those_that_the_processor_runs() -> None:
 
 
 @pytest.mark.nightly("7 s; about torch, which is pinned")
-def test_torch_keeps_no_default_group_that_is_made_after_the_import() -> None:
+def test_torch_keeps_no_default_group_that_is_made_before_the_first_use() -> None:
     """A group in a default argument lives until the interpreter's end, and aborts it."""
     program = (
         "import inspect, torch, torch.distributed as dist, diloco_comm\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)\n"
+        "diloco_comm.DiLoCo\n"
         "from torch.distributed.nn.functional import all_reduce\n"
         "print(inspect.signature(all_reduce).parameters['group'].default)\n"
     )

@@ -159,6 +159,7 @@ def test_it_comes_first(workers) -> None:
 def test_importing_the_package_imports_no_trainer() -> None:
     code = (
         "import sys, diloco_comm, diloco_comm.integrations, diloco_comm.base.launch\n"
+        "diloco_comm.DiLoCo\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

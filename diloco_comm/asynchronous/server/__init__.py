@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncServer"]
 # The server needs pyzmq; the decisions and the storage in this package do not.
-__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, ".server"))
+__getattr__ = lazy_names(__name__, {".server": "AsyncServer"})

@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncDiLoCo"]
 # The worker needs pyzmq; the other modules of this package do not.
-__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, ".worker"))
+__getattr__ = lazy_names(__name__, {".worker": "AsyncDiLoCo"})

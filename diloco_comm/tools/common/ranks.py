@@ -24,7 +24,11 @@ from .workers import die_with_launcher
 
 # Modules that torch imports with the first optimizer: they take as long as the rest of torch.
 WITH_OPTIMIZER = ("torch._dynamo",)
-_ALWAYS = ("torch.distributed.nn", "diloco_comm.tools.common.reports")
+_ALWAYS = (
+    "torch.distributed.nn",
+    "diloco_comm.training.presets",
+    "diloco_comm.tools.common.reports",
+)
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch._dynamo",
     "torch.optim",
-    "diloco_comm",
+    "diloco_comm.training.presets",
 )
 
 
