@@ -82,16 +82,16 @@ class Link:
         listen: With "tcp", the "host:port" at which this process listens, such as "0.0.0.0:29700";
             port 0 is any free port. "": this process does not listen. Default: the interface that
             gloo would take, and any free port.
-        advertise: With "tcp", the "host:port" at which the other replicas reach this process, where
+        advertise: With "tcp", the "tcp://host:port" at which the others reach this process, where
             a router translates addresses. "": the others cannot dial this process, which dials
             them; then two such processes need ``relay`` to be in one group. Default: where this
             process listens.
         keys: With "tcp", a folder with the keys of this process, made by `diloco-comm keys make`,
             or the file NAME.key_secret there: all connections are encrypted, and only the owners of
             keys in the folder ``allowed`` beside can connect. All replicas have keys, or none.
-        relay: With "tcp", the "host:port" of a relay (`diloco-comm relay`), for a process that
-            nobody can dial: two such processes meet there, and the relay copies their bytes. Other
-            processes are dialled directly.
+        relay: With "tcp", the "tcp://host:port" of a relay (`diloco-comm relay`), for a process
+            that nobody can dial: two such processes meet there, and the relay copies their bytes.
+            Other processes are dialled directly.
         proxy: With "tcp", "http://host:port" or "socks5://host:port", for a process whose firewall
             lets connections out through a proxy alone; "user:password@" may stand before the host.
             Then the proxy makes all connections that this process dials for its link: to other

@@ -1,6 +1,6 @@
 """One replica of two, each on a machine of its own; either may die and come back.
 
-    diloco-comm store --host 127.0.0.1 --port 29400
+    diloco-comm store --listen 127.0.0.1:29400
     python examples/two_machines.py --store tcp://127.0.0.1:29400 --replica 0
     python examples/two_machines.py --store tcp://127.0.0.1:29400 --replica 1
     python examples/two_machines.py --store tcp://127.0.0.1:29400 --replica 1 --join   after a death

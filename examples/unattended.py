@@ -1,6 +1,6 @@
 """A replica of a run that nobody watches: replicas may die and come back at any time.
 
-    diloco-comm registry --journal journal --port 29400
+    diloco-comm registry --journal journal
     diloco-comm launch --registry tcp://127.0.0.1:29400 --run demo examples/unattended.py
 
 docs/tutorials/unattended.md goes through it step by step, over two sites. The script knows neither

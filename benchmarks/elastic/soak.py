@@ -374,14 +374,14 @@ def run(
 def _store_and_relay() -> Iterator[tuple[str, str]]:
     """Host a store and a relay; give their addresses."""
     port, relay_port = free_port(), free_port()
-    words = ["store", "--host", "127.0.0.1", "--port", str(port), "--relay-port", str(relay_port)]
+    words = ["store", "--listen", f"127.0.0.1:{port}", "--relay-port", str(relay_port)]
     command = [sys.executable, "-m", "diloco_comm.tools.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             if not server.stdout.readline():
                 raise RuntimeError("the store has not begun")
-            yield f"tcp://127.0.0.1:{port}", f"127.0.0.1:{relay_port}"
+            yield f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{relay_port}"
         finally:
             server.kill()
 

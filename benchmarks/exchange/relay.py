@@ -33,10 +33,10 @@ Ends = tuple[socket.socket, socket.socket]
 @contextmanager
 def relay_process() -> Iterator[tuple[int, tuple[str, int]]]:
     """Start a relay; yield its process number and address."""
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "relay", "--port", "0"]
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", "relay", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        host, port = process.stdout.readline().strip().split(":")
+        host, port = process.stdout.readline().strip().removeprefix("tcp://").split(":")
         try:
             yield process.pid, (host, int(port))
         finally:

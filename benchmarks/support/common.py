@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_comm.base.files import whole_file
+from diloco_comm.base.interrupts import stoppable
 from diloco_comm.tools.common import outputs, ranks
 from diloco_comm.tools.common.measuring import (
     interleave,
@@ -39,7 +40,6 @@ from diloco_comm.tools.common.workers import (
     is_worker,
     leave_workers,
     run_workers,
-    stoppable,
 )
 
 __all__ = [

@@ -1,8 +1,10 @@
-"""Delay Ctrl-C during an outer step, so that the step happens wholly or not at all."""
+"""Ctrl-C and SIGTERM: delayed during an outer step, and how a command ends by them."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,3 +81,67 @@ class Uninterruptible:
                 "neither the state before that step nor the state after it; close() this DiLoCo "
                 "and load a saved state into a new one"
             )
+
+
+# ----------------------------------------------------------------------------------- commands
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(SystemExit):
+    """A signal has ended the program. The code is the exit status that a shell uses.
+
+    Attributes:
+        name: The name of the signal, such as SIGTERM.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let SIGINT and SIGTERM raise ``Stopped`` in this block, so that ``finally`` blocks run.
+
+    A signal that the program ignores stays ignored, and nothing changes outside the main thread.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    before = _handle(stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_at_once() -> None:
+    """Let SIGINT and SIGTERM end this process also while C++ code waits, where no handler can run.
+
+    Nothing is cleaned up: this is for one process of a group, which waits for the others.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    _handle(lambda number, frame: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while (number := os.read(read, 1)[0]) not in _SIGNALS:
+            pass
+        print(f"diloco-comm: ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+def _handle(handler: Handler) -> dict[int, Any]:
+    """Handle the signals, and return the handlers from before."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, handler)
+    return before

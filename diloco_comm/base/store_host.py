@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .. import _C
-from .service.addresses import Proxy
+from .service.addresses import Proxy, tcp_address
 from .service.keys import AllowedWatch, LinkKeys
 
 # Seconds in which a name that has no address yet may get one.
@@ -52,7 +52,7 @@ def open_store(host: str, port: int, keys: LinkKeys | None = None) -> HostedStor
     family = resolve(host, port, "the store", seconds=0.0)[0]
     with socket.create_server((host, port), family=family) as listener:
         port = listener.getsockname()[1]
-        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        address = tcp_address(host, port)
         if keys is not None:
             allowed = sorted(keys.allowed.present(at_once=True))
             # The store has a descriptor of its own.
@@ -125,9 +125,9 @@ def dial_store(
     """
     if proxy is not None and keys is None:
         raise ValueError(
-            f"a store without keys cannot be reached through a proxy: give keys= and let the store "
-            f"at {host}:{port} have keys, or give the result of connect_store() without proxy= as "
-            "the store, if this process can dial the store itself"
+            "a store without keys cannot be reached through a proxy: give keys= and let the store "
+            f"at {tcp_address(host, port)} have keys, or give the result of connect_store() "
+            "without proxy= as the store, if this process can dial the store itself"
         )
     try:
         if proxy is None:
@@ -149,7 +149,7 @@ def dial_store(
     except dist.DistError:
         if is_there and _speaks_tls(host, port, _LEAST_S):
             raise dist.DistStoreError(
-                f"the store at {host}:{port} has keys: give Link(keys=...), or --keys"
+                f"the store at {tcp_address(host, port)} has keys: give Link(keys=...), or --keys"
             ) from None
         left = end - time.monotonic()
         if left < _LEAST_S:

@@ -155,7 +155,7 @@ def place_of_workers(
 
 
 def _dial(address: str, timeout_s: float, keys: LinkKeys | None) -> dist.Store:
-    return dial_store(*parse_address(address), timeout_s, keys)
+    return dial_store(*parse_address("store", address), timeout_s, keys)
 
 
 def _prefix_of(view: View) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..base import env
 from ..base.checks import MOST_INT32, flag, integer, not_negative, timeout_seconds
 from ..base.errors import ReplicaMismatch, SyncError
-from ..base.service.addresses import parse_address
+from ..base.service.addresses import parse_address, with_scheme
 from ..exchange.waiting import WaitLog
 from . import core, exits
 from .detecting import Detector
@@ -158,10 +158,7 @@ class Elastic:
         if self.host in ("0.0.0.0", "::", ""):
             raise ValueError(f"host must be an address that other hosts reach, got {self.host!r}")
         if self.store is not None:
-            try:
-                parse_address(self.store)
-            except (ValueError, AttributeError):
-                raise ValueError(f"store must be 'tcp://host:port', got {self.store!r}") from None
+            parse_address("store", self.store)
         self.suspect_after = timeout_seconds(self.suspect_after, "suspect_after")
         if self.quorum_wait is not None:
             self.quorum_wait = timeout_seconds(self.quorum_wait, "quorum_wait")
@@ -179,6 +176,8 @@ class Elastic:
                     "registry is missing: give Elastic the address of diloco-comm registry, or "
                     "start the script by diloco-comm launch --registry tcp://host:port"
                 )
+        if isinstance(self.registry, str):
+            self.registry = with_scheme(self.registry)
         self.run = env.run() if self.run is None else self.run
         self.key = env.registry_key() if self.key is None else self.key
         self.insecure = env.is_insecure() if self.insecure is None else self.insecure

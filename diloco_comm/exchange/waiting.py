@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .. import _C
+from ..base.service.addresses import tcp_address
 
 T = TypeVar("T")
 
@@ -88,5 +89,5 @@ def describe_store(store: dist.Store) -> str:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, (dist.TCPStore, _C.KeyedStore)):
-        return f"tcp://{store.host}:{store.port}"
+        return tcp_address(store.host, store.port)
     return f"a {type(store).__name__}"

@@ -20,7 +20,7 @@ from .. import _C
 from ..base import launch
 from ..base.checks import MOST_INT32, first_of, integer, timeout_seconds, warn
 from ..base.errors import ReplicaMismatch
-from ..base.service.addresses import Proxy, parse_address, proxy_of
+from ..base.service.addresses import Proxy, parse_address, proxy_of, tcp_address
 from ..base.service.keys import LinkKeys, link_keys
 from ..base.store_host import dial_store
 from ..exchange.exchange import Exchange
@@ -68,8 +68,7 @@ def connect_store(
         torch.distributed.DistError: If no store answers there in time, the host has no address, or
             store and process do not let in each other's keys.
     """
-    if not isinstance(address, str):
-        raise TypeError(f"address must be 'tcp://host:port', got {address!r}")
+    parse_address("address", address)
     store = connected_store(address, timeout, link_keys(keys), proxy_of(proxy))
     assert store is not None
     return store
@@ -94,20 +93,11 @@ def connected_store(
     """
     if store is None or isinstance(store, dist.Store):
         return store
-    place = _address_of(store)
+    place = parse_address("store", store)
     seconds = timeout_seconds(timeout)
-    return call_patiently(lambda: dial_store(*place, seconds, keys, proxy), f"the store at {store}")
-
-
-def _address_of(store: Any) -> tuple[str, int]:
-    """Return host and port of a store that is given by address."""
-    problem = f"store must be a Store or 'tcp://host:port', got {store!r}"
-    if not isinstance(store, str):
-        raise TypeError(problem)
-    try:
-        return parse_address(store)
-    except ValueError:
-        raise ValueError(problem) from None
+    return call_patiently(
+        lambda: dial_store(*place, seconds, keys, proxy), f"the store at {tcp_address(*place)}"
+    )
 
 
 def replica_group(
@@ -201,7 +191,7 @@ def check_place(
         TypeError: If the store is none, the members are no numbers, or the name is no text.
     """
     if not isinstance(store, dist.Store | None):
-        _address_of(store)
+        parse_address("store", store)
     if store is not None and (replica is None or (num_replicas is None) == (members is None)):
         raise ValueError("StorePeers needs replica=, and one of of= and members=")
     has_number = replica is not None or num_replicas not in (None, 1) or members is not None

@@ -6,7 +6,6 @@ A sub-command imports its modules when it runs, so that ``--help`` answers at on
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +16,12 @@ from .bench import command as bench
 from .common.exits import fail, given_options, in_options, misuse
 from .common.hosting import (
     AddressAsJson,
-    Host,
-    Port,
+    Listen,
     RelayPort,
     StoreKeys,
+    closed_by_signal,
     opened_relay,
+    place_of,
     relay_beside,
     serve_until_signal,
 )
@@ -44,7 +44,6 @@ from .serve.command import serve_app
 from .serve.replay import EXAMPLES as REPLAY_EXAMPLES
 from .serve.replay import replay
 
-INTERRUPTED = 130
 # The paragraphs behind \b keep their line breaks.
 DEMO_EXAMPLES = """Examples:
 
@@ -56,13 +55,13 @@ diloco-comm demo --decoupled --quick
 STORE_EXAMPLES = """Examples:
 
 \b
-diloco-comm store --host 127.0.0.1 --port 29400
-diloco-comm store --host 0.0.0.0 --keys keys
+diloco-comm store --listen 127.0.0.1:29400
+diloco-comm store --listen 0.0.0.0:29400 --keys keys
 """
 RELAY_EXAMPLES = """Examples:
 
 \b
-diloco-comm relay --host 127.0.0.1 --port 29800
+diloco-comm relay --listen 127.0.0.1:29800
 """
 
 app = typer.Typer(
@@ -149,9 +148,6 @@ def demo(
     try:
         check_folder("--out", out)
         claims = run_chosen(context.params, given_options(context))
-    except KeyboardInterrupt:
-        print("diloco-comm: interrupted, all replicas are stopped", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
     except ValueError as error:
         misuse(str(error))
     except (OSError, ReplicaError) as error:
@@ -161,9 +157,9 @@ def demo(
 
 
 @app.command(epilog=STORE_EXAMPLES)
+@closed_by_signal()
 def store(
-    host: Host = "127.0.0.1",
-    port: Port = 29400,
+    listen: Listen = "127.0.0.1:29400",
     relay_port: RelayPort = None,
     keys: StoreKeys = None,
     as_json: AddressAsJson = False,
@@ -178,28 +174,28 @@ def store(
     from ..base.service.keys import link_keys
     from .common.store import host_store
 
+    place = place_of(listen)
     try:
         own = link_keys(keys)
     except ValueError as error:
         misuse(in_options(str(error), ["keys"]))
     try:
-        with relay_beside(host, relay_port):
-            signal_name = host_store(host, port, announcer(as_json), own)
+        with relay_beside(listen, relay_port):
+            host_store(*place, announcer(as_json), own)
     except OSError as error:
         # Negative error numbers come from the resolver of names.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
-        fail(f"cannot listen on {host}:{port}: {reason}")
+        fail(f"cannot listen on {listen}: {reason}")
     except RuntimeError as error:
         # There is no OpenSSL for the keys.
         fail(str(error))
-    print(f"closed by {signal_name}", file=sys.stderr)
 
 
 @app.command(epilog=RELAY_EXAMPLES)
+@closed_by_signal()
 def relay(
-    host: Host = "127.0.0.1",
-    port: Port = 29800,
+    listen: Listen = "127.0.0.1:29800",
     connections: Annotated[
         int, typer.Option(min=1, help="Processes and calls at a time; more are closed at once.")
     ] = 1024,
@@ -207,9 +203,8 @@ def relay(
 ) -> None:
     """Copy bytes between replicas that nobody can dial, until Ctrl-C or SIGTERM.
 
-    Such replicas name the relay by Link("tcp", relay="host:port"). The relay holds no key: with
-    keys it sees sizes and times alone. Whoever reaches the port can use the relay.
+    Such replicas name the relay by Link("tcp", relay="tcp://host:port"). The relay holds no key:
+    with keys it sees sizes and times alone. Whoever reaches the port can use the relay.
     """
-    server = opened_relay(host, port, connections)
-    name = serve_until_signal(server, announcer(as_json))
-    print(f"closed by {name}", file=sys.stderr)
+    server = opened_relay(listen, connections)
+    serve_until_signal(server, announcer(as_json))

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Any
 
+from ..base.interrupts import Stopped, stoppable
+
 EXTRA = ("typer", "rich")
 EXTENSION = "diloco_comm._C"
 
@@ -21,7 +23,11 @@ def main() -> None:
     # Typer's own name for the class differs between its versions.
     usage_error: Any = typer.BadParameter.__base__
     try:
-        sys.exit(app(standalone_mode=False))
+        with stoppable():
+            sys.exit(app(standalone_mode=False))
+    except Stopped as stopped:
+        print(f"diloco-comm: ended by {stopped.name}", file=sys.stderr)
+        raise
     except ImportError as error:
         _explain(error)
     except usage_error as error:

@@ -1,6 +1,6 @@
 """One replica as a job of its own: it knows the store, its number, and how many there are.
 
-    diloco-comm store --port 29400
+    diloco-comm store
     python examples/slurm/train_replica.py --store tcp://127.0.0.1:29400 --replica 0 --replicas 2
     python examples/slurm/train_replica.py --store tcp://127.0.0.1:29400 --replica 1 --replicas 2
 

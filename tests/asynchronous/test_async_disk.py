@@ -36,7 +36,7 @@ class Hosted:
     def __init__(self, folder: Path, log: Path, every: int) -> None:
         command = [
             sys.executable, "-m", "diloco_comm.tools.cli", "serve", "--rule", "sgd", "--lr", "1",
-            "--address", "tcp://127.0.0.1:0", "--sync-every", "1", "--snapshot", str(folder),
+            "--listen", "127.0.0.1:0", "--sync-every", "1", "--snapshot", str(folder),
             "--snapshot-every", str(every),
         ]  # fmt: skip
         self._log = log
@@ -102,7 +102,7 @@ def test_a_server_goes_on_while_the_disk_is_full(
     assert "No space left on device" in said["problem"] and str(folder) in said["problem"]
     assert "a crash loses the updates after version 7" in said["problem"]
     assert said["unsaved_updates"] == 6 and said["folder"] == str(folder)
-    shown = run_cli("serve", "--status", "--address", server.address).out
+    shown = run_cli("serve", "--status", server.address).out
     assert "No space left on device" in " ".join(shown.split())
     # The files are whole, and end with the last update that fitted.
     assert {path.name for path in folder.iterdir()} == {"lock", "snapshot", journal}
@@ -214,7 +214,7 @@ def test_a_folder_belongs_to_one_server(host: Callable[..., Hosted], tmp_path: P
     model, worker = attach(server.address, "a", size=SIZE)
     train(model, worker, 1)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    ended = run_cli("serve", "--address", "tcp://127.0.0.1:0", "--snapshot", folder)
+    ended = run_cli("serve", "--listen", "127.0.0.1:0", "--snapshot", folder)
     assert ended.status == 1 and ended.err.count("\n") == 1
     assert f"the snapshot folder {folder} belongs to another server, process " in ended.err
     assert f" {server.process.pid} on {socket.gethostname()}: each server needs" in ended.err
@@ -248,7 +248,7 @@ def test_a_server_whose_address_is_taken_changes_nothing_on_the_disk(tmp_path: P
         for folder in (new, old):
             with pytest.raises(OSError, match="cannot listen on"):
                 AsyncServer(
-                    PLAIN, address=server.address, snapshot=folder, parameters=[torch.ones(7)]
+                    PLAIN, listen=server.address, snapshot=folder, parameters=[torch.ones(7)]
                 )
     assert not new.exists()
     assert {path.name: path.read_bytes() for path in old.iterdir()} == files
@@ -257,7 +257,7 @@ def test_a_server_whose_address_is_taken_changes_nothing_on_the_disk(tmp_path: P
 
 def test_a_server_does_not_begin_on_a_full_disk(disk: Disk) -> None:
     disk.fill()
-    ended = run_cli("serve", "--address", "tcp://127.0.0.1:0", "--snapshot", disk.root / "state")
+    ended = run_cli("serve", "--listen", "127.0.0.1:0", "--snapshot", disk.root / "state")
     assert ended.status == 1 and ended.err.count("\n") == 1
     assert f"{disk.root}/state" in ended.err and "No space left on device" in ended.err
     disk.empty()
@@ -309,5 +309,5 @@ def test_a_folder_that_becomes_read_only(everybodys: Path) -> None:
 def test_the_status_of_a_server_that_keeps_nothing() -> None:
     with AsyncServer(PLAIN, parameters=[torch.ones(7)]) as server:
         assert json.loads(json.dumps(status(server)))["storage"] is None
-        shown = run_cli("serve", "--status", "--address", server.address)
+        shown = run_cli("serve", "--status", server.address)
         assert "nothing is kept on disk" in shown.out

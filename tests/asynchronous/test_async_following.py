@@ -81,7 +81,7 @@ def test_fragments_and_a_restart_of_the_server(tmp_path) -> None:
             model.descend(noise(index, 701))
             worker.step()
         assert worker._follower.version == 4
-    with serving(rule, address=server.address, **options) as server:
+    with serving(rule, listen=server.address, **options) as server:
         for index in range(4, 9):
             model.descend(noise(index, 701))
             worker.step()
@@ -187,7 +187,7 @@ def test_a_follower_whose_server_dies_goes_on_with_its_successor(tmp_path) -> No
     model.descend(noise(1, 7))
     with pytest.raises(ServerLost):
         worker.step()
-    with serving(RULES["delayed"], address=server.address, **options) as server:
+    with serving(RULES["delayed"], listen=server.address, **options) as server:
         worker.step()
         assert torch.equal(model.values(), shared(server)) and worker._follower.version == 1
         worker.close()

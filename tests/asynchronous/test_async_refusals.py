@@ -224,8 +224,8 @@ def test_garbage_on_the_port_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"address": "nonsense"}, "the address must be tcp://host:port"),
-        ({"address": "tcp://127.0.0.1:99999"}, "the address must be tcp://host:port"),
+        ({"listen": "nonsense"}, "listen must be host:port with a port from 0 to 65535"),
+        ({"listen": "127.0.0.1:99999"}, "listen must be host:port with a port from 0 to 65535"),
         ({"sync_every": 0}, "sync_every must be"),
         ({"sync_every": 2**31}, "sync_every must be at most 2147483647"),
         ({"grace": -1.0}, "grace must be"),
@@ -247,7 +247,7 @@ def test_bad_server_arguments(options: dict, message: str) -> None:
         ({"name": "x" * 65}, "name must have"),
         ({"wire": Wire(rounding="up")}, "rounding must be"),
         ({"wire": "int9"}, "unknown wire"),
-        ({"server": "tcp://nowhere"}, "the address must be"),
+        ({"server": "tcp://nowhere"}, "server must be tcp://host:port with"),
     ],
 )
 def test_bad_worker_arguments(options: dict, message: str) -> None:

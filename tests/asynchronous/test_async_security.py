@@ -96,7 +96,7 @@ def test_keys_are_private_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://192.0.2.1:5"])
 def test_an_open_address_needs_keys_or_a_word(address: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can be reached from other machines"):
-        AsyncServer(PLAIN, address=address)
+        AsyncServer(PLAIN, listen=address)
     with pytest.raises(ValueError, match="there is no key"):
-        AsyncServer(PLAIN, address="tcp://0.0.0.0:0", keys=tmp_path)
-    AsyncServer(PLAIN, address="tcp://0.0.0.0:0", insecure=True).stop()
+        AsyncServer(PLAIN, listen="0.0.0.0:0", keys=tmp_path)
+    AsyncServer(PLAIN, listen="0.0.0.0:0", insecure=True).stop()

@@ -41,7 +41,7 @@ def test_a_restarted_server_takes_its_workers_back(tmp_path: Path) -> None:
             model.descend(g)
             worker.step()
     for g in stream[5:]:
-        with serving(rule, address=address, **options) as server:
+        with serving(rule, listen=address, **options) as server:
             model.descend(g)
             worker.step()
     worker.close()
@@ -120,7 +120,7 @@ def test_a_server_without_its_snapshot_is_not_taken_for_the_old_one() -> None:
         model, worker = attach(server.address, "a")
         model.descend(torch.ones(7))
         worker.step()
-    with serving(address=server.address, parameters=[torch.ones(7)]):
+    with serving(listen=server.address, parameters=[torch.ones(7)]):
         model.descend(torch.ones(7))
         with pytest.raises(ServerLost, match="restarted without its snapshot"):
             worker.step()
@@ -153,7 +153,7 @@ def test_after_an_older_snapshot_training_goes_on_after_one_error(
         for one in (*trio, trio[0]):
             update(*one)
         trio.append(join("c"))
-    with serving(snapshot=tmp_path / "old", address=server.address) as server:
+    with serving(snapshot=tmp_path / "old", listen=server.address) as server:
         rounds.clear()
         for number, (model, worker) in enumerate(trio):
             # The server may be past the version that the worker has seen, by other updates.
@@ -177,7 +177,7 @@ def test_a_server_without_parameters_is_an_error_at_every_step() -> None:
     with serving() as server:
         pair = [attach(server.address, name) for name in "ab"]
         update(*pair[0])
-    with serving(address=server.address) as server:
+    with serving(listen=server.address) as server:
         for model, worker in pair:
             model.descend(torch.ones(7))
             for _ in range(2):

@@ -104,7 +104,7 @@ def flip(path: Path, place: int) -> int:
 
 
 def serve(folder: Path, *options: str) -> Any:
-    address = ("--address", "tcp://127.0.0.1:0", "--rule", "sgd", "--lr", "1", "--sync-every", "1")
+    address = ("--listen", "127.0.0.1:0", "--rule", "sgd", "--lr", "1", "--sync-every", "1")
     return run_cli("serve", *address, "--snapshot", folder, *options)
 
 

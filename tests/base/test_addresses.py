@@ -10,12 +10,17 @@ from diloco_comm.base.service.addresses import (
     check_link,
     link_places,
     name_of_place,
-    parse_place,
+    parse_address,
     proxy_of,
     shown_proxy,
+    tcp_address,
+    with_scheme,
 )
 
-FORM = '"host:port" with a port from'
+LISTEN = 'listen must be host:port with a port from 0 to 65535, such as "0.0.0.0:29700", got'
+DIALLED = (
+    'must be tcp://host:port with a port from 1 to 65535, such as "tcp://192.0.2.1:29400", got'
+)
 
 
 @pytest.mark.parametrize(
@@ -28,8 +33,16 @@ FORM = '"host:port" with a port from'
     ],
 )
 def test_a_place(place: str, expected: tuple[str, int]) -> None:
-    assert parse_place("listen", place) == expected
+    assert parse_address("listen", place, listens=True) == expected
     assert name_of_place(*expected) == place
+    address = tcp_address(*expected)
+    assert address == with_scheme(place) == with_scheme(address)
+    assert parse_address("listen", address, listens=True) == expected
+    if expected[1]:
+        assert parse_address("store", place) == parse_address("store", address) == expected
+    else:
+        with pytest.raises(ValueError, match="with a port from 1 to 65535"):
+            parse_address("store", address)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +56,11 @@ def test_a_place(place: str, expected: tuple[str, int]) -> None:
         "h:65536",
         "::1:5",
         "[::1]",
-        "tcp://h:1",
+        "http://h:1",
+        "tcp:h:1",
+        "tcp://tcp://h:1",
+        "tcp://h:1/path",
+        "",
         "a b:1",
         "h:1 ",
         "u@h:1",
@@ -51,14 +68,25 @@ def test_a_place(place: str, expected: tuple[str, int]) -> None:
 )
 def test_what_is_no_place(place: str) -> None:
     with pytest.raises(ValueError) as caught:
-        parse_place("listen", place)
-    assert str(caught.value) == f"listen must be {FORM} 0 to 65535, got {place!r}"
+        parse_address("listen", place, listens=True)
+    assert str(caught.value) == f"{LISTEN} {place!r}"
+    for given in (place, f"tcp://{place}") if "tcp:" not in place else (place,):
+        with pytest.raises(ValueError) as caught:
+            parse_address("store", given)
+        assert str(caught.value) == f"store {DIALLED} {given!r}"
+
+
+def test_another_scheme_is_written_out() -> None:
+    assert parse_address("registry", "etcd://h:1", scheme="etcd") == ("h", 1)
+    for given in ("h:1", "tcp://h:1"):
+        with pytest.raises(ValueError, match=r'such as "etcd://192\.0\.2\.1:29400", got'):
+            parse_address("registry", given, scheme="etcd")
 
 
 @pytest.mark.parametrize("place", [29700, None, b"h:1"])
 def test_a_place_is_a_string(place: Any) -> None:
-    with pytest.raises(TypeError, match='must be a string "host:port", got'):
-        parse_place("listen", place)
+    with pytest.raises(TypeError, match=r'such as "0\.0\.0\.0:29700", got'):
+        parse_address("listen", place, listens=True)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +109,8 @@ def test_choices_that_go_together(listen: str | None, advertise: str | None) -> 
     [
         (None, "h:1", None, """listen='h:1' needs link=Link(backend="tcp"), got no backend"""),
         ("nccl", None, "", """advertise='' needs link=Link(backend="tcp"), got backend='nccl'"""),
-        ("tcp", "h:1", "g:0", f"advertise must be {FORM} 1 to 65535, got 'g:0'"),
-        ("tcp", "h:1", "g", f"advertise must be {FORM} 1 to 65535, got 'g'"),
+        ("tcp", "h:1", "g:0", f"advertise {DIALLED} 'g:0'"),
+        ("tcp", "h:1", "g", f"advertise {DIALLED} 'g'"),
         (
             "tcp", "[::]:1", "[::]:1",
             "advertise must name a host that the others can dial, got '[::]:1'",
@@ -152,6 +180,7 @@ def test_a_relay_has_a_port() -> None:
         ("[::]:0", None, ("[::]:0", "192.0.2.7:0")),
         ("[::1]:5", None, ("[::1]:5", "[::1]:5")),
         ("0.0.0.0:29700", "203.0.113.5:80", ("0.0.0.0:29700", "203.0.113.5:80")),
+        ("tcp://h:1", "tcp://[::1]:80", ("h:1", "[::1]:80")),
     ],
 )
 def test_places_of_a_link(

@@ -103,11 +103,15 @@ def test_the_options_of_the_scripts_exist() -> None:
         assert f"{script} " in DOCKERFILE
 
 
+def port_of(words: list[str]) -> int:
+    return int(option(words, "--listen").rpartition(":")[2])
+
+
 def test_ports_agree_in_kubernetes() -> None:
     service = KUBERNETES["registry/Service"]["spec"]["ports"][0]
     stateful = KUBERNETES["registry/StatefulSet"]["spec"]
     (container,) = stateful["template"]["spec"]["containers"]
-    port = int(option(container["args"], "--port"))
+    port = port_of(container["args"])
     assert container["ports"] == [{"name": service["targetPort"], "containerPort": port}]
     assert service["port"] == port
     for probe in probes(container).values():
@@ -167,12 +171,12 @@ def test_ports_agree_in_compose() -> None:
     services = COMPOSE["services"]
     ports = {}
     for name in ("store", "relay", "registry"):
-        ports[name] = option(shlex.split(services[name]["command"]), "--port")
+        ports[name] = port_of(shlex.split(services[name]["command"]))
         assert re.search(rf"\b{ports[name]}\b", str(services[name]["healthcheck"]["test"]))
     for name in ("paris", "tokyo"):
         words = shlex.split(services[name]["command"])
         assert option(words, "--store") == f"tcp://store:{ports['store']}"
-        assert option(words, "--relay") == f"relay:{ports['relay']}"
+        assert option(words, "--relay") == f"tcp://relay:{ports['relay']}"
     replica = shlex.split(services["replica"]["command"])
     assert option(replica, "--registry") == f"tcp://registry:{ports['registry']}"
 
@@ -205,7 +209,7 @@ def test_the_image_is_built_of_files_that_exist() -> None:
 
 
 def test_units_have_ports_of_their_own() -> None:
-    ports = [option(words, "--port") for _, words in in_units() if words[0] != "launch"]
+    ports = [port_of(words) for _, words in in_units() if words[0] != "launch"]
     assert len(ports) == len({*ports}) == 3
 
 

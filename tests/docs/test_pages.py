@@ -67,7 +67,7 @@ def test_each_command_has_a_page() -> None:
     text += "\n**Commands**:\n\n* `keys`: Make keys.\n* `store`: Host a store.\n\n"
     text += "## `diloco-comm keys`\n\n" + usage.format("diloco-comm keys")
     text += "\n### `diloco-comm keys make`\n\nMake one.\n\n## `diloco-comm store`\n\nHost it.\n"
-    text += "\ndiloco-comm store --port 1\n"
+    text += "\ndiloco-comm store --listen h:1\n"
     pages = configuration().command_pages(text)
     assert list(pages) == ["command-line.md", "command-line/keys.md", "command-line/store.md"]
     first, keys, store = pages.values()
@@ -75,7 +75,7 @@ def test_each_command_has_a_page() -> None:
     assert first.endswith("command-line/keys\ncommand-line/store\n```\n")
     assert keys.startswith("# `diloco-comm keys`\n") and "\n## `diloco-comm keys make`\n" in keys
     assert "```text\ndiloco-comm" in keys.replace("    diloco", "diloco")
-    assert store.endswith("\n    diloco-comm store --port 1\n")
+    assert store.endswith("\n    diloco-comm store --listen h:1\n")
 
 
 @pytest.mark.nightly("the help of the commands is read in a process of its own")

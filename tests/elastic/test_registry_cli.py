@@ -31,7 +31,7 @@ def view(phase: str = OPEN) -> View:
 
 @contextmanager
 def process(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [*CLI, "--port", "0", *map(str, arguments)]
+    command = [*CLI, "--listen", "127.0.0.1:0", *map(str, arguments)]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert started.stdout is not None
@@ -66,16 +66,16 @@ def test_a_registry_is_hosted_ended_and_found_again(tmp_path: Path) -> None:
         one = connect(address, run="r", timeout_s=20, key=keys / "w1.key_secret")
         assert one.swap(b"", b"x")
         port = address.rpartition(":")[2]
-        taken = run_cli("registry", "--port", port)
+        taken = run_cli("registry", "--listen", f"127.0.0.1:{port}")
         assert taken.status == 1 and f"cannot listen on tcp://127.0.0.1:{port}" in taken.err
-        taken = run_cli("registry", "--port", "0", "--journal", tmp_path / "j")
+        taken = run_cli("registry", "--listen", "127.0.0.1:0", "--journal", tmp_path / "j")
         assert taken.status == 1 and "belongs to another server, process" in taken.err
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0
         assert "closed by SIGTERM" in server.stderr.read()
     journal = tmp_path / "j" / "journal"
     journal.write_bytes(b"?" + journal.read_bytes()[1:])
-    ended = run_cli("registry", "--port", "0", "--journal", tmp_path / "j")
+    ended = run_cli("registry", "--listen", "127.0.0.1:0", "--journal", tmp_path / "j")
     assert ended.status == 1
     assert re.fullmatch(f"diloco-comm: {journal} is damaged at byte 0.*\n", ended.err)
 
@@ -92,7 +92,7 @@ def test_a_damaged_journal_is_cut_off_by_hand(tmp_path: Path) -> None:
     data = journal.read_bytes()
     place = data.index(b"r2")
     journal.write_bytes(damaged := data[:place] + b"?" + data[place + 1 :])
-    refused = run_cli("registry", "--port", "0", "--journal", folder)
+    refused = run_cli("registry", "--listen", "127.0.0.1:0", "--journal", folder)
     assert refused.status == 1 and "with 1 whole records behind the damage" in refused.err
     command = re.search("`diloco-comm (registry .* --truncate)`", refused.err)
     assert command is not None and journal.read_bytes() == damaged
@@ -105,18 +105,24 @@ def test_a_damaged_journal_is_cut_off_by_hand(tmp_path: Path) -> None:
         assert connect(server.address, run="r").read() == b"1"
     journal.rename(tmp_path / "elsewhere")
     journal.symlink_to(tmp_path / "elsewhere")
-    ended = run_cli("registry", "--port", "0", "--journal", folder)
+    ended = run_cli("registry", "--listen", "127.0.0.1:0", "--journal", folder)
     sentence = "it is a symbolic link, which is not followed: put a regular file there, or none"
     assert ended.status == 1 and f"diloco-comm: {journal}: {sentence}\n" == ended.err
 
 
 def test_misuse_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     for arguments, sentence in (
-        (("registry", "--host", "0.0.0.0"), "can be reached from other machines: give --keys"),
-        (("registry", "--host", "0.0.0.0"), "made by `diloco-comm registry keygen`"),
+        (
+            ("registry", "--listen", "0.0.0.0:29400"),
+            "can be reached from other machines: give --keys",
+        ),
+        (("registry", "--listen", "0.0.0.0:29400"), "made by `diloco-comm registry keygen`"),
         (("registry", "--drop-after", "0"), ": --drop-after must be 1 to 2592000 seconds, got 0.0"),
         (("registry", "--keys", tmp_path), "there is no key"),
-        (("members", "--registry", "here", "--run", "r"), "address of a registry must be tcp://"),
+        (
+            ("members", "--registry", "here", "--run", "r"),
+            "--registry must be tcp://host:port",
+        ),
         (
             ("members", "--registry", "tcp://127.0.0.1:1", "--run", "a b"),
             "--run must have 1 to 100",

@@ -111,7 +111,7 @@ def test_another_journal_folder_is_another_registry(tmp_path: Path) -> None:
     with serving(journal=tmp_path / "one") as server:
         registry = connect(server.address, run="r", timeout_s=20)
         assert registry.swap(b"", b"x") and registry.is_durable
-    with serving(address=server.address, journal=tmp_path / "two") as other:
+    with serving(listen=server.address, journal=tmp_path / "two") as other:
         assert other.registry_id != server.registry_id
         for call in (
             lambda: registry.swap(b"", b"second line"),
@@ -121,13 +121,13 @@ def test_another_journal_folder_is_another_registry(tmp_path: Path) -> None:
             with pytest.raises(RegistryMismatch, match=f"is {other.registry_id}, and the run 'r'"):
                 call()
         assert connect(server.address, run="r").read() == b""
-    with serving(address=server.address, journal=tmp_path / "one"):
+    with serving(listen=server.address, journal=tmp_path / "one"):
         assert registry.read() == b"x"
     # A server without a journal is another registry with each start.
-    with serving(address=server.address) as volatile:
+    with serving(listen=server.address) as volatile:
         registry = connect(server.address, run="r", timeout_s=20)
         assert not registry.is_durable and registry.registry_id == volatile.registry_id
-    with serving(address=server.address), pytest.raises(RegistryMismatch):
+    with serving(listen=server.address), pytest.raises(RegistryMismatch):
         registry.read()
 
 

@@ -313,7 +313,8 @@ def _trains(rank: int, world: int, plain: Any, address: str, root: str) -> Any:
 def test_a_whole_run_holds_no_plaintext(fresh_workers: Fresh, tmp_path: Path) -> None:
     """Two replicas meet at the command's store; all that they say to the store is recorded."""
     make_folders(tmp_path, 3)
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "store", "--port", "0", "--keys"]
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", "store"]
+    command += ["--listen", "127.0.0.1:0", "--keys"]
     command.append(str(folder_of(tmp_path, 2)))
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -112,7 +112,14 @@ def test_replicas_without_an_address_meet_at_the_relay(
 
 
 def relay_process(port: int) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "relay", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "diloco_comm.tools.cli",
+        "relay",
+        "--listen",
+        f"127.0.0.1:{port}",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
@@ -239,7 +246,7 @@ def test_a_process_that_has_left_the_relay_is_named(
         links[1].close()
         until(lambda: len(relay._seats) == 1, "the seat ends")
         text, _ = meet(links, "alone", 1.0)
-    assert f"rank 1 through the relay at {relay.address} cannot be reached" in text
+    assert f"rank 1 through the relay at {relay.address[6:]} cannot be reached" in text
     assert "the relay has closed the connection: that process may have" in text and "\n" not in text
 
 
@@ -289,7 +296,7 @@ def test_a_relay_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(RuntimeError) as caught:
         DiLoCo(model, optimizer, sync_every=2, peers="alone", link=Link("tcp", relay=place))
     text = str(caught.value)
-    assert f"cannot wait at the relay at {place}" in text and "`diloco-comm relay`" in text
+    assert f"cannot wait at the relay at tcp://{place}" in text and "`diloco-comm relay`" in text
 
 
 def test_a_connection_through_a_relay_needs_no_reading_ahead(relay: Relay) -> None:
@@ -314,7 +321,7 @@ def test_a_connection_through_a_relay_needs_no_reading_ahead(relay: Relay) -> No
 
 
 def place_of(address: str) -> tuple[str, int]:
-    host, port = address.split(":")
+    host, port = address.removeprefix("tcp://").split(":")
     return host, int(port)
 
 
@@ -441,8 +448,7 @@ def test_silent_strangers_keep_nobody_out(
         for _ in range(200):
             stranger = stack.enter_context(socket.socket())
             stranger.bind(("127.0.0.9", 0))
-            host, port = relay.address.split(":")
-            stranger.connect((host, int(port)))
+            stranger.connect(place_of(relay.address))
         with connected(relay.address) as (dialler, other), dialler, other:
             dialler.sendall(b"hello")
             assert other.recv(5) == b"hello"

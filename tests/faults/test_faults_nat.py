@@ -121,12 +121,12 @@ def opened(
             make_folders(root, len(made.names) + 1)
             make_keys(root / "registry", [f"r{replica}" for replica in range(len(made.names))])
         start(RECORDER, "records", site.recording)
-        place = ["--host", cut_links.HUB, "--port", "0"]
+        place = ["--listen", f"{cut_links.HUB}:0"]
         of_store = ["--keys", site.folder(len(made.names))] if keyed else []
         of_registry = ["--keys", root / "registry"] if keyed else ["--insecure"]
         site.store = start(SERVER, "tcp://", "store", *place, *of_store)
         site.registry = start(SERVER, "tcp://", "registry", *place, *of_registry)
-        site.relay = start(SERVER, cut_links.HUB, "relay", *place)
+        site.relay = start(SERVER, "tcp://", "relay", *place)
         yield site
 
 

@@ -34,7 +34,7 @@ def store() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running ``diloco-comm store`` and the address that it printed."""
     # The first example of the help, but for the port.
     example = help_examples("store")["store"][0]
-    command = [*CLI, *example.split()[1:], "--port", "0", "--json"]
+    command = [*CLI, *example.split()[1:], "--listen", "127.0.0.1:0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     yield process, json.loads(process.stdout.readline())["address"]
@@ -72,11 +72,13 @@ def test_replicas_meet_at_the_store(
     assert store[0].poll() is None
 
 
-@pytest.mark.parametrize("address", ["localhost:29400", "tcp://localhost", "tcp://host:port", ""])
+@pytest.mark.parametrize(
+    "address", ["localhost", "tcp://localhost", "tcp://host:port", "http://localhost:29400", ""]
+)
 def test_wrong_store_address_is_one_sentence(address: str) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(ValueError, match=r"store must be a Store or 'tcp://host:port', got"):
+    with pytest.raises(ValueError, match=r"store must be tcp://host:port .*, such as .*, got '"):
         DiLoCo(model, optimizer, sync_every=1, peers=StorePeers(address, replica=0, of=1))
 
 
@@ -104,7 +106,7 @@ def test_store_listens_on_its_address_alone(store: tuple[subprocess.Popen[str], 
 def test_taken_port_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = run_cli("store", "--port", port)
+        ended = run_cli("store", "--listen", f"127.0.0.1:{port}")
     assert ended.status == 1
     assert ended.err == f"diloco-comm: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
@@ -114,8 +116,8 @@ def test_taken_port_is_one_sentence() -> None:
     [
         (["nothing"], "'nothing'"),
         (["store", "--colour"], "--colour"),
-        (["store", "--port", "x"], "--port"),
-        (["store", "--port", "99999999"], "65535"),
+        (["store", "--listen", "x"], "--listen must be host:port"),
+        (["relay", "--listen", "h:99999999"], 'to 65535, such as "0.0.0.0:29700", got \'h:99'),
     ],
 )
 def test_wrong_command_line_is_one_sentence(arguments: list[str], named: str) -> None:
@@ -135,7 +137,7 @@ def test_a_relay_fits_the_open_files_that_its_process_may_have(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(resource, "setrlimit", refuse)
-            opened_relay("127.0.0.1", 0, 1000).stop_soon()
+            opened_relay("127.0.0.1:0", 1000).stop_soon()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     said = "the relay takes 100 connections, because this process may have 400 open files"
@@ -205,13 +207,13 @@ def test_examples_of_serve_run(
     assert made.status == 0 and (tmp_path / "keys/allowed/tokyo.key").exists()
     *hosts, status = (line.split()[1:] for line in lines["serve"])
     for words, counted in zip(hosts, ("updates", "commits"), strict=True):
-        words = ["diloco-comm", *words, "--address", "tcp://127.0.0.1:0", "--json"]
+        words = ["diloco-comm", *words, "--listen", "127.0.0.1:0", "--json"]
         program = "import os, sys; from diloco_comm.tools import cli; os.chdir(sys.argv[1]); "
         job = Job(zygote, f"{program} sys.argv = {words}; cli.main()", tmp_path)
         announced = json.loads(job.output.readline())
         address = announced["address"]
         assert announced == {"schema": 1, "address": address}
-        shown = run_cli(*status, "--address", address)
+        shown = run_cli(*status[:-2], address, "--json")
         assert (shown.status, shown.err) == (0, "")
         assert json.loads(shown.out)[counted] == 0
         job.send_signal(signal.SIGTERM)

@@ -101,7 +101,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def relay() -> Iterator[str]:
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "relay", "--port", "0"]
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", "relay", "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -187,7 +187,7 @@ def test_a_wrong_port_and_no_relay_are_named(fresh_workers: Fresh, closed: int) 
         f"error: replicas 0 and 1 do not reach each other: {start.format(0, closed)}; {remedy}",
         "error: replicas 0 and 2 do not reach each other: neither has an address, and there is no "
         "relay= on replica 0, 2; let one of them listen at an open port, or give both "
-        'relay="host:port"',
+        'relay="tcp://host:port"',
         f"error: replicas 1 and 2 do not reach each other: {start.format(2, closed)}; {remedy}",
     ]
 

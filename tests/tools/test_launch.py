@@ -290,7 +290,11 @@ def test_a_folder_is_of_one_run_and_one_launcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--registry", "10.0.0.5:29400", "--run", "r", "x.py"], "a registry must be"),
+        (["--registry", "10.0.0.5", "--run", "r", "x.py"], "--registry must be tcp://host:port"),
+        (
+            ["--registry", "http://10.0.0.5:1", "--run", "r", "x.py"],
+            "--registry must be tcp://host",
+        ),
         (["--registry", "tcp://127.0.0.1:1", "--run", "a b", "x.py"], "--run"),
         (["--registry", "tcp://127.0.0.1:1", "--run", "r", "missing.py"], "missing.py"),
         (["--run", "r", "x.py"], "--registry"),

@@ -43,9 +43,9 @@ WRITERS: dict[tuple[str, str], list[str]] = {
     ("plan", "--plot"): PLAN,
     ("plan", "--write"): [*PLAN, "--gbps", "1"],
     ("profile report", "--plot"): ["profile", "report", "rank0.json"],
-    ("registry", "--journal"): ["registry", "--port", "0"],
+    ("registry", "--journal"): ["registry", "--listen", "127.0.0.1:0"],
     ("report", "--out"): ["report"],
-    ("serve", "--snapshot"): ["serve", "--address", "tcp://127.0.0.1:0"],
+    ("serve", "--snapshot"): ["serve", "--listen", "127.0.0.1:0"],
 }
 # A folder has to be there for them, or the option is followed by more words.
 OTHERS = {("bench tune", "--out"), ("launch", "--state-dir"), ("profile run", "--out")}

@@ -232,11 +232,11 @@ def test_what_cannot_be_called_is_no_callback() -> None:
             r"replica must be one of the members \[0, 1\], got 4",
         ),
         (
-            {"store": "host:1", "replica": 0, "num_replicas": 1},
+            {"store": "host", "replica": 0, "num_replicas": 1},
             ValueError,
-            "store must be a Store or 'tcp://host:port', got 'host:1'",
+            "store must be tcp://host:port with a port from 1 to 65535, .*, got 'host'",
         ),
-        ({"store": 5}, TypeError, r"store must be a Store or 'tcp://host:port', got 5"),
+        ({"store": 5}, TypeError, r"store must be tcp://host:port .*, got 5"),
         (
             {"store": dist.HashStore(), "replica": "0", "num_replicas": 1},
             ValueError,

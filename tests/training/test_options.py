@@ -269,7 +269,7 @@ def test_a_wire_without_a_name_keeps_the_preset_s(make: Any) -> None:
             ValueError,
             "advertise='' needs .*got backend='gloo'",
         ),
-        ({"link": Link("tcp", listen="0.0.0.0")}, ValueError, 'must be "host:port"'),
+        ({"link": Link("tcp", listen="0.0.0.0")}, ValueError, "listen must be host:port with"),
         ({"link": Link(keys="keys")}, ValueError, "keys='keys' needs .*got no backend"),
         ({"link": Link("gloo", keys=Path("k"))}, ValueError, "keys='k' needs .*got backend='gloo'"),
         ({"link": Link("tcp", keys=4)}, TypeError, "keys must be a folder or a file .*got 4"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...base.service.addresses import require_keys
+from ...base.service.addresses import address_to_bind
 from ..model.rules import ServerRule
 from ..protocol.connections import check_lost_after
 from ..protocol.messages import Kind, Message
@@ -26,7 +26,7 @@ class AsyncServer(Service):
 
     Args:
         rule: How an arriving update changes the model.
-        address: ``tcp://host:port``; port 0 picks a free one, see ``address`` afterwards.
+        listen: ``host:port``; port 0 picks a free one, see ``address`` afterwards.
         sync_every, dylu, min_steps, grace: See ``Coordinator``.
         parameters: Initial parameters, fp32 [num_elements] for each fragment. Without parameters
             and without a snapshot, the first worker sends its own.
@@ -61,7 +61,7 @@ class AsyncServer(Service):
         self,
         rule: ServerRule,
         *,
-        address: str = "tcp://127.0.0.1:0",
+        listen: str = "127.0.0.1:0",
         sync_every: int = 50,
         dylu: bool = False,
         min_steps: int = 1,
@@ -76,7 +76,7 @@ class AsyncServer(Service):
         max_parameters: int = 4_000_000_000,
         impl: str = "",
     ) -> None:
-        require_keys(address, keys, insecure, maker="diloco-comm serve keygen")
+        address = address_to_bind(listen, keys, insecure, maker="diloco-comm serve keygen")
         lost_after = check_lost_after(lost_after)
         numbers = {
             "sync_every": sync_every,

@@ -13,7 +13,7 @@ import zmq
 from torch import Tensor
 
 from ...base.errors import SyncError
-from ...base.service.addresses import parse_address
+from ...base.service.addresses import parse_address, tcp_address
 from ...base.service.keys import WORKER, protect_worker
 from ...base.service.sockets import NOBLOCK, POLLIN, beat, receive
 from ...ops.wire import Layout
@@ -123,8 +123,7 @@ class Link:
         keys: str | Path | None = None,
         key_name: str = WORKER,
     ) -> None:
-        parse_address(address)
-        self.address, self.timeout = address, timeout
+        self.address, self.timeout = tcp_address(*parse_address("server", address)), timeout
         self.identity = Identity(worker, sizes, layout)
         self.sent_bytes = self.received_bytes = 0
         self.needs_start = False
@@ -145,7 +144,7 @@ class Link:
         try:
             if keys is not None:
                 protect_worker(self._socket, Path(keys), key_name)
-            self._socket.connect(address)
+            self._socket.connect(self.address)
         except (ValueError, zmq.ZMQError):
             self.close()
             raise

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 # "host:port"; a host with colons of its own, as IPv6 has, stands in brackets.
 _PLACE = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:/@\s]+)):([0-9]{1,5})")
@@ -18,29 +18,44 @@ _PROXY = re.compile(r"(http|socks5)://(?:([^:@/\s]*)(?::([^@/\s]*))?@)?([^@/\s]+
 _MOST_CREDENTIAL = 255
 
 
-def parse_address(address: str, scheme: str = "tcp") -> tuple[str, int]:
-    """Return host and port of ``scheme://host:port``; an IPv6 address comes without brackets.
+def parse_address(
+    name: str, address: object, *, scheme: str = "tcp", listens: bool = False
+) -> tuple[str, int]:
+    """Return host and port of ``tcp://host:port`` or ``host:port``.
+
+    An IPv6 address, as in "[::]:29700", has brackets, and comes without.
+
+    Args:
+        name: The argument, for the error.
+        scheme: Another scheme must stand before the host.
+        listens: Port 0 is any free port.
 
     Raises:
-        ValueError: If the address is not of that form.
+        ValueError: If the address is not of that form, or its port is out of range.
+        TypeError: If the address is no string.
     """
-    parts = urlsplit(address)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != scheme or not parts.hostname or port is None:
-        raise ValueError(f"the address must be {scheme}://host:port, got {address!r}")
-    return parts.hostname, port
+    least = 0 if listens else 1
+    text = address.removeprefix(f"{scheme}://") if isinstance(address, str) else ""
+    found = _PLACE.fullmatch(text) if scheme == "tcp" or text != address else None
+    port = -1 if found is None else int(found[3])
+    if found is None or not least <= port <= _MOST_PORT:
+        form, example = f"{scheme}://host:port", f"{scheme}://192.0.2.1:29400"
+        if listens:
+            form, example = "host:port", "0.0.0.0:29700"
+        raise (ValueError if isinstance(address, str) else TypeError)(
+            f'{name} must be {form} with a port from {least} to {_MOST_PORT}, such as "{example}", '
+            f"got {address!r}"
+        )
+    return found[1] or found[2], port
 
 
-def is_loopback(address: str, scheme: str = "tcp") -> bool:
-    """Whether ``scheme://host:port`` cannot be reached from other machines.
+def with_scheme(address: str) -> str:
+    """Return an address with its scheme before it: tcp where none is given."""
+    return address if "://" in address else f"tcp://{address}"
 
-    Raises:
-        ValueError: If the address is not of that form.
-    """
-    host, _ = parse_address(address, scheme)
+
+def is_loopback(host: str) -> bool:
+    """Whether a host cannot be reached from other machines."""
     if host == "localhost":
         return True
     try:
@@ -49,51 +64,38 @@ def is_loopback(address: str, scheme: str = "tcp") -> bool:
         return False
 
 
-def require_keys(address: str, keys: object, insecure: bool, *, maker: str) -> None:
-    """Make sure that an address which other machines reach has keys, or that none are wanted.
+def address_to_bind(listen: str, keys: object, insecure: bool, *, maker: str) -> str:
+    """Return the ``tcp://host:port`` at which a server listens.
+
+    An address that other machines reach must have keys, or none must be wanted.
 
     Args:
-        address: ``tcp://host:port``.
+        listen: ``host:port``.
         keys: Folder of keys, or None.
         insecure: The caller wants no keys.
         maker: The command that makes keys, for the error.
 
     Raises:
-        ValueError: If the address is not of its form, or is open without keys.
+        ValueError: If ``listen`` is not of its form, or is open without keys.
+        TypeError: If ``listen`` is no string.
     """
-    if keys is None and not insecure and not is_loopback(address):
+    host, port = parse_address("listen", listen, listens=True)
+    if keys is None and not insecure and not is_loopback(host):
         raise ValueError(
-            f"{address} can be reached from other machines: give keys= (made by `{maker}`), "
+            f"{listen} can be reached from other machines: give keys= (made by `{maker}`), "
             "or insecure=True to let in whoever finds the port"
         )
-
-
-def parse_place(name: str, place: object, least_port: int = 0) -> tuple[str, int]:
-    """Return host and port of ``host:port``; an IPv6 address, as in "[::]:29700", has brackets.
-
-    Args:
-        name: The argument, for the error.
-        least_port: 0 allows any free port.
-
-    Raises:
-        ValueError: If the place is not of that form, or its port is out of range.
-        TypeError: If the place is no string.
-    """
-    if not isinstance(place, str):
-        raise TypeError(f'{name} must be a string "host:port", got {place!r}')
-    found = _PLACE.fullmatch(place)
-    port = -1 if found is None else int(found[3])
-    if found is None or not least_port <= port <= _MOST_PORT:
-        raise ValueError(
-            f'{name} must be "host:port" with a port from {least_port} to {_MOST_PORT}, '
-            f"got {place!r}"
-        )
-    return found[1] or found[2], port
+    return tcp_address(host, port)
 
 
 def name_of_place(host: str, port: int) -> str:
     """Return ``host:port``, with brackets around a host that has colons."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def tcp_address(host: str, port: int) -> str:
+    """Return ``tcp://host:port``, as addresses are printed."""
+    return f"tcp://{name_of_place(host, port)}"
 
 
 class Proxy(NamedTuple):
@@ -182,7 +184,7 @@ def check_link(
         raise TypeError(f"keys must be a folder or a file NAME.key_secret, got {keys!r}")
     if relay is not None:
         _check_relay(relay, listen, advertise)
-    own_port = None if listen in (None, "") else parse_place("listen", listen)[1]
+    own_port = None if listen in (None, "") else parse_address("listen", listen, listens=True)[1]
     if advertise is None:
         return
     if advertise == "":
@@ -192,7 +194,7 @@ def check_link(
                 "some can: leave one of the two out"
             )
         return
-    host, _ = parse_place("advertise", advertise, 1)
+    host, _ = parse_address("advertise", advertise)
     if _is_wildcard(host):
         raise ValueError(f"advertise must name a host that the others can dial, got {advertise!r}")
     if not own_port:
@@ -204,7 +206,7 @@ def check_link(
 
 
 def _check_relay(relay: str, listen: str | None, advertise: str | None) -> None:
-    parse_place("relay", relay, 1)
+    parse_address("relay", relay)
     for name, value in (("listen", listen), ("advertise", advertise)):
         if value:
             raise ValueError(
@@ -219,7 +221,7 @@ def link_places(
     own_host: Callable[[], str],
     relay: str | None = None,
 ) -> tuple[str, str]:
-    """Return where a link listens and what it tells the others, where "" is nowhere.
+    """Return the host:port where a link listens and tells the others, where "" is nowhere.
 
     In the second one, port 0 is the port that listens.
 
@@ -229,10 +231,14 @@ def link_places(
     """
     if relay is not None or listen == "" or (listen is None and advertise == ""):
         return "", ""
-    host, port = (own_host(), 0) if listen is None else parse_place("listen", listen)
-    if advertise is None:
-        advertise = name_of_place(own_host() if _is_wildcard(host) else host, port)
-    return name_of_place(host, port), advertise
+    host, port = (
+        (own_host(), 0) if listen is None else parse_address("listen", listen, listens=True)
+    )
+    if advertise:
+        reached = parse_address("advertise", advertise)
+    else:
+        reached = (own_host() if _is_wildcard(host) else host), port
+    return name_of_place(host, port), "" if advertise == "" else name_of_place(*reached)
 
 
 def _is_wildcard(host: str) -> bool:

@@ -29,7 +29,7 @@ from typing import Any
 
 from ... import _C
 from ..background import batch_threads
-from .addresses import Proxy, name_of_place, parse_place
+from .addresses import Proxy, name_of_place, parse_address, tcp_address
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class Relay:
             connection is answered by another one.
 
     Attributes:
-        address: host:port.
+        address: ``tcp://host:port``.
         num_pairs: Pairs of connections that the relay copies bytes between.
 
     Raises:
@@ -139,7 +139,7 @@ class Relay:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=most)
         self._listener.setblocking(False)
-        self.address = name_of_place(host, self._listener.getsockname()[1])
+        self.address = tcp_address(host, self._listener.getsockname()[1])
         self.num_pairs = 0
         self._most, self._num_held, self._is_full = most, 0, False
         self._seats: dict[bytes, _Seat] = {}
@@ -367,7 +367,7 @@ class RelaySeat:
     sits down again as soon as the relay is back.
 
     Args:
-        relay: host:port.
+        relay: ``tcp://host:port``.
         nonce: The link's, as hexadecimal digits.
         adopt: Takes the descriptor of a connection; called from threads of the seat.
         proxy: Makes the connections to the relay.
@@ -379,8 +379,9 @@ class RelaySeat:
     def __init__(
         self, relay: str, nonce: str, adopt: Callable[[int], None], proxy: Proxy | None = None
     ) -> None:
-        self.relay, self._proxy = relay, proxy
-        self._place = parse_place("relay", relay, 1)
+        self._place = parse_address("relay", relay)
+        # As the peers get the relay's address.
+        self.relay, self._proxy = name_of_place(*self._place), proxy
         self._nonce = bytes.fromhex(nonce)
         self._adopt = adopt
         self._ended = threading.Event()
@@ -397,7 +398,7 @@ class RelaySeat:
             elif isinstance(error, OtherVersion):
                 advice = "give all machines one version of diloco_comm"
             raise RuntimeError(
-                f"this process cannot wait at the relay at {relay}: {error}: {advice}"
+                f"this process cannot wait at the relay at tcp://{self.relay}: {error}: {advice}"
             ) from error
         with batch_threads():
             name = "diloco_comm relay"
@@ -443,14 +444,16 @@ class RelaySeat:
             except OSError as error:
                 if self._ended.is_set():
                     return
-                _log.warning("the relay at %s is lost (%s): dialling again", self.relay, error)
+                _log.warning(
+                    "the relay at tcp://%s is lost (%s): dialling again", self.relay, error
+                )
             # A relay that takes each seat away at once is not asked every second.
             is_steady = time.monotonic() - began > PING_S
             pause = _PAUSE_S if is_steady else min(2 * pause, _LONGEST_PAUSE_S)
             while not self._ended.wait(pause):
                 with contextlib.suppress(OSError):
                     self._connection = self._sit_down()
-                    _log.warning("the relay at %s is back", self.relay)
+                    _log.warning("the relay at tcp://%s is back", self.relay)
                     break
         self._connection.close()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ...base.service.addresses import parse_address
+from ...base.service.addresses import parse_address, tcp_address
 from ...base.service.keys import REVOKED, WORKER, protect_worker
 from ...base.service.sockets import NOBLOCK, POLLIN, POLLOUT, receive
 from .messages import MAX_FRAME, NO_ID, Kind, Message, ProtocolError, pack, parse
@@ -62,8 +62,8 @@ class RegistryClient:
         key: str | Path | None = None,
         registry_id: str = "",
     ) -> None:
-        parse_address(address)
-        self.address, self.run, self.timeout_s = address, check_run(run), timeout_s
+        self.address = tcp_address(*parse_address("registry", address))
+        self.run, self.timeout_s = check_run(run), timeout_s
         self.server_nonce = ""
         self._run = self.run.encode()
         self._key = None if key is None else Path(key)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from ...base.checks import timeout_seconds
-from ...base.service.addresses import is_loopback
+from ...base.service.addresses import is_loopback, parse_address, with_scheme
 from .protocol import Registry, check_run
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_FORMS = "tcp://host:port, etcd://host:port, etcds://host:port or store://host:port"
+_FORMS = (
+    'tcp://host:port, such as "tcp://192.0.2.1:29400", or etcd://host:port, etcds://host:port or '
+    "store://host:port"
+)
 
 
 def connect(
@@ -51,7 +53,7 @@ def connect(
         raise ValueError(f"registry_id must be 32 hexadecimal digits, got {registry_id!r}")
     if not isinstance(address, str):
         return _from_store(address, run, timeout, registry_id)
-    scheme = urlsplit(address).scheme
+    scheme = with_scheme(address).partition("://")[0]
     if scheme == "tcp":
         return _from_server(address, run, timeout, key, insecure, registry_id)
     if scheme in ("etcd", "etcds"):
@@ -62,7 +64,7 @@ def connect(
         from .store import StoreRegistry
 
         return StoreRegistry(address, run, timeout, insecure, registry_id)
-    raise ValueError(f"the address of a registry must be {_FORMS}, got {address!r}")
+    raise ValueError(f"registry must be {_FORMS}, got {address!r}")
 
 
 def _from_server(
@@ -70,7 +72,8 @@ def _from_server(
 ) -> Registry:
     from .client import RegistryClient
 
-    if key is None and not insecure and not is_loopback(address):
+    host, _ = parse_address("registry", address)
+    if key is None and not insecure and not is_loopback(host):
         raise ValueError(
             f"{address} is another machine: give key= (made by `diloco-comm registry keygen`), or "
             "insecure=True to trust the network"
@@ -85,7 +88,6 @@ def _from_store(address: Any, run: str, timeout: float, registry_id: str) -> Reg
 
     if not isinstance(address, dist.Store):
         raise ValueError(
-            f"the address of a registry must be {_FORMS} or a torch.distributed.Store, "
-            f"got {address!r}"
+            f"registry must be {_FORMS}, or a torch.distributed.Store, got {address!r}"
         )
     return StoreRegistry(address, run, timeout, True, registry_id)

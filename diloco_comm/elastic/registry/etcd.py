@@ -204,13 +204,14 @@ def _parse(address: str, insecure: bool) -> tuple[list[tuple[str, int]], bool]:
     scheme = urlsplit(address).scheme
     members = [f"{scheme}://{part}" for part in address.partition("://")[2].split(",")]
     is_encrypted = scheme == "etcds"
-    is_open = not all([is_loopback(member, scheme) for member in members])
+    places = [parse_address("registry", member, scheme=scheme) for member in members]
+    is_open = not all(is_loopback(host) for host, _ in places)
     if is_open and not is_encrypted and not insecure:
         raise ValueError(
             f"{address} is another machine, and its messages are not encrypted: use etcds://, or "
             "insecure=True to trust the network"
         )
-    return [parse_address(member, scheme) for member in members], is_encrypted
+    return places, is_encrypted
 
 
 def _tls(key: str | Path | None) -> ssl.SSLContext:

@@ -20,7 +20,7 @@ import zmq
 
 from ...base.checks import number
 from ...base.extension import RefusedVersions
-from ...base.service.addresses import require_keys
+from ...base.service.addresses import address_to_bind
 from ...base.service.keys import REVOKED, Guard, protect_server
 from ...base.service.sockets import beat, receive, send_to_peer
 from .journal import Journal
@@ -44,14 +44,14 @@ class RegistryServer:
     """Serve the records and beats of many runs.
 
     Args:
-        address: ``tcp://host:port``; port 0 picks a free one, see ``address`` afterwards.
+        listen: ``host:port``; port 0 picks a free one, see ``address`` afterwards.
         journal: Folder of the journal; None keeps all in memory, and a restart forgets all.
         keys: Folder of CURVE keys (``diloco-comm registry keygen``).
         insecure: Allow an address that other machines reach, without keys.
         drop_after: Seconds, as this process counts them, after which a member's beat is dropped.
 
     Attributes:
-        address: The address at which the server listens.
+        address: The ``tcp://host:port`` at which the server listens.
         registry_id: The registry's random name in hexadecimal digits, kept in the journal.
 
     Raises:
@@ -64,14 +64,14 @@ class RegistryServer:
 
     def __init__(
         self,
-        address: str = "tcp://127.0.0.1:0",
+        listen: str = "127.0.0.1:0",
         *,
         journal: str | Path | None = None,
         keys: str | Path | None = None,
         insecure: bool = False,
         drop_after: float = DROP_AFTER_S,
     ) -> None:
-        require_keys(address, keys, insecure, maker="diloco-comm registry keygen")
+        address = address_to_bind(listen, keys, insecure, maker="diloco-comm registry keygen")
         self._beats = Beats(_check_drop_after(drop_after))
         self._context = zmq.Context()
         self._guard: Guard | None = None

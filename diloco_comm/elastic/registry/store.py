@@ -78,8 +78,10 @@ class StoreRegistry:
         self.run, self.timeout_s = check_run(run), timeout_s
         self.registry_id = registry_id
         self.address = store if isinstance(store, str) else f"of the {type(store).__name__}"
-        self._host = None if not isinstance(store, str) else parse_address(store, "store")
-        if isinstance(store, str) and not insecure and not is_loopback(store, "store"):
+        self._host = None
+        if isinstance(store, str):
+            self._host = parse_address("registry", store, scheme="store")
+        if self._host is not None and not insecure and not is_loopback(self._host[0]):
             raise ValueError(
                 f"{store} is another machine, and a TCPStore has no keys: give insecure=True to "
                 "trust the network, or use the server of `diloco-comm registry`"

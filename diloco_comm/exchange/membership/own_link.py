@@ -17,7 +17,7 @@ from ... import _C
 from ...base import env
 from ...base.checks import warn
 from ...base.errors import SyncError, named
-from ...base.service.addresses import Proxy, link_places, parse_place
+from ...base.service.addresses import Proxy, link_places, parse_address
 from ...base.service.keys import AllowedWatch, LinkKeys
 from ...base.service.relay import RelaySeat
 
@@ -30,7 +30,7 @@ class OwnLink:
     Args:
         listen, advertise: See ``diloco_comm.Link``.
         keys: None for plain connections.
-        relay: host:port of the relay where this process waits; None without one.
+        relay: ``tcp://host:port`` of the relay where this process waits; None without one.
         proxy: Makes the connections that this process dials; None: this process dials itself.
 
     Attributes:
@@ -85,7 +85,7 @@ class OwnLink:
                 or had this name.
             RuntimeError: As the constructor.
         """
-        if not listen or parse_place("listen", listen)[1] == 0:
+        if not listen or parse_address("listen", listen, listens=True)[1] == 0:
             return cls(listen, advertise, keys, relay, proxy)
         choices = advertise, None if keys is None else keys.seed, relay, proxy
         with _sharing:
@@ -228,7 +228,7 @@ def _warn_if_public(address: str, *, looks_up: bool = True) -> None:
     """
     if not address or address in _told:
         return
-    if not _is_public(parse_place("address", address)[0], looks_up):
+    if not _is_public(parse_address("address", address)[0], looks_up):
         return
     _told.add(address)
     warn(

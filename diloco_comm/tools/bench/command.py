@@ -318,9 +318,11 @@ def tune(
 
 def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
     """Join the group and return True in a worker; in a launcher run the workers, return False."""
+    from ...base.interrupts import end_at_once
     from ..common import workers
 
     if workers.is_worker():
+        end_at_once()
         workers.init_workers(backend=_registered(backend))
         return True
     if nprocs < 1:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
-from .exits import fail
+from ...base.interrupts import Stopped
+from ...base.service.addresses import name_of_place, parse_address
+from .exits import fail, misuse
 
 if TYPE_CHECKING:
     from ...base.service.relay import Relay
 
 # The options that these commands share.
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
+Listen = Annotated[str, typer.Option(help="HOST:PORT to listen at; port 0 picks a free one.")]
 AddressAsJson = Annotated[bool, typer.Option("--json", help="Print the address in JSON.")]
 StoreKeys = Annotated[
     Path | None,
@@ -28,7 +29,9 @@ StoreKeys = Annotated[
 ]
 RelayPort = Annotated[
     int | None,
-    typer.Option(min=0, max=65535, help="Run a relay for replicas too, at this port of --host."),
+    typer.Option(
+        min=0, max=65535, help="Run a relay for replicas too, at this port of --listen's host."
+    ),
 ]
 
 
@@ -42,11 +45,23 @@ class Server(Protocol):
     def stop_soon(self) -> None: ...
 
 
-def serve_until_signal(server: Server, announce: Callable[[str], None]) -> str:
-    """Serve until SIGINT or SIGTERM, and return the name of the signal.
+@contextlib.contextmanager
+def closed_by_signal() -> Iterator[None]:
+    """Let SIGINT or SIGTERM end the command with status 0, which is how a server ends."""
+    try:
+        yield
+    except Stopped as stopped:
+        print(f"closed by {stopped.name}", file=sys.stderr)
+
+
+def serve_until_signal(server: Server, announce: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
 
     Args:
         announce: Called with the server's address.
+
+    Raises:
+        Stopped: After the signal, when the server has ended.
     """
     raise_descriptors()
     received: list[int] = []
@@ -59,17 +74,23 @@ def serve_until_signal(server: Server, announce: Callable[[str], None]) -> str:
         signal.signal(number, stop)
     announce(server.address)
     server.serve()
-    return signal.Signals(received[0]).name if received else "stop"
+    if received:
+        raise Stopped(received[0])
 
 
 @contextlib.contextmanager
-def relay_beside(host: str, port: int | None) -> Iterator[None]:
-    """Run a relay in a thread while the block runs; none if ``port`` is None."""
+def relay_beside(listen: str, port: int | None) -> Iterator[None]:
+    """Run a relay in a thread while the block runs; none if ``port`` is None.
+
+    Args:
+        listen: The ``host:port`` of the other server, whose host the relay shares.
+    """
     if port is None:
         yield
         return
     # The other server keeps most of the descriptors.
-    server = opened_relay(host, port, raise_descriptors() // 16)
+    host, _ = place_of(listen)
+    server = opened_relay(name_of_place(host, port), raise_descriptors() // 16)
     thread = threading.Thread(target=server.serve, name="relay", daemon=True)
     thread.start()
     print(f"diloco-comm: a relay listens at {server.address}", file=sys.stderr)
@@ -80,10 +101,19 @@ def relay_beside(host: str, port: int | None) -> Iterator[None]:
         thread.join()
 
 
-def opened_relay(host: str, port: int, connections: int) -> Relay:
+def place_of(listen: str) -> tuple[str, int]:
+    """Return host and port of ``--listen``, or end the command with a sentence."""
+    try:
+        return parse_address("--listen", listen, listens=True)
+    except ValueError as error:
+        misuse(str(error))
+
+
+def opened_relay(listen: str, connections: int) -> Relay:
     """Listen at once, or end the command with a sentence."""
     from ...base.service.relay import Relay
 
+    place = place_of(listen)
     # A pair has two connections, and strangers and the process itself need descriptors, too.
     most = min(connections, raise_descriptors() // 4)
     if most < connections:
@@ -93,9 +123,9 @@ def opened_relay(host: str, port: int, connections: int) -> Relay:
             file=sys.stderr,
         )
     try:
-        return Relay(host, port, most=most)
+        return Relay(*place, most=most)
     except OSError as error:
-        fail(f"cannot listen on {host}:{port}: {error.strerror or error}")
+        fail(f"cannot listen on {listen}: {error.strerror or error}")
 
 
 def raise_descriptors() -> int:

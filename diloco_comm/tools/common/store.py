@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import signal
 from collections.abc import Callable
+from typing import NoReturn
 
+from ...base.interrupts import Stopped
 from ...base.service.keys import LinkKeys
 from ...base.store_host import open_store
 from .hosting import raise_descriptors
@@ -13,14 +15,14 @@ from .hosting import raise_descriptors
 
 def host_store(
     host: str, port: int, announce: Callable[[str], None], keys: LinkKeys | None = None
-) -> str:
+) -> NoReturn:
     """Host a store until SIGINT or SIGTERM.
 
     Args:
         announce: Called with the address when the store listens.
 
-    Returns:
-        The name of the signal.
+    Raises:
+        Stopped: After the signal.
     """
     raise_descriptors()
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -29,4 +31,4 @@ def host_store(
     # The store lives as long as this function.
     hosted = open_store(host, port, keys)
     announce(hosted.address)
-    return signal.Signals(received.get()).name
+    raise Stopped(received.get())

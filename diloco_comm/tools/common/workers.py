@@ -207,17 +207,3 @@ def _wait(workers: list[subprocess.Popen[bytes]], deadline: float) -> None:
 
 def _ended(rank: int, code: int) -> str:
     return f"benchmark worker {rank} ended with status {code}"
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that `finally` blocks run."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

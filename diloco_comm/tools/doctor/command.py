@@ -65,13 +65,14 @@ def doctor(
         str | None, typer.Option(help="With --links: host:port, as Link(listen=...).")
     ] = None,
     advertise: Annotated[
-        str | None, typer.Option(help='With --links: host:port or "", as Link(advertise=...).')
+        str | None,
+        typer.Option(help='With --links: tcp://host:port or "", as Link(advertise=...).'),
     ] = None,
     keys: Annotated[
         str | None, typer.Option(help="With --links: folder or file, as Link(keys=...).")
     ] = None,
     relay: Annotated[
-        str | None, typer.Option(help="With --links: host:port, as Link(relay=...).")
+        str | None, typer.Option(help="With --links: tcp://host:port, as Link(relay=...).")
     ] = None,
     proxy: Annotated[
         str | None,
@@ -138,8 +139,6 @@ def _links(given: dict[str, str], options: dict[str, Any], timeout_s: float, as_
     request = _request(options, timeout_s)
     try:
         report = examine_links(request, note)
-    except KeyboardInterrupt:
-        fail("ended by Ctrl-C before all links were measured")
     except (RuntimeError, OSError) as error:
         place = "" if isinstance(error, RuntimeError) else f"{options['listen']}: "
         fail(place + " ".join(str(error).split()))
@@ -157,7 +156,7 @@ def _links(given: dict[str, str], options: dict[str, Any], timeout_s: float, as_
 
 def _request(options: dict[str, Any], timeout_s: float) -> Request:
     """Check the options of --links, and connect to the store."""
-    from ...base.service.addresses import check_link, proxy_of
+    from ...base.service.addresses import check_link, proxy_of, with_scheme
     from ...base.service.keys import link_keys
     from ...rounds.handshake import connected_store
     from .links import Request
@@ -173,15 +172,15 @@ def _request(options: dict[str, Any], timeout_s: float) -> Request:
         store = connected_store(options["store"], timeout_s, keys, proxy)
     except ValueError as error:
         misuse(in_options(str(error), _OF_LINKS))
-    except KeyboardInterrupt:
-        fail("ended by Ctrl-C before the store answered")
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         fail(
-            f"the store at {options['store']} does not answer (--timeout {timeout_s:g} s): {reason}"
+            f"the store at {with_scheme(options['store'])} does not answer "
+            f"(--timeout {timeout_s:g} s): {reason}"
         )
     assert store is not None
-    options = {**options, "keys": keys, "proxy": proxy, "store": store}
+    relay = options["relay"] and with_scheme(options["relay"])
+    options = {**options, "keys": keys, "proxy": proxy, "store": store, "relay": relay}
     return Request(**options, timeout_s=timeout_s)
 
 
@@ -210,8 +209,10 @@ def _in_job(
     """Compare all ranks, and collect the findings of every rank on every rank."""
     import torch.distributed as dist
 
+    from ...base.interrupts import end_at_once
     from .job import examine_job, gather_findings, join, judge_job
 
+    end_at_once()
     try:
         join(job, timeout_s)
         examined = examine_job(facts, replicas, num_bytes)

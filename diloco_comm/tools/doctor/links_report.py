@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ...base.service.addresses import parse_place
+from ...base.service.addresses import parse_address
 from ..common.printing import print_whole
 from .facts import Finding
 
@@ -68,13 +68,13 @@ def _judge_reach(pair: dict[str, Any], replicas: dict[int, Any]) -> list[Finding
         remedy = f"open {' or '.join(ports)}, or give both relay= and no address"
         return [Finding("error", start + ", ".join(words), remedy)]
     without = [str(n) for n in pair["replicas"] if not replicas[n]["relay"]]
-    remedy = 'let one of them listen at an open port, or give both relay="host:port"'
+    remedy = 'let one of them listen at an open port, or give both relay="tcp://host:port"'
     what = f"{start}neither has an address, and there is no relay= on replica {', '.join(without)}"
     return [Finding("error", what, remedy)]
 
 
 def _port(place: str) -> int:
-    return parse_place("address", place)[1]
+    return parse_address("address", place)[1]
 
 
 def _judge_link(pair: dict[str, Any]) -> list[Finding]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...base.service.addresses import Proxy, name_of_place, parse_place
+from ...base.service.addresses import Proxy, parse_address, tcp_address
 from ...base.service.relay import Kind, RelaySeat, connected_socket, record
 
 # A packet that is dropped is sent again after 1 s and after 3 s: two lost ones are no closed port.
@@ -60,7 +60,7 @@ class Door:
 
     Args:
         listen: "host:port", or "" for none.
-        relay: host:port of the relay where this process waits, or None.
+        relay: ``tcp://host:port`` of the relay where this process waits, or None.
         nonce: The number of this process at the relay, 16 bytes as hexadecimal digits.
         proxy: Makes the connections to the relay.
 
@@ -84,7 +84,7 @@ class Door:
         self._listener: socket.socket | None = None
         self._seat = RelaySeat(relay, nonce, self._adopt, proxy) if relay is not None else None
         if listen:
-            host, port = parse_place("listen", listen)
+            host, port = parse_address("listen", listen, listens=True)
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(place[:2], family=family)
             self.port = self._listener.getsockname()[1]
@@ -154,14 +154,14 @@ def dial(
     """Connect to the doctor of another replica.
 
     Args:
-        place: The host:port of the peer, or of a relay.
+        place: The ``tcp://host:port`` of the peer, or of a relay.
         seat: The number of the peer at the relay.
         proxy: Makes the connection.
 
     Raises:
         OSError: If there is no connection, or another program answers.
     """
-    connection = connected_socket(parse_place("address", place, 1), DIAL_S, proxy)
+    connection = connected_socket(parse_address("address", place), DIAL_S, proxy)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if seat:
@@ -183,8 +183,8 @@ def place_behind(listen: str, advertise: str, port: int) -> str:
     """Return where the others find a door; port 0 of ``advertise`` is ``port``."""
     if not listen or not advertise:
         return ""
-    host, advertised = parse_place("advertise", advertise)
-    return name_of_place(host, advertised or port)
+    host, advertised = parse_address("advertise", advertise, listens=True)
+    return tcp_address(host, advertised or port)
 
 
 # -------------------------------------------------------------------------------- measurements

@@ -212,10 +212,8 @@ def _serve_lines(request: DecoupledRequest, syncers: int) -> list[str]:
         f"--wire {request.wire} --wire-down {request.wire_down} --keys keys"
     )
     if syncers == 1:
-        return [f"{command} --address tcp://HOST:29500"]
-    return [
-        f"{command} --shard {i}/{syncers} --address tcp://HOST{i}:29500" for i in range(syncers)
-    ]
+        return [f"{command} --listen HOST:29500"]
+    return [f"{command} --shard {i}/{syncers} --listen HOST{i}:29500" for i in range(syncers)]
 
 
 def _learner_lines(syncers: int, tokens: int | None) -> list[str]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..common.exits import fail, in_options, misuse, sentence_of
-from ..common.hosting import AddressAsJson, Host, Port, RelayPort, relay_beside
+from ..common.hosting import (
+    AddressAsJson,
+    Listen,
+    RelayPort,
+    closed_by_signal,
+    relay_beside,
+    serve_until_signal,
+)
 from ..common.outputs import check_folder
 from ..common.printing import announcer
 
@@ -19,7 +27,7 @@ EXAMPLES = """Examples:
 
 \b
 diloco-comm registry --journal journal
-diloco-comm registry --journal journal --host 10.0.0.5 --keys keys
+diloco-comm registry --journal journal --listen 10.0.0.5:29400 --keys keys
 """
 KEYGEN_EXAMPLES = """Examples:
 
@@ -40,8 +48,7 @@ def registry(
         Path | None,
         typer.Option(help="Folder of the journal; without it a restart forgets all runs."),
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 29400,
+    listen: Listen = "127.0.0.1:29400",
     keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen on an open address without keys.")
@@ -64,12 +71,26 @@ def registry(
     One registry serves many runs. Training goes on while the registry is away; only changes of the
     group wait.
     """
-    if context.invoked_subcommand is not None:
-        return
+    if context.invoked_subcommand is None:
+        # A journal that is cut off half is no normal end.
+        with contextlib.nullcontext() if truncate else closed_by_signal():
+            options = {"keys": keys, "insecure": insecure, "drop_after": drop_after}
+            _host(context, listen, relay_port, journal, truncate, as_json, options)
+
+
+def _host(
+    context: typer.Context,
+    listen: str,
+    relay_port: int | None,
+    journal: Path | None,
+    truncate: bool,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    """Host the registry, or cut its journal off, and end with a sentence if that fails."""
     from ...base.log import DamagedLog
     from ...elastic.registry.journal import FILE, Journal
     from ...elastic.registry.server import RegistryServer
-    from ..common.hosting import serve_until_signal
 
     try:
         check_folder("--journal", journal, may_be_full=True)
@@ -80,20 +101,11 @@ def registry(
             opened.close()
             print(opened.cut or f"{opened.path} is not damaged: nothing was cut off")
             return
-        server = RegistryServer(
-            f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
-            journal=journal,
-            keys=keys,
-            insecure=insecure,
-            drop_after=drop_after,
-        )
+        server = RegistryServer(listen, journal=journal, **options)
         if journal is None:
             print("diloco-comm: without --journal a restart forgets all runs", file=sys.stderr)
-        with relay_beside(host, relay_port):
-            name = serve_until_signal(server, announcer(as_json))
-        print(f"closed by {name}", file=sys.stderr)
-    except KeyboardInterrupt:
-        return
+        with relay_beside(listen, relay_port):
+            serve_until_signal(server, announcer(as_json))
     except ValueError as error:
         misuse(in_options(str(error), context.params))
     except DamagedLog as error:

@@ -62,8 +62,6 @@ def members(
             print(json.dumps(report(found, run)))
         else:
             _show(found, run, registry, watch=watch)
-    except KeyboardInterrupt:
-        return
     except (RegistryUnavailable, RegistryMismatch, ValueError) as error:
         fail(str(error))
     finally:

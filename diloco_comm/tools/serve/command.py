@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common.exits import fail, given_options, in_options, misuse, sentence_of
-from ..common.hosting import Server
+from ..common.hosting import Listen, Server, closed_by_signal
 from ..common.outputs import check_folder
 from ..common.printing import announcer
 
@@ -21,7 +20,7 @@ EXAMPLES = """Examples:
 \b
 diloco-comm serve --rule delayed --period 4 --sync-every 50 --snapshot snapshots
 diloco-comm serve --decoupled --quorum 2 --fragments 4 --wire-down int4 --snapshot snapshots
-diloco-comm serve --status --address tcp://127.0.0.1:29500 --json
+diloco-comm serve --status tcp://127.0.0.1:29500 --json
 """
 KEYGEN_EXAMPLES = """Examples:
 
@@ -45,9 +44,7 @@ serve_app = typer.Typer(
 @serve_app.callback(invoke_without_command=True)
 def serve(
     context: typer.Context,
-    address: Annotated[str, typer.Option(help="tcp://host:port; port 0 picks a free one.")] = (
-        "tcp://127.0.0.1:29500"
-    ),
+    listen: Listen = "127.0.0.1:29500",
     rule: Annotated[
         str,
         typer.Option(
@@ -128,8 +125,8 @@ def serve(
         bool, typer.Option("--insecure", help="Listen on an open address without keys.")
     ] = False,
     status: Annotated[
-        bool, typer.Option("--status", help="Show the status of the server at --address.")
-    ] = False,
+        str | None, typer.Option(help="Show the status of the server at this tcp://host:port.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="With --status: every second.")] = False,
     timeout: Annotated[float, typer.Option(help="With --status: seconds to wait.")] = 5.0,
@@ -140,14 +137,14 @@ def serve(
     """
     if context.invoked_subcommand is not None:
         return
-    if watch and not status:
+    if watch and status is None:
         misuse("--watch is for --status: it shows a server that runs, and hosts none")
     if watch and as_json:
         misuse("--watch and --json exclude each other: call --status --json as often as you like")
-    if status:
+    if status is not None:
         _show(
             context,
-            address,
+            status,
             as_json=as_json,
             watch=watch,
             keys=keys,
@@ -172,7 +169,7 @@ def serve(
         "max_staleness": max_staleness,
     }
     server_options = {
-        "address": address,
+        "listen": listen,
         "sync_every": sync_every,
         "dylu": dylu,
         "grace": grace,
@@ -198,12 +195,12 @@ def serve(
 def _show(context: typer.Context, address: str, *, keys: Path | None, **options: Any) -> None:
     """Show the status of a server, and end with a sentence if there is no answer."""
     from ...asynchronous.worker.link import ServerLost
+    from ...base.service.addresses import parse_address, tcp_address
     from .run import show_status
 
     try:
+        address = tcp_address(*parse_address("status", address))
         show_status(address, keys=keys, **options)
-    except KeyboardInterrupt:
-        return
     except ValueError as error:
         misuse(in_options(str(error), context.params))
     except ServerLost as error:
@@ -250,6 +247,7 @@ def _make_decoupled(
     return make_server(given, outer, options)
 
 
+@closed_by_signal()
 def _host(
     context: typer.Context,
     make: Callable[[], Server],
@@ -263,10 +261,7 @@ def _host(
 
     try:
         check_folder("--snapshot", snapshot, may_be_full=True)
-        name = serve_until_signal(make(), announcer(as_json))
-        print(f"closed by {name}", file=sys.stderr)
-    except KeyboardInterrupt:
-        return
+        serve_until_signal(make(), announcer(as_json))
     except (ValueError, TypeError) as error:
         misuse(in_options(str(error), context.params))
     except (OSError, DamagedLog) as error:

@@ -38,7 +38,7 @@ def server_main(options: argparse.Namespace) -> None:
         os.setuid(options.user)
     server = AsyncServer(
         Immediate(outer=SGD(1.0)),
-        address=options.address,
+        listen=options.address,
         snapshot=options.folder,
         snapshot_every=options.snapshot_every,
         parameters=[torch.zeros(options.size - 1), torch.zeros(1)] if options.size else None,

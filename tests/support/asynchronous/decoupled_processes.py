@@ -60,7 +60,7 @@ def syncer_main(options: argparse.Namespace) -> None:
     """Serve until SIGTERM; print the address."""
     torch.set_num_threads(1)
     server = make_server(
-        options.settings, address=options.address, snapshot=options.folder, **options.server
+        options.settings, listen=options.address, snapshot=options.folder, **options.server
     )
     signal.signal(signal.SIGTERM, lambda number, frame: server.stop_soon())
     print(server.address, flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....base.service.addresses import require_keys
+from ....base.service.addresses import address_to_bind
 from ....methods.outer import OuterOptimizer
 from ...protocol.connections import check_lost_after
 from ...protocol.messages import Kind, Message
@@ -32,7 +32,7 @@ class DecoupledServer(Service):
     Args:
         settings: The settings that all learners share.
         outer: SGD, HeavyBall or Nesterov; Nesterov(0.7, 0.9) by default.
-        address: ``tcp://host:port``; port 0 picks a free one, see ``address`` afterwards.
+        listen: ``host:port``; port 0 picks a free one, see ``address`` afterwards.
         snapshot: Folder of the snapshot and the journal; None keeps nothing on disk. With a folder
             a merge is on the disk (fsync) before any learner gets it.
         snapshot_every: Merges between two snapshots.
@@ -68,7 +68,7 @@ class DecoupledServer(Service):
         settings: DecoupledSettings,
         *,
         outer: OuterOptimizer | None = None,
-        address: str = "tcp://127.0.0.1:0",
+        listen: str = "127.0.0.1:0",
         snapshot: str | Path | None = None,
         snapshot_every: int = 100,
         keep_tape: bool = False,
@@ -80,7 +80,7 @@ class DecoupledServer(Service):
         max_parameters: int = 4_000_000_000,
         impl: str = "",
     ) -> None:
-        require_keys(address, keys, insecure, maker="diloco-comm serve keygen")
+        address = address_to_bind(listen, keys, insecure, maker="diloco-comm serve keygen")
         lost_after = check_lost_after(lost_after)
         if snapshot_every < 1:
             raise ValueError(f"snapshot_every must be at least 1, got {snapshot_every}")
