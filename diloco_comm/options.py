@@ -1,29 +1,33 @@
 """The options of ``DiLoCo`` in groups: what travels, how, between which replicas, and bad values.
 
 A group is one argument: ``wire=Wire("int4", error_feedback=True)``. Where one choice is enough, a
-string is the short form: ``wire="int4"``. Below, ``HOMES`` names the group of each choice; until
-0.3 the choices are arguments of their own too.
+string is the short form: ``wire="int4"``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch.distributed as dist
+from typing_extensions import get_overloads
 
-from .base.checks import UNSET, Unset, warn
-from .base.service.addresses import shown_proxy
-from .ops.wire import WireFormat
+from .base.checks import UNSET, Unset
+from .ops.wire import WireFormat, WireName
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Rounding = Literal["nearest", "stochastic"]
+Backend = Literal["gloo", "tcp", "nccl"]
+Action = Literal["raise", "skip", "reset"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,11 @@ class Wire:
             rotated wire does not reach one tensor from another.
     """
 
-    name: str | WireFormat | Mapping[str, str] | None = None
+    name: WireName | WireFormat | Mapping[str, WireName] | None = field(
+        default=None, metadata={"choice": "wire"}
+    )
     block_size: int | None = None
-    rounding: str | None = None
+    rounding: Rounding | None = None
     seed: int | None = None
     error_feedback: bool | None = None
     feedback_decay: float | None = None
@@ -99,7 +105,7 @@ class Link:
             ``keys``. The proxy looks names of hosts up.
     """
 
-    backend: str | None = None
+    backend: Backend | None = None
     lanes: int | None = None
     chunk_bytes: int | None = None
     timeout: float | timedelta | None = None
@@ -107,10 +113,10 @@ class Link:
     suspect_after: float | timedelta | None = None
     listen: str | None = None
     advertise: str | None = None
-    keys: str | Path | None = None
+    keys: str | Path | None = field(default=None, metadata={"choice": "link_keys"})
     relay: str | None = None
     # Its password is for nobody to read.
-    proxy: str | None = dataclasses.field(default=None, repr=False)
+    proxy: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ class NonFinite:
             been written: to clear the optimizer's state, which is else left alone.
     """
 
-    action: str | None = None
+    action: Action | None = field(default=None, metadata={"choice": "on_nonfinite"})
     max_skipped: int | Unset | None = UNSET
     on_reset: Callable[[list[Tensor]], None] | None = None
 
@@ -149,7 +155,7 @@ class StorePeers:
 
     store: dist.Store | str
     replica: int | None = None
-    of: int | None = None
+    of: int | None = field(default=None, metadata={"choice": "num_replicas"})
     members: Sequence[int] | None = None
     name: str = "default"
 
@@ -158,165 +164,75 @@ class StorePeers:
             object.__setattr__(self, "members", list(self.members))
 
 
-# Every choice by its name in a configuration: the argument that has the choice, and the name of the
-# choice there; "" is the argument itself. Most of these names were arguments of DiLoCo in 0.1.
-HOMES = {
-    "block_size": ("wire", "block_size"),
-    "rounding": ("wire", "rounding"),
-    "seed": ("wire", "seed"),
-    "error_feedback": ("wire", "error_feedback"),
-    "feedback_decay": ("wire", "feedback_decay"),
-    "align_tensors": ("wire", "align_tensors"),
-    "group": ("peers", ""),
-    "mesh": ("peers", ""),
-    "membership": ("peers", ""),
-    "store": ("peers", "store"),
-    "replica": ("peers", "replica"),
-    "num_replicas": ("peers", "of"),
-    "members": ("peers", "members"),
-    "name": ("peers", "name"),
-    "backend": ("link", "backend"),
-    "lanes": ("link", "lanes"),
-    "chunk_bytes": ("link", "chunk_bytes"),
-    "timeout": ("link", "timeout"),
-    "join_timeout": ("link", "join_timeout"),
-    "suspect_after": ("link", "suspect_after"),
-    "listen": ("link", "listen"),
-    "advertise": ("link", "advertise"),
-    "link_keys": ("link", "keys"),
-    "relay": ("link", "relay"),
-    "proxy": ("link", "proxy"),
-    "on_nonfinite": ("nonfinite", "action"),
-    "max_skipped": ("nonfinite", "max_skipped"),
-    "on_reset": ("nonfinite", "on_reset"),
-}
-# The names that end with 0.3; DiLoCo has an argument ``name`` beside ``StorePeers.name``.
-OLD_NAMES = HOMES.keys() - {"name"}
-# The values of choices that were not made.
-DEFAULTS: dict[str, Any] = {**dict.fromkeys(HOMES), "max_skipped": UNSET, "name": "default"}
-_KINDS: dict[str, type] = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "peers": StorePeers}
+# The arguments that are groups of choices.
+_GROUPS: dict[str, type] = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "peers": StorePeers}
 # The single replica of a program that has a process group, or none.
 ALONE = "alone"
 
 
-def check_names(
-    owner: Callable[..., Any], names: Iterable[str], wanted: Collection[str] = HOMES
-) -> None:
-    """Raise TypeError for the first name that is not among those that are wanted.
+def _name_of(choice: Field[Any]) -> str:
+    """Return the name of a choice in a configuration, and where choices stand side by side."""
+    return choice.metadata.get("choice", choice.name)
+
+
+# The values of choices that were not made. The last three are ``peers`` that are no ``StorePeers``.
+DEFAULTS: dict[str, Any] = {
+    **{_name_of(one): one.default for kind in _GROUPS.values() for one in fields(kind)},
+    **dict.fromkeys(("store", "group", "mesh", "membership")),
+}
+
+
+def closed(function: _Function) -> _Function:
+    """Answer a keyword that a function does not have by the nearest name that it has.
+
+    The signature stays as it is; with overloads the first one has it.
+    """
+    signature = inspect.signature((get_overloads(function) or [function])[0])
+    owner = function.__qualname__.removesuffix(".__init__")
+    names = [name for name in signature.parameters if name != "self"]
+
+    @wraps(function)
+    def checked(*arguments: Any, **given: Any) -> Any:
+        check_names(owner, given, names)
+        return function(*arguments, **given)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return cast(_Function, checked)
+
+
+def check_names(owner: str, given: Mapping[str, Any], wanted: Collection[str]) -> None:
+    """Raise TypeError for the first keyword that is not among those that are wanted.
 
     Args:
         owner: The class or function that the user calls.
-        names: Arguments that are not in the signature of ``owner``.
     """
-    for name in names:
+    for name, value in given.items():
         if name in wanted:
             continue
         if name in ("model", "optimizer"):
-            raise TypeError(f"{owner.__name__} takes the trainer's own {name}: leave out {name}=")
-        parameters = inspect.signature(owner).parameters.values()
-        own = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-        close = get_close_matches(name, [*own, *_KINDS, *wanted], 1)
-        advice = f"did you mean {_spelled(close[0])}?" if close else "give arguments of DiLoCo"
-        raise TypeError(f"{owner.__name__} has no argument {name!r}: {advice}")
+            raise TypeError(f"{owner} takes the trainer's own {name}: leave out {name}=")
+        raise TypeError(f"{owner} has no argument {name!r}: {_advice(name, value, wanted)}")
 
 
-def _spelled(name: str) -> str:
+def _advice(name: str, value: Any, wanted: Collection[str]) -> str:
+    """Return what to write instead of an unknown keyword."""
+    near = {known: repr(known) for known in wanted}
+    for argument, kind in _GROUPS.items():
+        for one in fields(kind) if argument in wanted else ():
+            is_shown = one.repr and isinstance(value, bool | int | float | str)
+            if name in (one.name, _name_of(one)):
+                spelled = _spelled(argument, one, repr(value) if is_shown else "...")
+                return f"{name} is a field of {kind.__name__}: {spelled}"
+            near.setdefault(one.name, _spelled(argument, one))
+    if name in DEFAULTS and "peers" in wanted:
+        return f"give the {name} as peers=..."
+    close = get_close_matches(name, near, 1, cutoff=0.7)
+    return f"did you mean {near[close[0]]}?" if close else f"it has {', '.join(wanted)}"
+
+
+def _spelled(argument: str, one: Field[Any], value: str = "...") -> str:
     """Return how a choice is written."""
-    argument, field = HOMES.get(name, ("", ""))
-    if not argument:
-        return repr(name)
-    return f"{argument}={_KINDS[argument].__name__}({field}=...)" if field else f"{argument}=..."
-
-
-def grouped(arguments: Mapping[str, Any], homes: Collection[str] = OLD_NAMES) -> dict[str, Any]:
-    """Return arguments with the choices that have names of 0.1 in their groups.
-
-    Args:
-        arguments: Arguments of ``DiLoCo``, by name; any may be left out.
-        homes: The names of 0.1 that the function takes; others stay as they are.
-
-    Raises:
-        TypeError: If a choice is given twice.
-    """
-    found = {name: value for name, value in arguments.items() if name not in homes}
-    for name in [name for name in HOMES if name in homes and name in arguments]:
-        (argument, field), value = HOMES[name], arguments[name]
-        kind: Any = _KINDS[argument]
-        group = found.get(argument)
-        if _is_default(name, value):
-            continue
-        if argument == "peers" and (not field or not isinstance(group, StorePeers | None)):
-            # Values that fit no single argument stay two arguments, which DiLoCo refuses.
-            found["peers" if group is None else name] = value
-            continue
-        group = group if isinstance(group, kind) else kind(group)
-        if not _is_default(name, getattr(group, field)):
-            raise TypeError(f"{name} is given twice: in {argument}= and as {name}=")
-        found[argument] = replace(group, **{field: value})
-    peers = found.get("peers")
-    if isinstance(peers, StorePeers) and peers.store is None and peers.of == 1:
-        found["peers"] = ALONE if peers.replica is None and peers.members is None else peers
-    return found
-
-
-def in_groups(
-    owner: str, arguments: Mapping[str, Any], homes: Collection[str] = OLD_NAMES
-) -> dict[str, Any]:
-    """Return ``grouped`` arguments, and warn of the names of 0.1 among them.
-
-    Args:
-        owner: The class or function that the user calls.
-    """
-    new = grouped(arguments, homes)
-    old = [name for name in arguments if name in homes]
-    if old:
-        groups = dict.fromkeys(HOMES[name][0] for name in old)
-        before = {name: arguments[name] for name in arguments if name in groups or name in old}
-        after = {name: new[name] for name in [*groups, *old] if name in new}
-        warn(
-            f"{owner}({_line(before)}) is written {owner}({_line(after)}) since 0.2; the old names "
-            "end with 0.3",
-            DeprecationWarning,
-        )
-    return new
-
-
-def _line(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as a program has them; a value that has no short text is a name."""
-    given = {name: value for name, value in arguments.items() if name in HOMES or value is not None}
-    return ", ".join(f"{name}={_text(name, value)}" for name, value in given.items())
-
-
-def _text(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f'"{shown_proxy(value) if name == "proxy" else value}"'
-    if isinstance(value, bool | int | float | None) or value is UNSET:
-        return repr(value)
-    if name in _KINDS and isinstance(value, _KINDS[name]):
-        return _text_of_group(name, value)
-    if name == "peers":
-        (name,) = _peers(value)
-    if name == "membership":
-        return "Elastic(...)"
-    return repr(value) if isinstance(value, list | tuple) and len(value) < 9 else name
-
-
-def _text_of_group(argument: str, group: Any) -> str:
-    names = _names_of(argument)
-    choices = {field.name: getattr(group, field.name) for field in fields(group)}
-    made = {
-        field: _text(field, choice)
-        for field, choice in choices.items()
-        if not _is_default(names[field], choice)
-    }
-    first = next(iter(choices))
-    if list(made) == [first] and argument != "peers":
-        return made[first]
-    is_bare = argument != "link"
-    words = [
-        text if is_bare and field == first else f"{field}={text}" for field, text in made.items()
-    ]
-    return f"{type(group).__name__}({', '.join(words)})"
+    return f"{argument}={_GROUPS[argument].__name__}({one.name}={value})"
 
 
 def choices_of(
@@ -334,21 +250,19 @@ def choices_of(
     Raises:
         TypeError: If a group is of another type, or a choice is given twice.
     """
-    choices = {name: value for name, value in arguments.items() if name not in _KINDS}
-    choices = DEFAULTS | choices
-    choices["wire"] = arguments.get("wire")
-    for argument, kind in _KINDS.items():
+    choices = DEFAULTS | {name: v for name, v in arguments.items() if name not in _GROUPS}
+    for argument, kind in _GROUPS.items():
         value = arguments.get(argument)
         if isinstance(value, kind):
-            found = _fields(argument, value)
-        elif argument == "wire" or value is None:
+            found = _fields(value)
+        elif value is None:
             continue
         elif argument == "peers":
             found = _peers(value)
             if not is_ours and "membership" in found and not hasattr(value, "total_steps"):
                 continue
-        elif isinstance(value, str):
-            found = {"backend" if argument == "link" else "on_nonfinite": value}
+        elif argument == "wire" or isinstance(value, str):
+            found = {_name_of(fields(kind)[0]): value}
         elif not is_ours:
             continue
         else:
@@ -356,7 +270,7 @@ def choices_of(
                 f"{argument} must be a {kind.__name__} or a string, got {type(value).__name__}"
             )
         for name, choice in found.items():
-            if name not in HOMES or _is_default(name, choices[name]):
+            if _is_default(name, choices[name]):
                 choices[name] = choice
             elif not _is_default(name, choice):
                 raise TypeError(f"{owner} is given {name} twice: in {argument}= and as {name}=")
@@ -364,10 +278,10 @@ def choices_of(
 
 
 def choices_in(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a configuration with each choice by its name of 0.1.
+    """Return the arguments of a configuration with each choice by its own name.
 
-    ``DiLoCo.config()`` writes those names, which 0.1 reads. A configuration that is written by hand
-    may have groups: ``{"wire": {"name": "int4", "seed": 3}, "link": {"lanes": 4}}``.
+    ``DiLoCo.config()`` writes those names. A configuration that is written by hand may have
+    groups: ``{"wire": {"name": "int4", "seed": 3}, "link": {"lanes": 4}}``.
 
     Args:
         name: The configuration's name, for messages.
@@ -377,16 +291,16 @@ def choices_in(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(config)
     for argument in ("wire", "link", "nonfinite"):
-        kind: Any = _KINDS[argument]
+        kind: Any = _GROUPS[argument]
+        names = {one.name: _name_of(one) for one in fields(kind)}
         group = config.get(argument)
         if isinstance(group, str) and argument != "wire":
-            group = {fields(kind)[0].name: group}
+            group = {next(iter(names)): group}
         elif isinstance(group, kind):
-            group = {field.name: getattr(group, field.name) for field in fields(group)}
+            group = {name: getattr(group, name) for name in names}
         if not isinstance(group, Mapping) or not group:
             continue
-        names = _names_of(argument)
-        unknown = [field for field in group if field not in names]
+        unknown = [name for name in group if name not in names]
         if unknown and argument == "wire":
             continue  # A mapping of patterns of parameters' names to wires.
         if unknown:
@@ -394,11 +308,11 @@ def choices_in(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} has {unknown[0]!r} in {argument}, where only {', '.join(names)} can be"
             )
         del found[argument]
-        for field, choice in group.items():
-            if names[field] in found:
-                raise ValueError(f"{name} has {names[field]} twice: in {argument} and beside it")
-            if not _is_default(names[field], choice):
-                found[names[field]] = choice
+        for own, choice in group.items():
+            if names[own] in found:
+                raise ValueError(f"{name} has {names[own]} twice: in {argument} and beside it")
+            if not _is_default(names[own], choice):
+                found[names[own]] = choice
     return found
 
 
@@ -427,30 +341,23 @@ def choices_among(
         TypeError: As ``choices_of``; or if a group makes another choice.
     """
     choices = choices_of(arguments, owner)
-    for name in HOMES:
-        if name not in defaults and not _is_default(name, choices[name]):
-            raise TypeError(f"{owner} has no {_spelled(name)}")
-    unsaid = {"wire": defaults.get("wire")}
-    in_groups(owner, {n: v for n, v in arguments.items() if v is not None and v != unsaid.get(n)})
+    for argument, kind in _GROUPS.items():
+        for one in fields(kind):
+            name = _name_of(one)
+            if name not in defaults and not _is_default(name, choices[name]):
+                raise TypeError(f"{owner} has no {_spelled(argument, one)}")
     given = {name: choices[name] for name in defaults}
     return {name: defaults[name] if value is None else value for name, value in given.items()}
 
 
 def _is_default(name: str, value: Any) -> bool:
-    default = DEFAULTS.get(name)
+    default = DEFAULTS[name]
     return value is default or (isinstance(value, str) and value == default)
 
 
-def _names_of(argument: str) -> dict[str, str]:
-    """Return the name of 0.1 of each field of a group."""
-    names = {field: name for name, (home, field) in HOMES.items() if home == argument and field}
-    return names | ({"name": "wire"} if argument == "wire" else {})
-
-
-def _fields(argument: str, value: Any) -> dict[str, Any]:
-    """Return what a group chooses, by the names of 0.1."""
-    names = _names_of(argument)
-    return {names[field.name]: getattr(value, field.name) for field in fields(value)}
+def _fields(group: Any) -> dict[str, Any]:
+    """Return what a group chooses, each choice by its own name."""
+    return {_name_of(one): getattr(group, one.name) for one in fields(group)}
 
 
 def _peers(value: Any) -> dict[str, Any]:

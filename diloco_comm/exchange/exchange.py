@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,37 @@ from .membership.sealing import LastRounds
 from .nccl.member import StreamMember
 from .round import Header, Round, Sending
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WINDOW = 2
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+class ExchangeOptions(TypedDict, total=False):
+    """The options of an ``Exchange``, for functions that pass them on."""
+
+    lanes: int
+    chunk_bytes: int | None
+    timeout: timedelta | float
+    device: torch.device | str
+    impl: str
+    epoch: int
+    line_name: str | None
+    join: bool
+    window: int
+    num_under_way: int
+    collectives: str
+    report_patience: float | None
+    join_timeout: timedelta | float | None
+    suspect_after: timedelta | float | None
+    admission: Admission | None
+    listen: str | None
+    advertise: str | None
+    link_keys: str | Path | None
+    relay: str | None
+    proxy: str | None
 
 
 class Exchange(StreamMember):
@@ -163,7 +191,11 @@ class Exchange(StreamMember):
 
     @classmethod
     def from_group(
-        cls, group: dist.ProcessGroup | None = None, *, name: str = "default", **kwargs: Any
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        name: str = "default",
+        **options: Unpack[ExchangeOptions],
     ) -> Exchange:
         """Make an exchange among the ranks of a process group; a collective call.
 
@@ -171,7 +203,7 @@ class Exchange(StreamMember):
         """
         store, rank, size = regroup.store_of_group(group, name)
         board = regroup.board_of_group(group)
-        return cls(store, rank, range(size), name=name, board=board, **kwargs)
+        return cls(store, rank, range(size), name=name, board=board, **options)
 
     def buffers(
         self,

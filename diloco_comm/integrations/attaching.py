@@ -19,12 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..options import DEFAULTS, check_names, choices_of, in_groups, with_defaults
+from ..options import check_names, choices_of, with_defaults
 from ..replica.sharding import is_sharded, local
 from ..rounds.handshake import gather_json
 from ..rounds.nonfinite import check_on_reset
 from ..rounds.part import SyncedFragment
-from ..training.arguments import check_arguments, seconds_of, settings_of, weight_of
+from ..training.arguments import (
+    check_arguments,
+    defaults_of,
+    seconds_of,
+    settings_of,
+    weight_of,
+)
 from ..training.diloco import DiLoCo
 
 _logger = logging.getLogger(__name__)
@@ -56,26 +62,25 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
     while isinstance(base, partial):
         base, bound = base.func, with_defaults(base.keywords, bound)
     is_ours = _is_ours(base)
-    everything = all_named()
     wanted = _named(make)
     if wanted.pop("**", None) is not None:
         if not is_ours:
             return bound  # A function of the user's may take anything.
-        wanted = {**everything, **wanted}
-    check_names(owner, arguments, wanted)
+        wanted = {**_named(DiLoCo), **wanted}
+    check_names(owner.__name__, arguments, wanted)
     for name, default in wanted.items():
-        if default is inspect.Parameter.empty and name not in bound:
+        # A configuration may have what DiLoCo itself asks for.
+        if default is inspect.Parameter.empty and name not in bound and base is not DiLoCo:
             asking = getattr(base, "__name__", type(base).__name__)
             raise TypeError(f"{owner.__name__} needs {name}=, which {asking} asks for")
     if is_ours:
-        given = choices_of({**everything, **bound}, owner.__name__)
-        checked = {name: given[name] for name in ("norms", "attach", "checks", "init", "offload")}
-        check_arguments(nn.Module(), given, **checked)
-        weight_of(given["weight"])
-        seconds_of(given["timeout"])
+        chosen = choices_of(defaults_of(DiLoCo) | bound, owner.__name__)
+        check_arguments(nn.Module(), chosen)
+        weight_of(chosen["weight"])
+        seconds_of(chosen["timeout"])
     if base is DiLoCo:
-        check_on_reset(given["on_reset"], settings_of(given, given["config"]))
-    return in_groups(owner.__name__, bound) if is_ours else bound
+        check_on_reset(chosen["on_reset"], settings_of(choices_of(bound)))
+    return bound
 
 
 def with_norms(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,13 +109,6 @@ def _is_ours(make: Any) -> bool:
     while isinstance(make, partial):
         make = make.func
     return make is DiLoCo or getattr(make, "__module__", "") == _PRESETS
-
-
-def all_named() -> dict[str, Any]:
-    """Return the arguments of ``DiLoCo`` and the single choices that they may hold, as defaults."""
-    named = _named(DiLoCo)
-    del named["**"]
-    return {**DEFAULTS, **named}
 
 
 def _named(make: Make) -> dict[str, Any]:
@@ -187,8 +185,7 @@ def with_total_steps(arguments: Mapping[str, Any], num_steps: int) -> dict[str, 
     elastic = choices_of(arguments, is_ours=False)["membership"]
     if elastic is None or elastic.total_steps is not None or num_steps < 1:
         return dict(arguments)
-    name = "peers" if arguments.get("membership") is None else "membership"
-    return {**arguments, name: replace(elastic, total_steps=num_steps)}
+    return {**arguments, "peers": replace(elastic, total_steps=num_steps)}
 
 
 def refuse_same_folder(diloco: DiLoCo, folder: str | None, remedy: str) -> None:

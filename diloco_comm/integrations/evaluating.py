@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Literal, get_args
 
 from ..base.checks import warn
 from ..ops.digests import digest_of
@@ -10,7 +11,8 @@ from ..rounds import handshake
 from ..training.diloco import DiLoCo
 from .attaching import parameters_of, write_parameters
 
-CHOICES = ("local", "outer")
+Evaluate = Literal["local", "outer"]
+CHOICES = get_args(Evaluate)
 
 
 class Swap:

@@ -44,9 +44,9 @@ from .attaching import (
     with_total_steps,
 )
 from .counting import TrainerSteps, leave_schedules, move_schedule
-from .evaluating import CHOICES, Swap, share_best
+from .evaluating import CHOICES, Evaluate, Swap, share_best
 from .wrapping import Division, refuse_if_alone_in_a_job, refuse_if_spans_replicas
-from .writers import FIGURES, Figures
+from .writers import FIGURES, Choice, Figures
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,9 +115,9 @@ class DiLoCoCallback(TrainerCallback):
         make: Make = DiLoCo,
         *,
         resume_from: str | Path | None = None,
-        evaluate: str = "local",
+        evaluate: Evaluate = "local",
         shard: bool = True,
-        figures: str = "main",
+        figures: Choice = "main",
         **arguments: Unpack[Arguments],
     ) -> None:
         choice("evaluate", evaluate, CHOICES)

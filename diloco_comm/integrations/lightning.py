@@ -46,9 +46,9 @@ from .attaching import (
     with_total_steps,
 )
 from .counting import TrainerSteps, leave_schedules, move_schedule
-from .evaluating import CHOICES, Swap
+from .evaluating import CHOICES, Evaluate, Swap
 from .wrapping import Division, refuse_if_spans_replicas
-from .writers import FIGURES, Figures
+from .writers import FIGURES, Choice, Figures
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,9 +104,9 @@ class DiLoCoCallback(pl.Callback):
         self,
         make: Make = DiLoCo,
         *,
-        evaluate: str = "local",
+        evaluate: Evaluate = "local",
         shard: bool = True,
-        figures: str = "main",
+        figures: Choice = "main",
         **arguments: Unpack[Arguments],
     ) -> None:
         choice("evaluate", evaluate, CHOICES)

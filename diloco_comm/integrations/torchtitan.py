@@ -25,15 +25,14 @@ from torch.optim import Optimizer
 
 from ..methods.outer import SGD, Nesterov
 from ..methods.overlap import Blocking, Overlap, Streaming
-from ..options import check_names, choices_of, grouped, in_groups, with_defaults
+from ..options import StorePeers, check_names, choices_of, with_defaults
+from ..training.arguments import Arguments
 from ..training.diloco import DiLoCo
-from .attaching import all_named, finish
+from .attaching import finish
 from .wrapping import refuse_if_spans_replicas
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from ..training.arguments import Arguments
 
 _REMEDY = (
     "give it a mesh of this replica's own workers and write semi_sync_training(..., "
@@ -102,13 +101,13 @@ def semi_sync_training(
     section = _read(fault_tolerance)
     if (optimizers is None) == (optimizer is None):
         raise TypeError("semi_sync_training takes one of optimizers and optimizer")
-    check_names(semi_sync_training, arguments, all_named())
+    check_names("semi_sync_training", arguments, Arguments.__optional_keys__)
     if not section["enable"] or section["semi_sync_method"] is None:
         yield None
         return
-    given = in_groups("semi_sync_training", arguments)
-    chosen = with_defaults(diloco_arguments(section), given)
-    chosen = grouped({**chosen, **_place(section, choices_of(given, "semi_sync_training"))})
+    chosen = with_defaults(diloco_arguments(section), arguments)
+    if isinstance(chosen.get("peers"), StorePeers):
+        chosen["peers"] = _place(section, chosen["peers"])
     whole = _whole(model)
     refuse_if_spans_replicas(whole, choices_of(chosen), _REMEDY)
     inner = _optimizers(optimizer if optimizers is None else optimizers)
@@ -156,14 +155,13 @@ def _fragments(section: Mapping[str, Any]) -> Any:
     return [[f"{name}.*" for name in names] for names in modules]
 
 
-def _place(section: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the section says of this replica's place on a store, and the program does not."""
-    if choices["store"] is None:
-        return {}
-    place = {"replica": section["replica_id"]}
-    if choices["members"] is None:
-        place["num_replicas"] = section["group_size"]
-    return {name: value for name, value in place.items() if choices[name] is None}
+def _place(section: Mapping[str, Any], peers: StorePeers) -> StorePeers:
+    """Return the peers with this replica's place by the section, where the program says none."""
+    if peers.replica is None:
+        peers = dataclasses.replace(peers, replica=section["replica_id"])
+    if peers.of is None and peers.members is None:
+        peers = dataclasses.replace(peers, of=section["group_size"])
+    return peers
 
 
 def _read(section: Any) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..rounds.metrics import SyncMetrics, overlap_fraction
 from ..training.diloco import DiLoCo
 
 Write = Callable[[dict[str, float], int], None]
-FIGURES = ("main", "all")
+Choice = Literal["main", "all"]
+FIGURES = get_args(Choice)
 _POSITION = ("round", "fragment", "inner_step")
 
 
@@ -59,7 +60,7 @@ class Figures:
         choice: "main" for four figures, "all" for the means of the figures of ``log_metrics`` too.
     """
 
-    def __init__(self, diloco: DiLoCo | None = None, choice: str = "main") -> None:
+    def __init__(self, diloco: DiLoCo | None = None, choice: Choice = "main") -> None:
         self._since: list[SyncMetrics] = []
         self._values: dict[str, list[float]] = {}
         # One for each fragment, from its last round: their sum is about the whole model.

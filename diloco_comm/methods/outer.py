@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -501,6 +501,8 @@ class _AdamState(OuterState):
 # --------------------------------------------------------------------- any torch.optim.Optimizer
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+# The class of an outer optimizer, in lower case too.
+OuterName = Literal["SGD", "HeavyBall", "Nesterov", "Adam", "sgd", "heavyball", "nesterov", "adam"]
 
 
 @dataclass

@@ -18,7 +18,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -276,6 +276,11 @@ class CO2(Overlap):
         return value
 
 
+# A name of ``OVERLAPS``, in lower case too.
+OverlapName = Literal[
+    "Blocking", "Streaming", "Delayed", "Eager", "CO2",
+    "blocking", "streaming", "delayed", "eager", "co2",
+]  # fmt: skip
 OVERLAPS: dict[str, type[Overlap]] = {
     policy.__name__: policy for policy in (Blocking, Streaming, Delayed, Eager, CO2)
 }

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+# The names of ``WIRES``, for type checkers.
+WireName = Literal[
+    "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "e3m0",
+    "int2r", "int1r", "sub2", "sub4", "sub8", "sub16",
+    "topk32", "topk64", "topk128", "topk256",
+]  # fmt: skip
 # Bits of one code, and the largest magnitude a code stands for (None: no scale travels).
 _CODES: dict[str, tuple[int, float | None]] = {
     "fp32": (32, None),

@@ -35,7 +35,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,8 @@ from . import sharding
 from .fragments import Fragment, held, refuse_new_parameters, unwrap_model
 from .hooks import UncountedSteps, second_weights, uncompiled
 
-CHECKS = ("raise", "warn", "off")
+Checks = Literal["raise", "warn", "off"]
+CHECKS: tuple[Checks, ...] = get_args(Checks)
 # Parameters that are not exchanged, and that a step looks at.
 _LOOKS_A_STEP = 64
 # Elements that are looked at, in that many parameters.

@@ -9,7 +9,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,13 @@ from ..base.errors import ReplicaMismatch
 from ..base.service.addresses import Proxy, parse_address, proxy_of, tcp_address
 from ..base.service.keys import LinkKeys, link_keys
 from ..base.store_host import dial_store
-from ..exchange.exchange import Exchange
+from ..exchange.exchange import Exchange, ExchangeOptions
 from ..exchange.waiting import call_patiently
 from ..ops.digests import each_digest
 from ..replica import sharding
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 _MOST_UNEXCHANGED_BYTES = 64 << 20
@@ -161,7 +164,8 @@ def make_exchange(
     replica: int | None,
     num_replicas: int | None,
     members: Sequence[int] | None,
-    **options: Any,
+    name: str,
+    **options: Unpack[ExchangeOptions],
 ) -> Exchange:
     """Build the engine over a group, over a store, or for one replica alone.
 
@@ -171,10 +175,10 @@ def make_exchange(
     everyone = check_place(store, replica, num_replicas, members)
     if store is not None:
         assert replica is not None
-        return Exchange(store, replica, everyone, **options)
+        return Exchange(store, replica, everyone, name=name, **options)
     if group is None:
-        return Exchange(dist.HashStore(), 0, [0], **options)
-    return Exchange.from_group(group, **options)
+        return Exchange(dist.HashStore(), 0, [0], name=name, **options)
+    return Exchange.from_group(group, name=name, **options)
 
 
 def check_place(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from ..base.checks import choice, flag, not_negative, timeout_seconds
 from ..base.service.addresses import check_link
 from ..base.service.keys import LinkKeys
 from ..methods.settings import Config, Settings, merge, read_config
-from ..options import ALONE, Link, NonFinite, StorePeers, Wire, choices_in
+from ..options import ALONE, choices_in
 from ..replica.model_watch import CHECKS
 from ..rounds.handshake import check_place
 from ..rounds.runner import Weight
@@ -22,88 +23,110 @@ from ..rounds.runner import Weight
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..elastic.options import Elastic
-    from ..methods.outer import Factory, OuterOptimizer
-    from ..methods.overlap import Overlap
-    from ..ops.wire import WireFormat
+    from ..methods.outer import Factory, OuterName, OuterOptimizer
+    from ..methods.overlap import Overlap, OverlapName
+    from ..ops.wire import WireFormat, WireName
+    from ..options import Action, Backend, Link, NonFinite, StorePeers, Wire
     from ..replica.fragments import FragmentSpec
+    from ..replica.model_watch import Checks
 
-Peers: TypeAlias = "dist.ProcessGroup | DeviceMesh | StorePeers | Elastic | str"
+Init = Literal["broadcast", "check", "join"]
+Optimizers: TypeAlias = "torch.optim.Optimizer | Sequence[torch.optim.Optimizer]"
+OverlapOption: TypeAlias = "OverlapName | Overlap"
+OuterOption: TypeAlias = "OuterName | OuterOptimizer | Factory"
+WireOption: TypeAlias = "WireName | WireFormat | Mapping[str, WireName] | Wire"
+LinkOption: TypeAlias = "Backend | Link"
+NonFiniteOption: TypeAlias = "Action | NonFinite"
+Peers: TypeAlias = "dist.ProcessGroup | DeviceMesh | StorePeers | Elastic | Literal['alone']"
+Workers: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 # What the views of a membership say.
 _GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
 
 
-class UnweightedArguments(TypedDict, total=False):
-    """The arguments of ``DiLoCo`` that ``fedavg`` passes on."""
+class _CommonArguments(TypedDict, total=False):
+    """The arguments of ``DiLoCo`` that any call may leave out, without two."""
 
-    fragments: FragmentSpec | None
+    fragments: FragmentSpec
     offsets: Sequence[int] | None
-    overlap: Overlap | str | None
-    outer: OuterOptimizer | Factory | str | None
-    wire: str | WireFormat | Mapping[str, str] | Wire | None
+    overlap: OverlapOption
+    outer: OuterOption
+    wire: WireOption
     peers: Peers | None
-    link: str | Link | None
-    nonfinite: str | NonFinite | None
-    shard_group: Any
-    init: str
+    link: LinkOption | None
+    nonfinite: NonFiniteOption
+    shard_group: Workers | None
+    init: Init
     impl: str
-    config: Config | None
-    average_buffers: bool | None
+    average_buffers: bool
     norms: bool
     attach: bool
-    checks: str
-    offload: str | None
+    checks: Checks
+    offload: Literal["cpu"] | None
     name: str
 
 
-class PresetArguments(UnweightedArguments, total=False):
+class BesideConfig(_CommonArguments, total=False):
+    """The arguments of ``DiLoCo`` that a call with ``config`` may leave out."""
+
+    sync_every: int
+    weight: Weight
+
+
+class UnweightedArguments(_CommonArguments, total=False):
+    """The arguments of ``DiLoCo`` that ``fedavg`` passes on."""
+
+    config: Config | None
+
+
+class PresetArguments(_CommonArguments, total=False):
     """The arguments of ``DiLoCo`` that presets pass on."""
 
     weight: Weight
+    config: Config | None
 
 
-class Arguments(UnweightedArguments, total=False):
+class Arguments(_CommonArguments, total=False):
     """The arguments of ``DiLoCo`` beside model and optimizer, for functions that pass them on."""
 
-    sync_every: int | None
+    sync_every: int
     weight: Weight
+    config: Config | None
 
 
-def check_arguments(
-    model: nn.Module,
-    chosen: Mapping[str, Any],
-    *,
-    norms: bool,
-    attach: bool,
-    checks: str,
-    init: str,
-    offload: str | None,
-) -> None:
+def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments of a function that have a default, with the defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+def check_arguments(model: nn.Module, chosen: Mapping[str, Any]) -> None:
     """Check the arguments of ``DiLoCo`` that are no ``Settings``.
 
     Args:
-        chosen: The choices of ``options.choices_of``.
+        chosen: All of them, as ``options.choices_of`` returns them.
 
     Raises:
         TypeError, ValueError: For the first one that cannot be.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    flag("norms", norms)
-    flag("attach", attach)
-    choice("checks", checks, CHECKS)
-    choice("init", init, ("broadcast", "check", "join"))
-    choice("offload", offload, (None, "cpu"))
+    flag("norms", chosen["norms"])
+    flag("attach", chosen["attach"])
+    choice("checks", chosen["checks"], CHECKS)
+    choice("init", chosen["init"], get_args(Init))
+    choice("offload", chosen["offload"], (None, "cpu"))
     of_link = ("listen", "advertise", "link_keys", "relay", "proxy")
     check_link(backend_of(chosen), *(chosen[name] for name in of_link))
     for name in ("join_timeout", "suspect_after"):
         if chosen[name] is not None:
             timeout_seconds(chosen[name], name)
     if chosen["membership"] is not None:
-        _check_membership(chosen, init)
+        _check_membership(chosen)
     else:
         place = ("store", "replica", "num_replicas", "members", "name")
         check_place(*(chosen[name] for name in place))
@@ -135,15 +158,15 @@ def seconds_of(timeout: float | timedelta | None) -> float:
     return timeout_seconds(env.timeout_s() if timeout is None else timeout)
 
 
-def settings_of(chosen: Mapping[str, Any], config: Config | None, **arguments: Any) -> Settings:
-    """Return the settings of ``DiLoCo``: its arguments, and choices that are settings."""
+def settings_of(chosen: Mapping[str, Any]) -> Settings:
+    """Return the settings: what the choices of ``DiLoCo`` have, else what ``config`` has."""
     names = {field.name for field in fields(Settings)}
-    choices = {name: value for name, value in chosen.items() if name in names}
-    name, saved = read_config(config)
-    return merge({**choices, **arguments}, choices_in(name, saved), name)
+    name, saved = read_config(chosen.get("config"))
+    given = {name: value for name, value in chosen.items() if name in names}
+    return merge(given, choices_in(name, saved), name)
 
 
-def _check_membership(chosen: Mapping[str, Any], init: str) -> None:
+def _check_membership(chosen: Mapping[str, Any]) -> None:
     """Check the choices of ``DiLoCo`` that go with ``membership``.
 
     Raises:
@@ -161,8 +184,10 @@ def _check_membership(chosen: Mapping[str, Any], init: str) -> None:
     given += ["name, and give Elastic a run= of its own"] * (chosen["name"] != "default")
     if given:
         raise ValueError(f"Elastic finds the replicas: leave out {', '.join(given)}")
-    if init != "broadcast":
-        raise ValueError(f"Elastic knows who begins and who joins: leave out init, got {init!r}")
+    if chosen["init"] != "broadcast":
+        raise ValueError(
+            f"Elastic knows who begins and who joins: leave out init, got {chosen['init']!r}"
+        )
     if chosen["backend"] == "nccl":
         raise ValueError('Elastic exchanges over gloo or tcp: give link="gloo", got "nccl"')
     if chosen["proxy"] is not None:

@@ -8,25 +8,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import unwrap
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack, overload
 
 from .. import ops
 from ..base import recording
 from ..base.checks import flag, integer, refuse_copy
 from ..base.errors import LeftBehind, NonFiniteError, PeerLeft
 from ..exchange.membership import verdicts
-from ..methods.outer import Factory, OuterOptimizer
-from ..methods.overlap import Blocking, Overlap
-from ..methods.settings import Config
+from ..methods.outer import OuterOptimizer
+from ..methods.overlap import Blocking
 from ..ops.digests import digest_of
 from ..ops.implementations import resolve_engine_impl
-from ..ops.wire import WireFormat
-from ..options import Link, NonFinite, Wire, check_names, choices_of, in_groups
-from ..replica.fragments import FragmentSpec, all_parameters
+from ..options import choices_of, closed
+from ..replica.fragments import all_parameters
 from ..replica.hooks import SkippedSteps, StepHooks, hookable, is_in_step, refuse_in_step
 from ..replica.model_watch import ModelWatch, outer_has_weights, warn_at_exit
 from ..rounds import handshake
@@ -36,9 +34,8 @@ from ..rounds.load import Restore
 from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
 from ..rounds.nonfinite import check_on_reset
 from ..rounds.part import SyncedFragment, SyncedPart
-from ..rounds.runner import Weight
 from ..rounds.state_dict import Scope, collect, saved_writes, with_run
-from .arguments import Peers, check_arguments, seconds_of, settings_of, weight_of
+from . import arguments
 from .group import Place, Replica, join, meet_workers, shard_group_of, workers_of
 from .planning import make_plan
 
@@ -46,6 +43,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from ..elastic.totals import ElasticTotals
+    from ..methods.settings import Config
+    from ..replica.fragments import FragmentSpec
+    from ..replica.model_watch import Checks
     from .leasing import Leasing
     from .views import ElasticTraining
 
@@ -62,9 +62,9 @@ class DiLoCo:
         fragments: A number (1), ``"layers:3"``, ``"sequential:3"`` or lists of name patterns.
         offsets: 1-based inner step of each fragment's first send, by default floor(H*(p+1)/P) and
             at least 1.
-        overlap: When results are applied: ``Blocking()`` (default), ``Streaming``, ``Delayed``,
-            ``Eager`` or ``CO2``.
-        outer: ``SGD``, ``HeavyBall``, ``Nesterov`` (default), ``Adam``, or their names for the
+        overlap: When results are applied: ``Blocking``, ``Streaming``, ``Delayed``, ``Eager`` or
+            ``CO2``, or their names for the default of each.
+        outer: ``SGD``, ``HeavyBall``, ``Nesterov``, ``Adam``, or their names for the
             default of each; or a callable that makes a ``torch.optim.Optimizer`` from a list of
             parameters.
         peers: The replicas: a process group, a one-dimensional DeviceMesh, ``StorePeers`` (separate
@@ -87,8 +87,9 @@ class DiLoCo:
         init: "broadcast" (weights of the lowest replica), "check" (raise if they differ) or
             "join" (take over the state of replicas that train already; see ``change_group``).
         impl: Force an implementation of the operators.
-        config: Saved arguments (``diloco.config()``), or a JSON file of them, for those that are
-            not given here; default: the file that ``DILOCO_COMM_CONFIG`` names.
+        config: Saved arguments (``diloco.config()``), or a JSON file of them, in place of the
+            defaults: an argument that is given wins over ``config``, and ``sync_every`` may be left
+            out. None: the file that ``DILOCO_COMM_CONFIG`` names, if it names one.
         average_buffers: Average floating-point buffers too, in fp32, at the end of each round
             (default: no); those that hold infinities or NaN from the start (masks) are left out.
         offload: "cpu" keeps outer parameters and momentum of a model on a GPU in page-locked host
@@ -101,8 +102,6 @@ class DiLoCo:
             step are taken over, on all replicas or on none. ``docs/explanation/checks.md`` has all.
         name: Objects of one name meet, also if threads make them in another order on each replica.
             A second object of the same layout over the same peers needs a name.
-        choices: The choices of ``wire``, ``link``, ``nonfinite`` and ``peers`` by their names of
-            0.1, as ``options.HOMES`` has them, until 0.3. A DeprecationWarning shows the new line.
 
     Attributes:
         inner_step: Inner steps taken.
@@ -128,66 +127,67 @@ class DiLoCo:
     # The inner step of the newest ``state_dict()``.
     _saved_step = -1
 
+    @overload
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: arguments.Optimizers,
         *,
-        sync_every: int | None = None,
-        fragments: FragmentSpec | None = None,
+        sync_every: int,
+        fragments: FragmentSpec = 1,
         offsets: Sequence[int] | None = None,
-        overlap: Overlap | str | None = None,
-        outer: OuterOptimizer | Factory | str | None = None,
-        wire: str | WireFormat | Mapping[str, str] | Wire | None = None,
-        peers: Peers | None = None,
-        link: str | Link | None = None,
-        nonfinite: str | NonFinite | None = None,
-        shard_group: Any = None,
-        weight: Weight = 1.0,
-        init: str = "broadcast",
+        overlap: arguments.OverlapOption = "blocking",
+        outer: arguments.OuterOption = "nesterov",
+        wire: arguments.WireOption = "int8",
+        peers: arguments.Peers | None = None,
+        link: arguments.LinkOption | None = None,
+        nonfinite: arguments.NonFiniteOption = "raise",
+        shard_group: arguments.Workers | None = None,
+        weight: arguments.Weight = 1.0,
+        init: arguments.Init = "broadcast",
         impl: str = "",
-        config: Config | None = None,
-        average_buffers: bool | None = None,
+        config: None = None,
+        average_buffers: bool = False,
         norms: bool = False,
         attach: bool = True,
-        checks: str = "raise",
-        offload: str | None = None,
+        checks: Checks = "raise",
+        offload: Literal["cpu"] | None = None,
         name: str = "default",
-        **choices: Any,
-    ) -> None:
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: arguments.Optimizers,
+        *,
+        config: Config | None,
+        **given: Unpack[arguments.BesideConfig],
+    ) -> None: ...
+
+    @closed
+    def __init__(self, model: nn.Module, optimizer: Any, **given: Any) -> None:
         # Options: each choice by its own name.
-        check_names(DiLoCo, choices)
-        told = {**choices, "wire": wire, "peers": peers, "link": link, "nonfinite": nonfinite}
-        chosen = choices_of({**told, "name": name})
-        in_groups("DiLoCo", told)
-        check_arguments(
-            model, chosen, norms=norms, attach=attach, checks=checks, init=init, offload=offload
-        )
+        chosen = choices_of(arguments.defaults_of(DiLoCo) | given)
+        arguments.check_arguments(model, chosen)
         recording.start_if_asked()
-        weight, timeout_s = weight_of(weight), seconds_of(chosen["timeout"])
+        norms, attach, checks = (chosen[name] for name in ("norms", "attach", "checks"))
+        weight = arguments.weight_of(chosen["weight"])
+        timeout_s = arguments.seconds_of(chosen["timeout"])
 
         # Settings: what all replicas share.
-        settings = settings_of(
-            chosen,
-            config,
-            sync_every=sync_every,
-            fragments=fragments,
-            offsets=offsets,
-            overlap=overlap,
-            outer=outer,
-            average_buffers=average_buffers,
-        )
+        settings = arguments.settings_of(choices_of(given))
         check_on_reset(chosen["on_reset"], settings)
 
         # Plan: the parts of this replica, and the workers that train it.
         optimizers = hookable(optimizer, attach=attach)
-        shards = shard_group_of(shard_group, timeout_s)
+        shards, offload = shard_group_of(chosen["shard_group"], timeout_s), chosen["offload"]
         plan = make_plan(model, optimizers, settings, shard_group=shards, offload=offload)
         workers = workers_of(plan, timeout_s)
         if workers is not None:
             same = {"norms": norms, "replica": chosen["replica"]}
             meet_workers(workers, plan, settings, same)
-        self.settings, self.impl = settings, resolve_engine_impl(impl, plan.device.type)
+        self.settings, self.impl = settings, resolve_engine_impl(chosen["impl"], plan.device.type)
         # Fragments, and averaged buffers after them; and when each of these parts is sent.
         self.parts, self.schedule, self.device = plan.parts, plan.schedule, plan.device
         self._model, self._optimizers = model, optimizers
@@ -209,7 +209,7 @@ class DiLoCo:
             on_reset=chosen["on_reset"],
         )
         try:
-            place = Place.of(chosen, init, timeout_s)
+            place = Place.of(chosen, timeout_s)
             if chosen["membership"] is None:
                 joined = join(replica, place)
             else:

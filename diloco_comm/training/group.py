@@ -103,7 +103,7 @@ class Place:
     inner: InnerStates | None = None
 
     @classmethod
-    def of(cls, chosen: Mapping[str, Any], init: str, timeout_s: float) -> Place:
+    def of(cls, chosen: Mapping[str, Any], timeout_s: float) -> Place:
         """Find the group, or connect to the store, that the choices of ``DiLoCo`` name.
 
         Raises:
@@ -117,10 +117,10 @@ class Place:
             store = handshake.connected_store(chosen["store"], timeout_s, keys, proxy)
             of = chosen["num_replicas"]
             group = handshake.replica_group(chosen["group"], chosen["mesh"], store, of)
-        names = ("replica", "num_replicas", "members", "name", "join_timeout")
+        names = ("replica", "num_replicas", "members", "name", "init", "join_timeout")
         of_link = ("suspect_after", "listen", "advertise", "link_keys", "relay", "proxy")
         same = {name: chosen[name] for name in (*names, *of_link)}
-        return cls(group, store, init=init, backend=backend_of(chosen), **same)
+        return cls(group, store, backend=backend_of(chosen), **same)
 
 
 class Joined(NamedTuple):
@@ -236,7 +236,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         # On a store, workers with other shards are other groups of the same replicas.
         name=f"{name}@{plan.worker}" if plan.worker and store is not None else name,
         line_name=name,
-        lanes=settings.lanes,
+        lanes=settings.lanes or 1,
         chunk_bytes=settings.chunk_bytes,
         timeout=replica.timeout_s,
         join_timeout=place.join_timeout,

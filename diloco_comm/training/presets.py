@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from ..methods.outer import SGD, HeavyBall, Nesterov
 from ..methods.overlap import CO2, Eager, Streaming
-from ..options import in_groups, with_defaults
+from ..options import with_defaults
 from ..rounds.runner import Weight
 from .diloco import DiLoCo
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arguments import PresetArguments, UnweightedArguments
-
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    from .arguments import Optimizers, PresetArguments, UnweightedArguments
 
 
 def fedavg(
@@ -36,7 +32,7 @@ def fedavg(
         weight: Samples this replica trained on in the round, a number or a callable.
     """
     defaults = {"outer": SGD(lr=1.0), "wire": "fp32", "weight": weight}
-    given = with_defaults(defaults, in_groups("fedavg", arguments))
+    given = with_defaults(defaults, arguments)
     return DiLoCo(model, optimizer, sync_every=sync_every, **given)
 
 
@@ -49,7 +45,7 @@ def local_sgd(
 ) -> DiLoCo:
     """Average the replicas' parameters, all alike (arXiv 1805.09767)."""
     defaults = {"outer": SGD(lr=1.0), "wire": "fp32"}
-    given = with_defaults(defaults, in_groups("local_sgd", arguments))
+    given = with_defaults(defaults, arguments)
     return DiLoCo(model, optimizer, sync_every=sync_every, **given)
 
 
@@ -71,7 +67,7 @@ def streaming_diloco(
         "outer": Nesterov(0.4, 0.9),
         "wire": "e3m0",
     }
-    given = with_defaults(defaults, in_groups("streaming_diloco", arguments))
+    given = with_defaults(defaults, arguments)
     return DiLoCo(model, optimizer, sync_every=sync_every, **given)
 
 
@@ -89,7 +85,7 @@ def eager_diloco(
     Evaluate ``outer_parameters(consensus=True)``, and ``flush()`` at the end.
     """
     defaults = {"overlap": Eager(), "outer": Nesterov(0.2, 0.9), "wire": "e3m0"}
-    given = with_defaults(defaults, in_groups("eager_diloco", arguments))
+    given = with_defaults(defaults, arguments)
     return DiLoCo(model, optimizer, sync_every=sync_every, **given)
 
 
@@ -105,5 +101,5 @@ def co2(
     Outer lr 1.0, momentum 0.5 and clip 1.0 as in the authors' code and its script; fp32 wire.
     """
     defaults = {"overlap": CO2(clip=1.0), "outer": HeavyBall(1.0, 0.5), "wire": "fp32"}
-    given = with_defaults(defaults, in_groups("co2", arguments))
+    given = with_defaults(defaults, arguments)
     return DiLoCo(model, optimizer, sync_every=sync_every, **given)

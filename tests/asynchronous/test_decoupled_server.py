@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from decoupled_processes import SIZE, attach, hash_of, make_server
 from problems import Regression, parameters_of, train_step
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch import Tensor
 from diloco_comm import DiLoCo, Link, Nesterov, Streaming
 from diloco_comm.asynchronous import DecoupledDiLoCo
 from diloco_comm.asynchronous.decoupled.learner import Learner
-from diloco_comm.options import grouped
 
 STEPS, EVERY, FRAGMENTS = 10, 4, 3
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from choice_groups import grouped
 from decoupled_helpers import Setting, counting
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from diloco_comm import DiLoCo, Nesterov, Streaming
 from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
 from diloco_comm.asynchronous.decoupled.learner import Receipt
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link
-from diloco_comm.options import grouped
 
 CARRY = Receipt(mode="carry")
 STEPS, EVERY, FRAGMENTS = 13, 4, 3

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from choice_groups import grouped
 from problems import Regression, train_step
 
 from diloco_comm import DiLoCo, ops
 from diloco_comm.base import env, trace
-from diloco_comm.options import grouped
 
 
 def test_profile_shows_stage_fragment_and_round() -> None:

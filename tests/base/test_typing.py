@@ -2,85 +2,194 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from diloco_comm.exchange.exchange import Exchange, ExchangeOptions
+from diloco_comm.methods.outer import _BY_NAME, OuterName
+from diloco_comm.methods.overlap import OVERLAPS, OverlapName
+from diloco_comm.ops.wire import WIRES, WireName
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "data" / "typed_programs"
-# A line that a type checker must refuse, and the kind of its error.
-WRONG = {
-    'DiLoCo(model, optimizer, sync_every="100")': "arg-type",
-    "DiLoCo(model, sync_every=100)": "call-arg",
-    "DiLoCo(model, optimizer, sync_every=100, wire=4)": "arg-type",
-    "DiLoCo(model, optimizer, sync_every=100, link=Wire())": "arg-type",
-    "DiLoCo(model, optimizer, sync_every=100, peers=2)": "arg-type",
-    'Wire("int4", blocksize=64)': "call-arg",
-    'Wire("int4", error_feedback="yes")': "arg-type",
-    "Link(lane=4)": "call-arg",
-    "Link(lanes=1.5)": "arg-type",
-    "NonFinite(on_reset=3)": "arg-type",
-    "StorePeers(replica=0, of=2)": "call-arg",
-    "local_sgd(model, optimizer)": "call-arg",
-    "fedavg(model, optimizer, sync_every=4)": "call-arg",
-    "eager_diloco(model, optimizer, block_size=64)": "call-arg",
-    "eager_diloco(model, optimizer, wires='int4')": "call-arg",
-    "AsyncDiLoCo(model, optimizer)": "call-arg",
-    'AsyncDiLoCo(model, optimizer, server="tcp://h:1", lanes=2)': "call-arg",
-    'DecoupledDiLoCo(model, optimizer, server="tcp://h:1", tokens="many")': "arg-type",
-    'Callback(sync_every="4")': "arg-type",
-    "Callback(sync_evry=4)": "call-arg",
-    'DiLoCo(model, optimizer, sync_every=4).flush(final="yes")': "arg-type",
-    "text: str = DiLoCo(model, optimizer, sync_every=4).inner_step": "assignment",
+# Six words of each program, and a wrong word for each.
+WRONG: dict[str, list[tuple[str, str]]] = {
+    "typed_plain": [
+        ("sync_every=100", 'sync_every="100"'),
+        ("sync_every=100", "sync_evry=100"),
+        ("peers=mesh", "peers=2"),
+        ("norms=True", 'norms="yes"'),
+        ("lr=0.7", "rate=0.7"),
+        ("step: int", "step: str"),
+    ],
+    "typed_jobs": [
+        ("sync_every=100, ", ""),
+        ('init="check"', 'init="chek"'),
+        ("Delayed(5)", '"late"'),
+        ('outer="sgd"', 'outer="sdg"'),
+        ("replica=0", "number=0"),
+        ('change_group("survivors")', "change_group(survivors=True)"),
+    ],
+    "typed_elastic": [
+        ('overlap="blocking"', 'overlap="block"'),
+        ("HeavyBall(lr=0.7)", "Link()"),
+        ("Link(timeout=60)", "Link(time_out=60)"),
+        ("total_steps=1000", 'total_steps="all"'),
+        ("peers=elastic", "membership=elastic"),
+        ("diloco.is_done", "diloco.is_over"),
+    ],
+    "typed_resume": [
+        ('peers="alone"', 'peers="lone"'),
+        ("Eager()", "Eager"),
+        ("Adam(lr=0.1)", '"adamw"'),
+        ('config=saved["config"]', "config=3"),
+        ('checks="warn"', 'checks="ignore"'),
+        ('offload="cpu"', 'offload="disk"'),
+    ],
+    "typed_streaming": [
+        ('"int4", block_size', '"int5", block_size'),
+        ("block_size=64", "blocksize=64"),
+        ("error_feedback=True", 'error_feedback="yes"'),
+        ('NonFinite("skip"', 'NonFinite("ignore"'),
+        ('"rest": "int4"', '"rest": "int5"'),
+        ('link="tcp"', 'link="udp"'),
+    ],
+    "typed_presets": [
+        (", weight=lambda: 32.0", ""),
+        ("local_sgd(model, optimizer, sync_every=10, ", "local_sgd(model, optimizer, "),
+        ('wire="bf16"', 'wire="b16"'),
+        ("Wire(seed=3)", "Wire(seed='3')"),
+        ("Link(lanes=2)", "Link(lanes=1.5)"),
+        ('nonfinite="skip"', 'on_nonfinite="skip"'),
+    ],
+    "typed_asynchronous": [
+        ('    server="tcp://127.0.0.1:29500",\n', ""),
+        ('"int4"', '"int5"'),
+        ("link=Link(timeout=60.0)", "timeout=60.0"),
+        ('nonfinite="skip"', 'nonfinite="reset"'),
+        ('name="a"', "name=3"),
+        ("version: int", "version: str"),
+    ],
+    "typed_decoupled": [
+        ("tokens=8192", 'tokens="many"'),
+        ('rounding="stochastic"', 'rounding="random"'),
+        ("wire=Wire(", "wire=Link("),
+        ("seed=3", "sed=3"),
+        ("link=Link(timeout=60.0)", 'link="tcp"'),
+        ("flush(30.0)", 'flush("30")'),
+    ],
+    "typed_huggingface": [
+        ("sync_every=100", 'sync_every="100"'),
+        ('evaluate="outer"', 'evaluate="inner"'),
+        ('Wire("int4")', 'Wire("int5")'),
+        ("of=2", "num_replicas=2"),
+        ("sync_every=30", "sync_evry=30"),
+        ('link="gloo"', 'link="glue"'),
+    ],
+    "typed_lightning": [
+        ("sync_every=100", "sync_every=None"),
+        ("outer=Nesterov(0.7, 0.9)", "outer=0.7"),
+        ("0.7, 0.9", "0.7, beta=0.9"),
+        ("Streaming()", "Streaming(tau=1)"),
+        ('figures="all"', 'figures="each"'),
+        ("overlap=", "overlaps="),
+    ],
 }
-HEAD = """
-import torch
-
-from diloco_comm import (
-    DiLoCo, Link, NonFinite, StorePeers, Wire, eager_diloco, fedavg, local_sgd,
-)
-from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
-from diloco_comm.integrations.huggingface import DiLoCoCallback as Callback
-
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-"""
+# The files whose wrong word stands where a class of torch may stand.
+NEED_TORCH = {"typed_plain_2.py", "typed_resume_0.py"}
 
 
-def errors(folder: Path, *programs: Path) -> list[str]:
-    """Return what ``mypy --strict`` says of programs."""
-    pytest.importorskip("mypy")
-    # Reading the trainers takes minutes.
+def written(folder: Path) -> set[str]:
+    """Write the programs into a folder; return the names of the files with a wrong word."""
+    good, bad = set(), set()
+    for path in sorted(PROGRAMS.glob("*.py")):
+        text = path.read_text()
+        shutil.copy(path, folder)
+        good.add(path.name)
+        for number, (right, wrong) in enumerate(WRONG[path.stem]):
+            assert right in text, (path.stem, right)
+            bad.add(f"{path.stem}_{number}.py")
+            (folder / f"{path.stem}_{number}.py").write_text(text.replace(right, wrong, 1))
+    assert (len(good), len(bad)) == (10, 60)
+    return bad
+
+
+def of_mypy(folder: Path, *, reads_torch: bool) -> Iterator[str]:
+    """Yield the names of the files with an error, by ``mypy --strict``."""
+    # Reading the trainers, and torch, takes minutes.
+    skipped = ["transformers", "accelerate", "lightning", *["torch"] * (not reads_torch)]
     config = folder / "mypy.ini"
-    skipped = ("transformers", "accelerate", "lightning")
     config.write_text(
-        "[mypy]\nstrict = True\nshow_error_codes = True\n"
+        "[mypy]\nstrict = True\n"
         + "".join(
             f"[mypy-{name}.*]\nignore_missing_imports = True\nfollow_imports = skip\n"
             for name in skipped
         )
         + "[mypy-diloco_comm.*]\nfollow_imports = silent\n"
     )
+    files = map(str, sorted(folder.glob("*.py")))
     command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--no-error-summary"]
-    command += ["--cache-dir", str(folder / "cache"), "--scripts-are-modules", *map(str, programs)]
+    command += ["--cache-dir", str(folder / "cache"), "--scripts-are-modules", *files]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.stderr == ""
-    return [line for line in run.stdout.splitlines() if ": error: " in line]
+    for line in run.stdout.splitlines():
+        if ": error: " in line:
+            yield Path(line.partition(":")[0]).name
+
+
+def of_pyright(folder: Path) -> Iterator[str]:
+    """Yield the names of the files with an error, by pyright's strict mode."""
+    config = {
+        "typeCheckingMode": "strict",
+        "extraPaths": [str(ROOT)],
+        # The method ``step`` of torch's optimizers has no types.
+        "reportUnknownMemberType": False,
+    }
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
+    command = ["pyright", "--project", str(folder), "--pythonpath", sys.executable, "--outputjson"]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    for found in json.loads(run.stdout)["generalDiagnostics"]:
+        if found["severity"] == "error":
+            yield Path(found["file"]).name
+
+
+def test_mypy_that_skips_torch_finds_wrong_words(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    bad = written(tmp_path)
+    assert set(of_mypy(tmp_path, reads_torch=False)) == bad - NEED_TORCH
 
 
 @pytest.mark.nightly("mypy reads torch, for a minute and longer")
 @pytest.mark.timeout(600)
-def test_programs_have_no_errors_and_each_wrong_line_is_found(tmp_path: Path) -> None:
-    programs = sorted(PROGRAMS.glob("*.py"))
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(HEAD + "".join(f"{line}\n" for line in WRONG))
-    first = len(HEAD.splitlines()) + 1
-    found = errors(tmp_path, *programs, wrong)
-    in_wrong = [line for line in found if "wrong.py" in line]
-    assert len(programs) == 10 and [line for line in found if line not in in_wrong] == []
-    for number, (line, kind) in enumerate(WRONG.items(), first):
-        here = [text for text in in_wrong if f"wrong.py:{number}:" in text]
-        assert here and any(f"[{kind}]" in text for text in here), (line, here)
-    assert {int(text.split(":")[1]) for text in in_wrong} == set(range(first, first + len(WRONG)))
+def test_programs_have_no_errors_and_each_wrong_word_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    bad = written(tmp_path)
+    assert set(of_mypy(tmp_path, reads_torch=True)) == bad
+
+
+@pytest.mark.nightly("pyright reads torch; it is no requirement of the tests")
+@pytest.mark.timeout(600)
+def test_pyright_finds_each_wrong_word(tmp_path: Path) -> None:
+    if shutil.which("pyright") is None:
+        pytest.skip("pyright is not installed")
+    bad = written(tmp_path)
+    assert set(of_pyright(tmp_path)) == bad
+
+
+def test_the_options_of_an_exchange_are_its_arguments() -> None:
+    passed = inspect.signature(Exchange).parameters.keys() - {"store", "replica", "members"}
+    assert ExchangeOptions.__optional_keys__ == passed - {"name", "board"}
+
+
+def test_the_names_for_type_checkers_are_all_names() -> None:
+    assert get_args(WireName) == WIRES
+    for literal, table in ((OverlapName, OVERLAPS), (OuterName, _BY_NAME)):
+        assert get_args(literal) == (*table, *(name.lower() for name in table))

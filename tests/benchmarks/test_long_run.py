@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from benchmark_runs import run_benchmark, shows
+from choice_groups import grouped
 from problems import Regression, train_step
 from torch import Tensor
 
 from benchmarks.convergence.in_one_process import Replica, Replicas
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.methods.overlap import Blocking, Delayed, Eager, Overlap
-from diloco_comm.options import grouped
 from diloco_comm.tools.common import plots
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from benchmark_runs import run_benchmark
+from choice_groups import grouped
 from problems import Regression, train_step
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from benchmarks.operators import equal_bytes
 from diloco_comm import SGD, Blocking, DiLoCo, Eager, Streaming
 from diloco_comm.ops import implementations
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.options import grouped
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import HOMES
 from pages import PAGES, ROOT
 
 import diloco_comm
@@ -18,7 +19,7 @@ from diloco_comm import Blocking, DiLoCo, Elastic, Nesterov
 from diloco_comm import asynchronous as async_names
 from diloco_comm.asynchronous import AsyncDiLoCo
 from diloco_comm.base import env
-from diloco_comm.options import DEFAULTS, HOMES
+from diloco_comm.options import DEFAULTS
 
 PUBLIC: dict[str, Any] = {
     name: getattr(module, name) for module in (diloco_comm, async_names) for name in module.__all__
@@ -43,7 +44,7 @@ OTHER_TABLES: dict[str, tuple[Callable[..., Any], str]] = {
 def rows_of_arguments() -> Iterator[tuple[list[str], str]]:
     """Yield the arguments and the default of each row of the table in docs/reference/api.md.
 
-    The rows of groups of choices are yielded by the names of 0.1.
+    The rows of groups of choices are yielded by their names in a configuration.
     """
     text = (ROOT / "docs" / "reference" / "api.md").read_text()
     table = text.split("## The arguments of `DiLoCo`\n", 1)[1].split("\n\n")[1]
@@ -56,7 +57,7 @@ def rows_of_arguments() -> Iterator[tuple[list[str], str]]:
         choice, default, _, old = re.split(r"(?<!\\)\|", line.strip("|"))
         kind, field = re.findall(r"`(\w+)\.(\w+)`", choice)[0]
         (name,) = re.findall(r"`(\w+)`", old)
-        assert HOMES.get(name, ("wire", "name")) == (kind_of(kind), field)
+        assert HOMES[name] == (kind_of(kind), field)
         if name != "wire":
             yield [name], default.replace("`", "").strip()
 
@@ -103,16 +104,14 @@ def test_the_table_has_all_arguments_with_their_defaults(monkeypatch: pytest.Mon
                 continue
             assert used[name] == value_of(text), name
     # A sentence below the table names the arguments that became ``peers``.
-    assert named == used.keys() - {"self", "choices", "group", "mesh", "membership"}
+    assert named == used.keys() - {"self", "group", "mesh", "membership"}
 
 
 @pytest.mark.parametrize("page", OTHER_TABLES)
 def test_the_other_tables_have_all_arguments_with_their_defaults(page: str) -> None:
     kind, title = OTHER_TABLES[page]
     parameters = {
-        name: parameter.default
-        for name, parameter in inspect.signature(kind).parameters.items()
-        if kind is Elastic or name not in HOMES.keys() - {"name"}
+        name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()
     }
     section = (ROOT / "docs" / page).read_text().split(f"{title}\n", 1)[1]
     table = next(block for block in section.strip().split("\n\n") if block.startswith("|"))
@@ -182,8 +181,9 @@ def programs() -> Iterator[tuple[str, str]]:
 
 
 def test_programs_group_their_choices() -> None:
-    """A program that uses a name of 0.1 would teach that name."""
-    old, num_checked = [], 0
+    """No program gives a choice without its group, which is an error."""
+    single, num_checked = [], 0
+    choices = HOMES.keys() - {"wire", "name"} | {"group", "mesh", "membership"}
     for place, code in programs():
         for node in ast.walk(ast.parse(code)):
             if not isinstance(node, ast.Call):
@@ -191,5 +191,5 @@ def test_programs_group_their_choices() -> None:
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             if name in MAKERS:
                 num_checked += 1
-                old += [f"{place}: {name}({k.arg}=)" for k in node.keywords if k.arg in HOMES]
-    assert old == [] and num_checked > 20
+                single += [f"{place}: {name}({k.arg}=)" for k in node.keywords if k.arg in choices]
+    assert single == [] and num_checked > 20

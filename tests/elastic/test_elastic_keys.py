@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from choice_groups import grouped
 from elastic_replicas import registry as registry
 from exchange_helpers import folder_of, make_folders
 from fault_replicas import make_model, make_optimizer
@@ -19,7 +20,6 @@ from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, Link, ReplicaMismatch
 from diloco_comm.base.service.keys import allow
-from diloco_comm.options import grouped
 
 
 def _member(rank: int, world: int, address: tuple[str, int], registry: str, root: str) -> Any:

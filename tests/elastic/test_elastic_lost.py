@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from async_helpers import wait_until
+from choice_groups import grouped
 from elastic_replicas import registry as registry
 from fault_replicas import (
     BLOCK,
@@ -37,7 +38,6 @@ from diloco_comm.elastic import driver, options
 from diloco_comm.elastic.exits import MISFIT, status_of
 from diloco_comm.elastic.registry import connect as registry_at
 from diloco_comm.elastic.state_folder import StateFolder
-from diloco_comm.options import grouped
 
 OPTIONS: dict[str, Any] = {"sync_every": 4, "block_size": BLOCK, "chunk_bytes": 512}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from elastic_replicas import SUSPECT_AFTER_S
 from elastic_replicas import registry as registry
 from exchange_helpers import connect_replica
@@ -30,7 +31,6 @@ from diloco_comm import (
 )
 from diloco_comm.elastic.happenings import ViewChanged
 from diloco_comm.exchange.membership import member
-from diloco_comm.options import grouped
 from diloco_comm.training import inner_state
 from diloco_comm.training.inner_state import InnerStates
 

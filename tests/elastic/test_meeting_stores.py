@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch.distributed as dist
+from choice_groups import grouped
 from elastic_replicas import registry as registry
 from exchange_helpers import folder_of, make_folders
 from fault_replicas import make_model, make_optimizer
@@ -32,7 +33,6 @@ from diloco_comm.elastic.hosting import (
     settings_of,
 )
 from diloco_comm.elastic.views import OPEN, Member, View
-from diloco_comm.options import grouped
 
 _forks = multiprocessing.get_context("forkserver")
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from exchange_helpers import (
     check_pairs,
     decode,
@@ -24,7 +25,6 @@ from workers import Pool
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
-from diloco_comm.options import grouped
 from diloco_comm.replica.workers import WorkerMessages
 
 Workers = Callable[[int], Pool]

@@ -316,11 +316,13 @@ def test_a_password_is_told_to_nobody(
         with attach(peers, link) as diloco:
             said += [json.dumps(diloco.config()), repr(vars(diloco.exchange))]
         said += [repr(hosted.store.get(key)) for key in hosted.store.list_keys()]  # type: ignore[attr-defined]
-    with pytest.warns(DeprecationWarning) as warned, pytest.raises(ValueError) as caught:
-        model = torch.nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        DiLoCo(model, optimizer, sync_every=2, backend="gloo", proxy=proxy.url)
-    said += [*(str(one.message) for one in warned), str(caught.value)]
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrong: list[dict[str, Any]] = [{"link": Link("gloo", proxy=proxy.url)}, {"proxy": proxy.url}]
+    for given, kind in zip(wrong, (ValueError, TypeError), strict=True):
+        with pytest.raises(kind) as caught:
+            DiLoCo(model, optimizer, sync_every=2, **given)
+        said.append(str(caught.value))
     said += [failed_dial(proxy.url.replace("alice", "bob", 1)), caplog.text]
     quoted = proxy.url.partition("alice:")[2].partition("@")[0]
     for text in said:

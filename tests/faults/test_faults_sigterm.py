@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from choice_groups import grouped
 from elastic_replicas import registry as registry
 from fault_replicas import (
     BLOCK,
@@ -27,7 +28,6 @@ from support_paths import FOLDERS
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, SyncError
-from diloco_comm.options import grouped
 
 
 def attach(registry: str, replica: int, sync_every: int, **choices: Any) -> tuple[DiLoCo, Any, Any]:

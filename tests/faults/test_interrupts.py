@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from problems import Regression, equal, train_step
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.options import grouped
 from diloco_comm.rounds.part import SyncedFragment
 
 PACKAGE = str(Path(diloco_comm.__file__).parent)

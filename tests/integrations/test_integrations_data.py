@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from trainers import WithLoss, make_optimizer, needs, on_store
@@ -21,7 +22,6 @@ from workers import Crew, Pool, Zygote
 
 from diloco_comm import DiLoCo
 from diloco_comm.integrations.wrapping import _shown
-from diloco_comm.options import grouped
 
 NUM_SAMPLES, WIDTH = 60, 24
 

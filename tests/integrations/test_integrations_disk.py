@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from fault_replicas import hash_of
 from small_disk import mounted
 from trainers import Rows, WithLoss, needs, on_store
 from workers import Pool
 
 from diloco_comm import Streaming, SyncError
-from diloco_comm.options import grouped
 
 
 @pytest.fixture(scope="module")

@@ -60,12 +60,12 @@ def test_averages_of_local_weights_are_refused_by_name(replicas: Callable[[int],
 def averages_of_outer(rank: int, world: int, address: tuple[str, int]) -> tuple[str, str, int]:
     """The average that ``docs/how-to/lightning.md`` shows; return its hash and the model's."""
     import lightning.pytorch as pl
+    from choice_groups import grouped
     from lightning_runs import Module, quiet_trainer
     from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
     from trainers import on_store
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
-    from diloco_comm.options import grouped
 
     place = on_store(rank, world, address, "averages")
     callback = DiLoCoCallback(sync_every=2, shard=False, **grouped(place))

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from problems import attach, train_step
 from trainers import NUM_STEPS, ROWS, Rows, WithLoss, needs, on_store
 from workers import Pool
 
 from diloco_comm.integrations.writers import log_metrics
-from diloco_comm.options import grouped
 
 FIGURES = {"sent_bytes", "received_bytes", "encode_s", "exchange_s", "exposed_s", "is_applied"}
 MAIN = {"diloco/sent_mb", "diloco/waited_s", "diloco/hidden_share", "diloco/drift"}

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from choice_groups import grouped
 from trainers import NUM_STEPS, ROWS, Rows, needs, on_store
 from workers import Pool
-
-from diloco_comm.options import grouped
 
 
 @pytest.fixture(scope="module")

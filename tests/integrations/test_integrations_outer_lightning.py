@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from torch import Tensor
 from trainers import (
     HELD_OUT,
@@ -27,7 +28,6 @@ from trainers import (
 from workers import Pool
 
 from diloco_comm import Blocking
-from diloco_comm.options import grouped
 
 FAILED_STEP = 7
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from torch import Tensor
 from trainers import LEARNING_RATE, ROWS, Rows, WithLoss, flat, make_optimizer, needs, on_store
 from workers import Pool
 
 from diloco_comm import DiLoCo
-from diloco_comm.options import grouped
 
 NUM_STEPS = 8
 # Replica 1's gradients overflow at this step, at which a round is due.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from trainers import (
     LEARNING_RATE,
     NUM_STEPS,
@@ -31,7 +32,6 @@ from workers import Pool
 
 from diloco_comm import DiLoCo, NonFiniteError
 from diloco_comm.integrations.evaluating import Swap
-from diloco_comm.options import grouped
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

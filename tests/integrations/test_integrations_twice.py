@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from launching import torchrun
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trainers import LEARNING_RATE, Rows, WithLoss, flat, is_installed, needs
 
 from diloco_comm import StorePeers
-from diloco_comm.options import grouped
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from problems import Regression, equal, parameters_of, train_step
 from trainers import ROWS, WIDTH, Rows, needs, on_store
 from workers import Pool
 
 from diloco_comm import DiLoCo, Nesterov
-from diloco_comm.options import grouped
 
 SYNC_EVERY, NUM_STEPS = 4, 6
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from choice_groups import grouped
 from problems import Regression, batch, equal
 from sharded_runs import POLICIES, norms_of, resolved
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from diloco_comm import CO2, SGD, DiLoCo, HeavyBall, Nesterov, ReplicaMismatch, Streaming, SyncError
-from diloco_comm.options import grouped
 
 # It divides by neither number of shards; the head has one row, so all but one shard lack it.
 WIDTH = 25

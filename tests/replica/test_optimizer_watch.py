@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from async_helpers import serving as serving_async
+from choice_groups import grouped
 from decoupled_processes import make_server
 from problems import Regression, train_step
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.optim import optimizer as optimizer_hooks
 
 from diloco_comm import DiLoCo, Link, Streaming
 from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
-from diloco_comm.options import grouped
 
 WIDTH = 32
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from problems import Regression, batch, equal
 from sharded_runs import POLICIES, norms_of, resolved
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco_comm import CO2, SGD, DiLoCo, HeavyBall, Nesterov, NonFiniteError, Streaming, SyncError
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.options import grouped
 
 WIDTH = 25
 # The last fragment has fewer blocks than there are workers.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from fault_replicas import REPORT_S, connect
 from ledger import Ledger
 from problems import Regression, batch, equal
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from workers import Pool
 
 from diloco_comm import CO2, DiLoCo, Eager, HeavyBall, Streaming, SyncError
-from diloco_comm.options import grouped
 
 # Replicas 0 to 2 train, replica 3 comes later; worker 1 of replica 2 dies.
 NUM_REPLICAS, NUM_SHARDS, VICTIM = 4, 2, (2, 1)

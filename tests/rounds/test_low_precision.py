@@ -8,6 +8,7 @@ import device_training
 import numpy as np
 import pytest
 import torch
+from choice_groups import grouped
 from device_training import Replica
 from oracle import BF16, FP16, Grid, Method, OuterOptimizer, simulate
 from peak_memory import peak_bytes
@@ -26,7 +27,6 @@ from diloco_comm import (
     Nesterov,
     Streaming,
 )
-from diloco_comm.options import grouped
 
 SIZE = 192
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

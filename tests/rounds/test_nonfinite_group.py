@@ -11,13 +11,13 @@ import test_fsdp
 import test_shard_group
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from fault_replicas import Failure, Replica, Result, Setup, check_agreement
 from problems import equal
 from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, Streaming, SyncError
-from diloco_comm.options import grouped
 
 H, VICTIM = 4, 1
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from choice_groups import grouped
 from oracle import Method, Run, simulate
 from problems import INNER_LR, MATRICES, START, TARGETS, Quadratic
 from test_overlap_examples import OUTERS, SPLIT, Trace, close
 from workers import Pool
 
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming
-from diloco_comm.options import grouped
 
 H, NUM_STEPS = 3, 14
 Sick = frozenset[tuple[int, int]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from problems import (
     Regression,
     batch,
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, NonFiniteError, Streaming
-from diloco_comm.options import grouped
 
 H, VICTIM = 4, 1
 

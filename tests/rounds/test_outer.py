@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from choice_groups import grouped
 from problems import (
     INNER_LR,
     START,
@@ -28,7 +29,6 @@ from problems import (
 from diloco_comm import CO2, SGD, Adam, DiLoCo, FromTorch, HeavyBall, Nesterov, ReplicaMismatch, ops
 from diloco_comm.methods.outer import OuterOptimizer, OuterState, Update, make_outer
 from diloco_comm.ops.wire import Layout, WireFormat
-from diloco_comm.options import grouped
 
 NUM_ROUNDS = 3
 

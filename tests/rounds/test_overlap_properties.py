@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from choice_groups import grouped
 from oracle import Method, OuterOptimizer, simulate
 from problems import MATRICES, START, TARGETS, Regression, equal, parameters_of, train_step
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from diloco_comm import (
     Streaming,
 )
 from diloco_comm.ops.wire import ELEMENT_WIRES
-from diloco_comm.options import grouped
 
 WIDTH = 8
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from ledger import Ledger
 from problems import Regression, train_step
 from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall
-from diloco_comm.options import grouped
 from diloco_comm.rounds.part import RoundInFlight, SyncedPart
 
 H, WIDTH, BLOCK = 2, 24, 32

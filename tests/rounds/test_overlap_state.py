@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from choice_groups import grouped
 from problems import equal, load_training, save_training, train_step
 from torch import Tensor, nn
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Streaming
-from diloco_comm.options import grouped
 
 SYNC_EVERY = 3
 NUM_STEPS = 11

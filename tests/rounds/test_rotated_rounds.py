@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from problems import Regression, train_step
 from torch import nn
 
@@ -29,7 +30,6 @@ from diloco_comm import (
 )
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 from diloco_comm.integrations.ddp_hook import QuantizedAllReduce
-from diloco_comm.options import grouped
 
 WIDTH = 24
 POLICIES = (Blocking(), Streaming(2, 0.5), Delayed(), Eager(), CO2(rounds=2))

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from problems import Regression, train_step
 from torch import Tensor
 
 from diloco_comm import SGD, Delayed, DiLoCo, Streaming
 from diloco_comm.exchange.round import decode_terms
 from diloco_comm.methods.overlap import Overlap
-from diloco_comm.options import grouped
 from diloco_comm.rounds.round_log import RoundLog, replay
 
 WIDTH = 7  # of a model with 246 parameters: one block of 256, two blocks of 128

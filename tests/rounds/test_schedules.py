@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from problems import Regression, train_step
 
 from diloco_comm import DiLoCo, Nesterov, ReplicaMismatch, WarmupCosine
 from diloco_comm.methods.outer import make_outer
-from diloco_comm.options import grouped
 
 WARMUP, TOTAL = 3, 7
 SCHEDULE = WarmupCosine(0.8, WARMUP, TOTAL, final=0.1)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from choice_groups import grouped
 from problems import Regression, equal, load_training, save_training, train_step
 from torch import Tensor, nn
 
 from diloco_comm import SGD, Adam, DiLoCo, FromTorch, Nesterov
-from diloco_comm.options import grouped
 
 SYNC_EVERY = 4
 NUM_STEPS = 10

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from choice_groups import grouped
 from problems import Regression, train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -30,7 +31,6 @@ from diloco_comm import (
     ReplicaMismatch,
     Streaming,
 )
-from diloco_comm.options import grouped
 from diloco_comm.rounds.load import restore_outer
 from diloco_comm.rounds.part import SyncedFragment
 

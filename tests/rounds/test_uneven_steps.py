@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from problems import Regression, attach, equal, parameters_of, train_step
 from torch import Tensor, nn
 from trainers import ROWS, Rows, WithLoss, flat, make_optimizer, needs, on_store
@@ -26,7 +27,6 @@ from diloco_comm import (
     Streaming,
     SyncError,
 )
-from diloco_comm.options import grouped
 
 STEPS = [9, 7, 12]
 

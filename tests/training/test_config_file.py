@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 
 from diloco_comm import DiLoCo, Eager, HeavyBall
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.options import grouped
 
 
 def attach(**arguments: Any) -> DiLoCo:

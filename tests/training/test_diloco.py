@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from problems import Regression, batch, equal, parameters_of, train_step, ulps
 from torch import Tensor, nn
 
 from diloco_comm import SGD, Adam, DiLoCo, Nesterov, Streaming, Wire
 from diloco_comm.ops.wire import ELEMENT_WIRES
-from diloco_comm.options import grouped
 from diloco_comm.replica.fragments import Schedule
 
 # ------------------------------------------------------------------------ limits of the method

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
@@ -27,7 +28,6 @@ from diloco_comm import (
 )
 from diloco_comm.exchange import collective
 from diloco_comm.exchange.round import Round
-from diloco_comm.options import grouped
 
 
 def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:

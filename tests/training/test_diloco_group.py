@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from problems import Regression, attach, equal, everything, train_step
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, Link, Nesterov, PeerLeft, ReplicaMismatch, StorePeers, SyncError
-from diloco_comm.options import grouped
 
 # ----------------------------------------------------------------------- replicas that go away
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from problems import Regression, batch, equal, parameters_of, train_step
 from torch import Tensor, nn
 
 from diloco_comm import SGD, DiLoCo, Streaming
-from diloco_comm.options import grouped
 
 # ----------------------------------------------------------------------- kinds of parameters
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
 from diloco_comm import Blocking, DiLoCo, HeavyBall, Nesterov, Streaming, Wire, fedavg, local_sgd
-from diloco_comm.options import grouped
 
 # -------------------------------------------------------------------------------- the surface
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import KINDS, grouped
 from problems import Regression, train_step
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,25 +27,10 @@ from diloco_comm import (
     local_sgd,
 )
 from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
-from diloco_comm.integrations.attaching import (
-    all_named,
-    attach,
-    check,
-    choices_for,
-    with_total_steps,
-)
-from diloco_comm.options import (
-    HOMES,
-    check_names,
-    choices_among,
-    choices_in,
-    choices_of,
-    grouped,
-    with_defaults,
-)
-from diloco_comm.training.arguments import backend_of
-
-KINDS = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "peers": StorePeers}
+from diloco_comm.integrations.attaching import attach, check, choices_for, with_total_steps
+from diloco_comm.methods.settings import Settings
+from diloco_comm.options import DEFAULTS, choices_among, choices_in, choices_of, with_defaults
+from diloco_comm.training.arguments import Arguments, backend_of
 
 
 def made(**arguments: Any) -> tuple[Regression, torch.optim.Optimizer, DiLoCo]:
@@ -54,22 +40,33 @@ def made(**arguments: Any) -> tuple[Regression, torch.optim.Optimizer, DiLoCo]:
     return model, optimizer, make(model, optimizer, **{"sync_every": 2, **arguments})
 
 
-def test_every_choice_has_one_home() -> None:
-    homes = [home for home in HOMES.values() if home[1]]
-    fields = [
-        (group, field.name) for group, kind in KINDS.items() for field in dataclasses.fields(kind)
-    ]
-    assert sorted([*homes, ("wire", "name")]) == sorted(fields)
+def test_every_choice_has_a_name_of_its_own() -> None:
+    choices = [field for kind in KINDS.values() for field in dataclasses.fields(kind)]
+    assert len(DEFAULTS) == len(choices) + len(("group", "mesh", "membership"))
+
+
+def test_the_signature_has_the_defaults_that_are_used() -> None:
+    """``Arguments``, for functions that pass arguments on, has all of them."""
+    parameters = inspect.signature(DiLoCo).parameters
+    assert parameters["sync_every"].default is inspect.Parameter.empty
+    assert parameters.keys() - {"model", "optimizer"} == Arguments.__optional_keys__
+    names = [field.name for field in dataclasses.fields(Settings) if field.name in parameters]
+    told = {name: parameters[name].default for name in names if name != "sync_every"}
+    assert len(told) == 6
+    assert Settings(4, **told).shared() == Settings(4).shared()
 
 
 WIRE = {"block_size": 64, "rounding": "stochastic", "seed": 5, "error_feedback": True}
 LINK = {"lanes": 2, "chunk_bytes": 512, "timeout": 60.0, "suspect_after": 20.0}
 BAD = {"max_skipped": None}
+FLAT = {"wire": "int4", **WIRE, **LINK, "on_nonfinite": "skip", **BAD}
+SAVED = {"wire": {"name": "int4", **WIRE}, "lanes": 2, "chunk_bytes": 512, "nonfinite": "skip"}
 SPELLINGS: list[dict[str, Any]] = [
-    {"wire": "int4", **WIRE, **LINK, "on_nonfinite": "skip", **BAD},
+    grouped(FLAT),
     {"wire": Wire("int4", **WIRE), "link": Link(**LINK), "nonfinite": NonFinite("skip", **BAD)},
-    {"wire": Wire("int4", seed=5), **{**WIRE, "seed": None}, "link": Link(lanes=2),
-     **{name: LINK[name] for name in LINK if name != "lanes"}, "nonfinite": "skip", **BAD},
+    {"config": {**SAVED, **BAD}, "link": Link(timeout=60.0, suspect_after=20.0)},
+    {"config": {**SAVED, "wire": {"name": "int4", **WIRE, "seed": 4}}, "wire": Wire(seed=5),
+     "link": Link(timeout=60.0), "nonfinite": NonFinite(**BAD)},
 ]  # fmt: skip
 
 
@@ -79,19 +76,16 @@ def trained(rank: int, world: int) -> list[tuple[str, dict[str, Any]]]:
     peers: list[dict[str, Any]] = [
         {},
         {"peers": dist.group.WORLD},
-        {"group": dist.group.WORLD},
         {"peers": mesh},
         {"peers": StorePeers(store, rank, of=world, name="a")},
         {"peers": StorePeers(store, rank, members=list(range(world)), name="b")},
-        {"peers": StorePeers(store, of=world), "replica": rank, "name": "c"},
+        {"peers": StorePeers(store, rank, of=world), "name": "c"},
     ]
     found = []
     runs = [(spelling, peers[0]) for spelling in SPELLINGS]
     runs += [(SPELLINGS[1], place) for place in peers[1:]]
     for spelling, place in runs:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            model, optimizer, diloco = made(**{**spelling, **place})
+        model, optimizer, diloco = made(**spelling, **place)
         with diloco:
             for step in range(5):
                 train_step(model, optimizer, rank, step)
@@ -102,7 +96,7 @@ def trained(rank: int, world: int) -> list[tuple[str, dict[str, Any]]]:
 
 def test_every_spelling_is_the_same_training(workers) -> None:
     results = [result for found in workers(2).run(trained) for result in found]
-    assert len(results) == 2 * (len(SPELLINGS) + 6)
+    assert len(results) == 2 * (len(SPELLINGS) + 5)
     assert all(result == results[0] for result in results)
     assert results[0][1]["seed"] == 5 and results[0][1]["max_skipped"] is None
 
@@ -124,98 +118,27 @@ def test_replicas_of_a_registry_exchange_over_one_port() -> None:
     assert backend_of({**chosen, "membership": None}) is None
 
 
-STORE = dist.HashStore()
-# Names of 0.1, and the two lines that the warning shows.
-OLD: list[tuple[Any, dict[str, Any], str, str]] = [
-    (DiLoCo, {"block_size": 64, "lanes": 4}, "DiLoCo(block_size=64, lanes=4)",
-     "DiLoCo(wire=Wire(block_size=64), link=Link(lanes=4))"),
-    (DiLoCo, {"wire": "int4", "seed": 3, "on_nonfinite": "skip"},
-     'DiLoCo(seed=3, on_nonfinite="skip", wire="int4")',
-     'DiLoCo(wire=Wire("int4", seed=3), nonfinite="skip")'),
-    (DiLoCo, {"store": STORE, "replica": 0, "num_replicas": 1, "backend": "gloo"},
-     'DiLoCo(store=store, replica=0, num_replicas=1, backend="gloo")',
-     'DiLoCo(peers=StorePeers(store, replica=0, of=1), link="gloo")'),
-    (DiLoCo, {"on_nonfinite": "reset", "on_reset": print, "max_skipped": None},
-     'DiLoCo(on_nonfinite="reset", on_reset=on_reset, max_skipped=None)',
-     'DiLoCo(nonfinite=NonFinite("reset", max_skipped=None, on_reset=on_reset))'),
-    (DiLoCo, {"mesh": None, "num_replicas": 1}, "DiLoCo(mesh=None, num_replicas=1)",
-     'DiLoCo(peers="alone")'),
-    (eager_diloco, {"align_tensors": True}, "eager_diloco(align_tensors=True)",
-     "eager_diloco(wire=Wire(align_tensors=True))"),
-]  # fmt: skip
+def test_a_name_is_not_given_twice() -> None:
+    with pytest.raises(TypeError, match="DiLoCo is given name twice: in peers= and as name="):
+        made(peers=StorePeers(dist.HashStore(), 0, of=1, name="a"), name="b")
 
 
-@pytest.mark.parametrize(("make", "arguments", "before", "after"), OLD)
-def test_an_old_name_warns_once_with_the_new_line(
-    make: Any, arguments: dict[str, Any], before: str, after: str
-) -> None:
-    with pytest.warns(DeprecationWarning) as caught:
-        *_, diloco = made(make=make, **arguments)
-    diloco.close()
-    sentence = f"{before} is written {after} since 0.2; the old names end with 0.3"
-    assert [str(one.message) for one in caught] == [sentence]
-    assert caught[0].filename == __file__
-    *_, again = made(make=make, **grouped(arguments))
-    again.close()
-    assert again.config() == diloco.config()
-
-
-@pytest.mark.parametrize("make", [AsyncDiLoCo, DecoupledDiLoCo])
-def test_old_names_of_asynchronous_training_warn(make: Any) -> None:
-    model = Regression()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sentence = (
-        r"\(seed=3, timeout=9.0\) is written .*\(wire=Wire\(seed=3\), link=Link\(timeout=9.0\)\)"
-    )
-    with pytest.warns(DeprecationWarning, match=make.__name__ + sentence):
-        with pytest.raises(ValueError, match="address"):
-            make(model, optimizer, server="nowhere", name="a", seed=3, timeout=9.0)
-
-
-def test_old_names_of_a_callback_warn_when_it_is_made() -> None:
+def test_a_callback_has_the_arguments_of_a_partial_function() -> None:
     class Callback:
         def __init__(self, make: Any, **arguments: Any) -> None:
             self.arguments = check(Callback, make, arguments)
 
-    make = functools.partial(DiLoCo, sync_every=4, seed=3, lanes=2)
-    with pytest.warns(DeprecationWarning, match="Callback") as caught:
-        arguments = Callback(make, seed=5, timeout=60.0).arguments
-    assert len(caught) == 1
-    assert arguments == {
-        "sync_every": 4,
-        "wire": Wire(seed=5),
-        "link": Link(lanes=2, timeout=60.0),
-    }
+    make = functools.partial(DiLoCo, sync_every=4, wire=Wire(seed=3), link=Link(lanes=2))
+    arguments = Callback(make, wire=Wire("int4", seed=5)).arguments
+    assert arguments == {"sync_every": 4, "wire": Wire("int4", seed=5), "link": Link(lanes=2)}
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(make, model, optimizer, {**arguments, "peers": "alone"}) as diloco:
         assert diloco.config()["seed"] == 5 and diloco.config()["lanes"] == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"group": "x"}, TypeError, "group must be a process group of torch.distributed"),
-        ({"mesh": "x"}, TypeError, "mesh must be a DeviceMesh"),
-        ({"replica": 1}, ValueError, "replica, num_replicas and members need store="),
-        ({"membership": 3}, TypeError, "peers must be a ProcessGroup"),
-        ({"membership": Elastic("tcp://h:1"), "replica": 1}, ValueError, "leave out replica"),
-    ],
-)
-def test_old_names_are_checked_as_before(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.warns(DeprecationWarning), pytest.raises(error, match=message):
-        made(**arguments)
-
-
-def test_a_choice_is_not_given_twice() -> None:
-    with pytest.raises(TypeError, match="seed is given twice: in wire= and as seed="):
-        grouped({"wire": Wire(seed=3), "seed": 4})
-
-
-def test_a_configuration_has_old_names_or_groups() -> None:
-    """Neither warns: 0.1 reads what this version saves, and a file may be written by hand."""
+def test_a_configuration_has_single_choices_or_groups() -> None:
+    """0.1 and 0.2 have saved single choices, as this version does; a hand may write groups."""
     old = {"sync_every": 2, "wire": "int4", "seed": 3, "lanes": 2, "max_skipped": None}
     new = {
         "sync_every": 2,
@@ -255,8 +178,6 @@ def test_a_wire_without_a_name_keeps_the_preset_s(make: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"wire": Wire("int4", block_size=64), "block_size": 32}, TypeError, "block_size twice"),
-        ({"link": Link(lanes=2), "lanes": 2}, TypeError, "lanes twice: in link= and as lanes="),
         ({"wire": Wire("int4", block_size=63)}, ValueError, "block_size must be one of"),
         ({"wire": Wire("topk64")}, ValueError, "error_feedback"),
         ({"wire": 4}, TypeError, "wire must be a name, a WireFormat"),
@@ -281,13 +202,18 @@ def test_a_wire_without_a_name_keeps_the_preset_s(make: Any) -> None:
         ({"peers": "tcp://host:1"}, TypeError, "peers must be a ProcessGroup"),
         ({"peers": StorePeers(dist.HashStore(), 4, of=2)}, ValueError, "replica"),
         ({"peers": StorePeers(dist.HashStore(), 0)}, ValueError, "StorePeers needs replica="),
-        (
-            {"lane": 2},
-            TypeError,
-            "no argument 'lane': did you mean link=Link",
-        ),
+        ({"lane": 2}, TypeError, "no argument 'lane': did you mean link=Link\\(lanes=...\\)"),
+        ({"sync_evry": 2}, TypeError, "DiLoCo has no argument 'sync_evry': did you mean 'sync_ev"),
+        ({"error_feedback": True}, TypeError,
+         "error_feedback is a field of Wire: wire=Wire\\(error_feedback=True\\)"),
+        ({"num_replicas": 2}, TypeError, "is a field of StorePeers: peers=StorePeers\\(of=2\\)"),
+        ({"on_nonfinite": "skip"}, TypeError, "nonfinite=NonFinite\\(action='skip'\\)"),
+        ({"on_reset": print}, TypeError, "nonfinite=NonFinite\\(on_reset=...\\)"),
+        ({"proxy": "http://alice:secret@h:1"}, TypeError, "link=Link\\(proxy=...\\)$"),
+        ({"group": "x"}, TypeError, "no argument 'group': give the group as peers=..."),
+        ({"xyz": 2}, TypeError, "no argument 'xyz': it has model, optimizer, sync_every, frag"),
     ],
-)
+)  # fmt: skip
 def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         made(**arguments)
@@ -307,29 +233,31 @@ def test_a_callback_checks_the_groups_when_it_is_made() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Callback(sync_every=2, **arguments)
-    check_names(Callback, {"peers": None, "lanes": 2}, all_named())
-    with pytest.raises(TypeError, match="did you mean 'peers'"):
-        check_names(Callback, {"peer": None}, all_named())
+    with pytest.raises(TypeError, match="Callback has no argument 'peer': did you mean 'peers'"):
+        Callback(sync_every=2, peer=None)
+    with pytest.raises(TypeError, match="lanes is a field of Link: link=Link\\(lanes=2\\)"):
+        Callback(sync_every=2, lanes=2)
+    with pytest.raises(TypeError, match="takes the trainer's own model: leave out model="):
+        Callback(sync_every=2, model=None)
 
 
-@pytest.mark.parametrize("name", ["peers", "membership"])
-def test_the_trainer_s_steps_end_an_elastic_run(name: str) -> None:
+def test_the_trainer_s_steps_end_an_elastic_run() -> None:
     elastic = Elastic("tcp://127.0.0.1:1")
-    assert with_total_steps({name: elastic}, 7)[name].total_steps == 7
-    assert with_total_steps({name: elastic}, 0)[name] is elastic
+    assert with_total_steps({"peers": elastic}, 7)["peers"].total_steps == 7
+    assert with_total_steps({"peers": elastic}, 0)["peers"] is elastic
 
 
-def test_every_spelling_makes_the_same_choices() -> None:
-    """Also those that no configuration shows."""
-    more = {"join_timeout": 9.0, "backend": "tcp", "listen": "h:1", "advertise": "g:2"}
-    old = {"wire": "int4", **WIRE, **LINK, **more, "on_nonfinite": "reset", "on_reset": print}
-    old["link_keys"] = "k"
-    groups = {"wire": Wire("int4", **WIRE), "link": Link(**LINK, **more, keys="k")}
-    new = {**groups, "nonfinite": NonFinite("reset", on_reset=print)}
-    assert choices_of(old) == choices_of(new) and choices_of(new)["on_reset"] is print
-    place = StorePeers("tcp://h:1", 1, members=[1, 2], name="x")
-    told = {"store": "tcp://h:1", "replica": 1, "members": [1, 2], "name": "x"}
-    assert choices_of({"peers": place}) == choices_of(told)
+@pytest.mark.parametrize("make", [AsyncDiLoCo, DecoupledDiLoCo])
+def test_the_classes_of_asynchronous_training_name_the_nearest_argument(make: Any) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given, message in (
+        ({"seed": 3}, f"{make.__name__} has no argument 'seed': seed is a field of Wire: wire="),
+        ({"timeout": 9.0}, r"timeout is a field of Link: link=Link\(timeout=9.0\)"),
+        ({"serve": "tcp://h:1"}, "no argument 'serve': did you mean 'server'"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make(model, optimizer, **given)
 
 
 def test_a_wire_without_a_name_takes_the_default_s() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from problems import Regression, attach, train_step
 from torch.distributed.device_mesh import init_device_mesh
 
 from diloco_comm import DiLoCo, Eager, Streaming
-from diloco_comm.options import grouped
 
 WORDS = "train on the same data"
 

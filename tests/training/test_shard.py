@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from problems import Regression, attach, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,6 @@ from torch.utils.data import (
 )
 
 from diloco_comm import DiLoCo
-from diloco_comm.options import grouped
 from diloco_comm.training.sampler import shard_part
 
 NUM_SAMPLES = 103

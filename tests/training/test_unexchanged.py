@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, ReplicaMismatch
-from diloco_comm.options import grouped
 from diloco_comm.rounds import handshake
 
 

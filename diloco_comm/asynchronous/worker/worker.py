@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
@@ -17,12 +17,12 @@ from ...base import env, recording
 from ...base.checks import choice, refuse_copy, timeout_seconds, warn
 from ...base.errors import NonFiniteError
 from ...base.trace import span
-from ...ops.wire import WireFormat, parse
+from ...ops.wire import WireFormat, WireName, parse
 from ...ops.wire_options import check_training
-from ...options import Link, NonFinite, Wire, choices_among
+from ...options import Link, NonFinite, Wire, choices_among, closed
 from ...replica.fragments import FragmentSpec
 from ...replica.hooks import StepHooks, hookable
-from ...replica.model_watch import CHECKS, ModelWatch, server_has_weights, warn_at_exit
+from ...replica.model_watch import CHECKS, Checks, ModelWatch, server_has_weights, warn_at_exit
 from .following import Follower, Pursuit
 from .link import Link as ServerLink
 from .link import ServerLost
@@ -94,8 +94,6 @@ class AsyncDiLoCo:
             buffers on the worker and fetches the other workers' encoded updates, which are fewer
             bytes with few workers.
         keys, key_name: Folder of CURVE keys, and the name of this worker's pair.
-        block_size, rounding, seed, error_feedback, timeout, on_nonfinite: The choices of ``wire``,
-            ``link`` and ``nonfinite``, each as an argument of its own, as in 0.1.
         on_round: Called with ``RoundMetrics`` after every round.
         impl: Force an implementation of the operators.
         attach: With False the user calls ``step()`` after each optimizer step, and the optimizer
@@ -115,6 +113,7 @@ class AsyncDiLoCo:
         ServerLost: If no server answers.
     """
 
+    @closed
     def __init__(
         self,
         model: nn.Module,
@@ -123,29 +122,19 @@ class AsyncDiLoCo:
         server: str,
         name: str | None = None,
         fragments: FragmentSpec = 1,
-        wire: str | WireFormat | Wire = "int8",
+        wire: WireName | WireFormat | Wire = "int8",
         link: Link | None = None,
-        nonfinite: str | NonFinite | None = None,
-        block_size: int | None = None,
-        rounding: str | None = None,
-        seed: int | None = None,
-        error_feedback: bool | None = None,
-        fetch: str = "parameters",
-        timeout: float | None = None,
+        nonfinite: Literal["raise", "skip"] | NonFinite = "raise",
+        fetch: Literal["parameters", "updates"] = "parameters",
         keys: str | Path | None = None,
         key_name: str = "worker",
-        on_nonfinite: str | None = None,
         on_round: Callable[[RoundMetrics], None] | None = None,
         impl: str = "",
         attach: bool = True,
-        checks: str = "raise",
+        checks: Checks = "raise",
     ) -> None:
-        single: dict[str, object] = {"block_size": block_size, "rounding": rounding, "seed": seed}
-        single |= {"error_feedback": error_feedback, "timeout": timeout}
         groups = {"wire": wire, "link": link, "nonfinite": nonfinite}
-        choices = choices_among(
-            "AsyncDiLoCo", {**groups, **single, "on_nonfinite": on_nonfinite}, _CHOICES
-        )
+        choices = choices_among("AsyncDiLoCo", groups, _CHOICES)
         timeout, on_nonfinite = choices["timeout"], choices["on_nonfinite"]
         rounding, seed = choices["rounding"], choices["seed"]
         error_feedback = choices["error_feedback"]

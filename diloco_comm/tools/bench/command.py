@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -335,12 +335,12 @@ def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
     return False
 
 
-def _collectives(link: str, backend: str = "gloo") -> str:
+def _collectives(link: str, backend: str = "gloo") -> Literal["gloo", "tcp"]:
     if link not in ("gloo", "tcp"):
         raise ValueError(f"--link must be gloo or tcp, got {link!r}")
     if link == "tcp" and backend != "gloo":
         raise ValueError(f"--link tcp needs --backend gloo, got --backend {backend}")
-    return link
+    return "tcp" if link == "tcp" else "gloo"
 
 
 def _registered(backend: str) -> str:

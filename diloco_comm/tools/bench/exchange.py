@@ -121,16 +121,15 @@ def describe_link(link: tuple[float, float] | None) -> str:
 
 def make_exchange(settings: Settings) -> Exchange:
     """Make an exchange of all ranks; a collective call."""
-    place = {"collectives": settings.collectives}
-    if settings.device == "cuda":
-        place = {"device": "cuda", "collectives": "nccl"}
+    is_on_gpu = settings.device == "cuda"
     exchange = Exchange.from_group(
         None,
         lanes=settings.lanes,
         chunk_bytes=settings.chunk_bytes,
         impl=settings.impl,
         timeout=120.0,
-        **place,
+        device="cuda" if is_on_gpu else "cpu",
+        collectives="nccl" if is_on_gpu else settings.collectives,
     )
     if settings.link is not None:
         exchange.emulate_link(*settings.link)

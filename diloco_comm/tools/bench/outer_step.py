@@ -27,6 +27,7 @@ from ... import (
     Streaming,
     Wire,
 )
+from ...options import Backend
 from ..common import measuring, reports
 from .methods import format_of
 
@@ -49,7 +50,7 @@ class Settings:
     lanes: int = 1
     chunk_bytes: int | None = None
     rounds: int = 7
-    collectives: str = "gloo"
+    collectives: Backend = "gloo"
     link: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import SGD, DiLoCo, Eager, Nesterov, Overlap, Streaming
+from ... import SGD, Blocking, DiLoCo, Eager, Nesterov, Overlap, Streaming
 from .ddp import BucketExchange
 from .model import byte_loss
 from .settings import Row, Settings
@@ -59,12 +59,12 @@ STREAMING_DELAY = 5
 OUTERS = {"FedAvg": SGD(lr=1.0), "Eager": Nesterov(lr=0.5, momentum=0.3)}
 
 
-def overlap_of(row: Row, settings: Settings) -> Overlap | None:
-    """Return the row's overlap policy; None if results are applied in the step that sends."""
+def overlap_of(row: Row, settings: Settings) -> Overlap:
+    """Return the row's overlap policy."""
     if row.method == "Streaming":
         # The delay is shorter than a round: a result arrives before the fragment's next send.
         return Streaming(delay=min(STREAMING_DELAY, settings.sync_every - 1), alpha=0.5)
-    return Eager() if row.method == "Eager" else None
+    return Eager() if row.method == "Eager" else Blocking()
 
 
 class LowCommunication:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...ops.wire import WireName
 from .model import ModelConfig
 
 
@@ -14,7 +15,7 @@ class Row:
     """One row of the table: a training method and the wire format it sends with."""
 
     method: str
-    wire: str
+    wire: WireName
 
     @property
     def name(self) -> str:

@@ -192,7 +192,16 @@ def serve(
     _host(context, make, snapshot, as_json=as_json)
 
 
-def _show(context: typer.Context, address: str, *, keys: Path | None, **options: Any) -> None:
+def _show(
+    context: typer.Context,
+    address: str,
+    *,
+    as_json: bool,
+    watch: bool,
+    keys: Path | None,
+    key_name: str,
+    timeout: float,
+) -> None:
     """Show the status of a server, and end with a sentence if there is no answer."""
     from ...asynchronous.worker.link import ServerLost
     from ...base.service.addresses import parse_address, tcp_address
@@ -200,7 +209,9 @@ def _show(context: typer.Context, address: str, *, keys: Path | None, **options:
 
     try:
         address = tcp_address(*parse_address("status", address))
-        show_status(address, keys=keys, **options)
+        show_status(
+            address, as_json=as_json, watch=watch, keys=keys, key_name=key_name, timeout=timeout
+        )
     except ValueError as error:
         misuse(in_options(str(error), context.params))
     except ServerLost as error:

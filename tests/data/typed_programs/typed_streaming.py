@@ -1,4 +1,4 @@
-"""Streaming with four bits and error feedback."""
+"""Streaming with four bits and error feedback; then with a wire for each group of parameters."""
 
 import torch
 
@@ -18,3 +18,4 @@ diloco = DiLoCo(
 )
 diloco.flush(final=True)
 diloco.close()
+DiLoCo(model, [optimizer], sync_every=4, wire={"bias": "fp32", "rest": "int4"}, link="tcp").close()

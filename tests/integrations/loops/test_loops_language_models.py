@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from choice_groups import grouped
 from ordinary_loops import GPT, NUM_TOKENS, Loop, Replica, check, get_batch, get_lr
 from torch import nn
 
 from diloco_comm import DiLoCo, Streaming
-from diloco_comm.options import grouped
 
 # ------------------------------------------------------------------------------------- nanoGPT
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from choice_groups import grouped
 from ordinary_loops import ConvNet, Loop, Replica, check, images
 from problems import Regression, train_step
 from torch import nn
 
 from diloco_comm import Delayed, DiLoCo, Streaming
-from diloco_comm.options import grouped
 
 NUM_STEPS = 10
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from choice_groups import grouped
 from ordinary_loops import GPT, Loop, Replica, check, get_batch
 from problems import Regression, batch, train_step
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from trainers import needs
 
 from diloco_comm import SGD, DiLoCo, Eager, Nesterov, Streaming
-from diloco_comm.options import grouped
 
 # ------------------------------------------------------------------------------------------ GANs
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from choice_groups import grouped
 from ordinary_loops import (
     BLOCK_SIZE,
     GPT,
@@ -26,7 +27,6 @@ from trainers import needs
 from workers import Pool
 
 from diloco_comm import DiLoCo
-from diloco_comm.options import grouped
 
 NUM_STEPS, SAVED_STEP = 10, 5
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
+from choice_groups import grouped
 from torch import Tensor, nn
 
 from diloco_comm.asynchronous.model.rules import Immediate, ServerRule
@@ -21,7 +22,6 @@ from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.worker.link import read_status
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 from diloco_comm.methods.outer import SGD
-from diloco_comm.options import grouped
 
 PLAIN = Immediate(outer=SGD(1.0))
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import devices
 import torch
+from choice_groups import grouped
 from torch import Tensor, nn
 
 from diloco_comm import CO2, SGD, Adam, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Streaming
 from diloco_comm.ops.wire import ELEMENT_WIRES
-from diloco_comm.options import grouped
 
 SHAPES = ((33, 65), (7,), (0, 3), (128, 129), (1,), (255,))
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from fault_replicas import BLOCK, LR, MOMENTUM, connect, hash_of, make_model, make_optimizer
 from fault_replicas import take_inner_step as train
 from registries import Host
@@ -26,7 +27,6 @@ from diloco_comm import DiLoCo, LeftBehind, Nesterov, SyncError
 from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
 from diloco_comm.elastic.options import Elastic
 from diloco_comm.exchange.membership import regroup, sealing
-from diloco_comm.options import grouped
 from diloco_comm.training.elastic_group import ElasticGroup
 
 # Long enough for a process on a loaded machine to beat meanwhile.

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from torch import Tensor, nn
 from workers import GRACE_S, Pool, deadline_after
 
 from diloco_comm import DiLoCo, Nesterov, SyncError
 from diloco_comm.ops.digests import digest_of
-from diloco_comm.options import grouped
 from diloco_comm.replica.fragments import Schedule
 
 LR, MOMENTUM = 0.7, 0.9

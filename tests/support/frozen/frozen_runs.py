@@ -28,6 +28,7 @@ import cut_links
 import devices
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from exchange_helpers import folder_of, make_folders
 from frozen_mutants import changed
 from frozen_table import POLICIES, WIRES, Setting
@@ -37,7 +38,6 @@ from torch.utils._pytree import tree_map_only
 
 from diloco_comm import DiLoCo, Link, SyncError
 from diloco_comm.ops.digests import digest_of
-from diloco_comm.options import grouped
 from diloco_comm.training import presets
 
 Bits = dict[str, Any]

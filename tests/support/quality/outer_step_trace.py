@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from diloco_comm import DiLoCo, Eager, Streaming
-from diloco_comm.options import grouped
 from diloco_comm.tools.common import ranks
 from diloco_comm.tools.common.workers import run_workers
 
@@ -94,7 +93,7 @@ def trace_of(arguments: dict[str, Any]) -> Trace:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = Trace()
     torch.manual_seed(dist.get_rank())
-    with DiLoCo(model, optimizer, sync_every=SYNC_EVERY, **grouped(arguments)) as diloco:
+    with DiLoCo(model, optimizer, sync_every=SYNC_EVERY, **arguments) as diloco:
         for step in range(1, 6 * SYNC_EVERY + 2):
             model(torch.randn(8, 16)).square().mean().backward()
             if step <= 4 * SYNC_EVERY:

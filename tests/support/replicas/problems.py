@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from choice_groups import grouped
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo
-from diloco_comm.options import grouped
 
 # f_m(x) = 0.5 (x - b_m)' A_m (x - b_m), the quadratic problem of the worked examples.
 MATRICES = (((1.0, 0.2), (0.2, 0.5)), ((0.6, -0.1), (-0.1, 1.2)))

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, Nesterov, Streaming, WireFormat, __version__, ops
-from diloco_comm.options import grouped
 from diloco_comm.wire import ELEMENT_WIRES, WIRES, Layout, rng_key
 
 STATE, BYTES = "streaming-state.pt", "wire-bytes.pt"

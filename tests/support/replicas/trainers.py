@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choice_groups import grouped
 from problems import Regression, batch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from diloco_comm import DiLoCo, Nesterov, Streaming
-from diloco_comm.options import grouped
 
 WIDTH, ROWS = 24, 8
 NUM_STEPS, SAVED_STEP = 10, 5

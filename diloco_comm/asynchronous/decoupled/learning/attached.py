@@ -18,10 +18,11 @@ from ....base import env, recording
 from ....base.checks import choice, integer, refuse_copy, timeout_seconds, warn
 from ....base.errors import NonFiniteError
 from ....base.interrupts import deferred_interrupts
-from ....options import Link, Wire, choices_among
+from ....ops.wire import WireName
+from ....options import Link, Wire, choices_among, closed
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
 from ....replica.hooks import StepHooks, hookable
-from ....replica.model_watch import CHECKS, ModelWatch, server_has_weights, warn_at_exit
+from ....replica.model_watch import CHECKS, Checks, ModelWatch, server_has_weights, warn_at_exit
 from ...worker.link import RETRY_S, ServerLost
 from ...worker.local import beside_layout
 from ..fragment_round import Merge
@@ -62,8 +63,6 @@ class DecoupledDiLoCo:
         fragments, wire, sync_every: The server decides these. If they are given, the server's must
             be the same. ``Wire(rounding=..., seed=...)`` is this learner's own.
         link: ``Link(timeout=...)``, as in ``AsyncDiLoCo``.
-        rounding, seed, timeout: The choices of ``wire`` and ``link``, each as an argument of its
-            own, as in 0.1.
         keys, key_name: Folder of CURVE keys, and the name of this learner's pair.
         impl: Force an implementation of the operators.
         attach: With False the user calls ``step()`` after each optimizer step, and the optimizer
@@ -83,6 +82,7 @@ class DecoupledDiLoCo:
     _watch: ModelWatch | None = None
     _is_closed = False
 
+    @closed
     def __init__(
         self,
         model: nn.Module,
@@ -91,21 +91,17 @@ class DecoupledDiLoCo:
         server: str | Sequence[str],
         name: str | None = None,
         tokens: int | Callable[[], int] = 1,
-        rounding: str | None = None,
-        seed: int | None = None,
         fragments: FragmentSpec | None = None,
-        wire: str | Wire | None = None,
+        wire: WireName | Wire | None = None,
         link: Link | None = None,
         sync_every: int | None = None,
-        timeout: float | None = None,
         keys: str | Path | None = None,
         key_name: str = "worker",
         impl: str = "",
         attach: bool = True,
-        checks: str = "raise",
+        checks: Checks = "raise",
     ) -> None:
-        given = {"wire": wire, "link": link, "rounding": rounding, "seed": seed, "timeout": timeout}
-        choices = choices_among("DecoupledDiLoCo", given, _CHOICES)
+        choices = choices_among("DecoupledDiLoCo", {"wire": wire, "link": link}, _CHOICES)
         wire, timeout = choices["wire"], choices["timeout"]
         rounding, seed = choices["rounding"], choices["seed"]
         choice("checks", checks, CHECKS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ....ops.wire import WireName
 from ..model import ModelConfig
 
 # Replicas 0 to 3 begin; replica 4 joins later.
@@ -35,7 +36,7 @@ class ChaosSettings:
     warmup_steps: int = 50
     outer_lr: float = 0.7
     outer_momentum: float = 0.8
-    wire: str = "int8"
+    wire: WireName = "int8"
     suspect_after_s: float = 4.0
     founding_wait_s: float = 3.0
     timeout_s: float = 120.0

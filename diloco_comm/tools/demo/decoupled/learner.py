@@ -82,8 +82,10 @@ def _train(pipe: Connection, index: int, demo: DecoupledDemo, address: str) -> N
     model = ByteTransformer(demo.model, demo.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
     tokens = demo.batch_size * context
-    options = {"server": address, "tokens": tokens, "link": Link(timeout=demo.timeout_s)}
-    with DecoupledDiLoCo(model, optimizer, name=f"learner-{index}", **options) as diloco:  # type: ignore[arg-type]
+    name, link = f"learner-{index}", Link(timeout=demo.timeout_s)
+    with DecoupledDiLoCo(
+        model, optimizer, server=address, name=name, tokens=tokens, link=link
+    ) as diloco:
 
         def held_out() -> float:
             with diloco.outer_parameters(), torch.no_grad():
