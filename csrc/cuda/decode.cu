@@ -10,14 +10,9 @@ namespace diloco::cuda {
 namespace {
 
 // Blocks of a multiprocessor: as many as leave each lane the registers that its codes and sums
-// need. int8 needs more of them on sm_80.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
-constexpr int kInt8Blocks = 12;
-#else
-constexpr int kInt8Blocks = 14;
-#endif
+// need.
 template <Format kFormat>
-constexpr int kDecodeBlocks = kFormat == Format::kInt8   ? kInt8Blocks
+constexpr int kDecodeBlocks = kFormat == Format::kInt8   ? (kIsSm80 ? 12 : 14)
                               : kFormat == Format::kInt4 ? 14
                               : is_fp8(kFormat)          ? 12
                                                          : 8;

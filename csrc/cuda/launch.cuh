@@ -13,6 +13,13 @@
 
 namespace diloco::cuda {
 
+// Whether code is compiled that needs more registers than on other devices.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+constexpr bool kIsSm80 = true;
+#else
+constexpr bool kIsSm80 = false;
+#endif
+
 constexpr int kThreads = kWarps * kLanes;
 
 inline void check(cudaError_t status, const char* what) {

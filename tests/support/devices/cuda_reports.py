@@ -32,7 +32,11 @@ NUM_KERNELS = {"encode": 51, "reduce": 51, "outer_step": 42, "decode": 26, "dige
 # warps of a multiprocessor for which these leave room, at least.
 WHOLE_TILES = {"encode": (48, 40), "reduce": (56, 36), "decode": (32, 56)}
 # Where that many registers are too few, by architecture, file and argument of the template.
-MORE_REGISTERS = {("sm_80", "decode", "FormatE5E"): (40, 48)}
+MORE_REGISTERS = {
+    ("sm_80", "decode", "FormatE5E"): (40, 48),
+    ("sm_80", "reduce", "FormatE5E"): (64, 32),
+    ("sm_80", "reduce", "FormatE6E"): (64, 32),
+}
 # Warps of a multiprocessor; 64 elsewhere. Where they are fewer, each lane has more registers.
 MOST_WARPS = {"sm_86": 48, "sm_89": 48, "sm_120": 48}
 # Bytes of stack, and of spilled stores and loads together, by architecture, file and name. One of
