@@ -44,14 +44,20 @@ def results(folder: Path, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def bars(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return the bars of a step; the value of a bar that nothing was measured for is None."""
+    return results(folder, name).get("bars") or []
+
+
 def missed_bars(folder: Path, name: str, *, as_predicted: bool) -> list[str]:
     """Describe the figures of a step that miss their bars, with or without a prediction of that."""
-    bars = results(folder, name).get("bars") or []
     return [
         f"{bar['name']}: {bar['value']:.1f}, must be {bar['is']} {bar['must']:g}"
         + (f" ({reason})" if reason else "")
-        for bar in bars
-        if not bar["holds"] and bool(reason := bar.get("predicted", "")) == as_predicted
+        for bar in bars(folder, name)
+        if bar["value"] is not None
+        and not bar["holds"]
+        and bool(reason := bar.get("predicted", "")) == as_predicted
     ]
 
 
@@ -102,12 +108,22 @@ def main() -> int:
         for bar in missed_bars(folder, name, as_predicted=True):
             print(f"\nmissed by {name}, as predicted: {bar}", end="")
     missed = {name: missed_bars(folder, name, as_predicted=False) for name in judged}
-    for name, bars in missed.items():
-        print("".join(f"\nmissed by {name}: {bar}" for bar in bars), end="")
+    for name, texts in missed.items():
+        print("".join(f"\nmissed by {name}: {text}" for text in texts), end="")
+    unproven = [step["step"] for step in steps if verdict(step) == "unproven"]
+    unproven += [
+        f"{bar['name']} of {name}"
+        for name in judged
+        for bar in bars(folder, name)
+        if bar["value"] is None
+    ]
     good = {"ok", *OPTIONAL.values()}
     bad = [step["step"] for step in steps if verdict(step) not in good]
-    bad += [f"bars of {name}" for name, bars in missed.items() if bars and name not in bad]
+    bad += [f"bars of {name}" for name, texts in missed.items() if texts and name not in bad]
     good_end = "every step passed" + ("" if is_rehearsal else ", every bar holds")
+    if unproven:
+        print(f"\nunproven: {', '.join(unproven)}", end="")
+        good_end = "no step failed"
     print(f"\nnot proven: {', '.join(bad)}" if bad else f"\n{good_end}")
     return 1 if bad else 0
 

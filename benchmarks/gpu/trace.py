@@ -79,18 +79,20 @@ def judge(events: list[dict[str, Any]], world: int, least_hidden: float = 0.0) -
     """Say what the trace shows; one replica alone has no exchange that could be hidden.
 
     Args:
-        least_hidden: Percent of the exchange that must be hidden.
+        least_hidden: Percent of the exchange that must be hidden. One replica alone leaves this bar
+            without a figure, which fails nothing.
     """
     waits = host_waits_in_ranges(events)
     ranges = our_ranges(events)
     stages = {one.stage for one in ranges}
     fraction, hidden_part = overlap_fraction(events), hidden_fraction(events)
     names = f"no host wait in {len(ranges)} ranges" if not waits else f"host waits: {waits[0]}, ..."
-    percent = 100 * hidden_part
-    is_hidden = world == 1 or percent >= least_hidden  # no number is not enough
-    overlap = (
-        f"hidden {percent:.1f} %, overlap {100 * fraction:.1f} %" if world > 1 else "one replica"
-    )
+    # Without an exchange there is no number, and no bar that could hold.
+    percent = None if world == 1 or math.isnan(hidden_part) else 100 * hidden_part
+    is_hidden = percent is not None and percent >= least_hidden
+    overlap = "one replica" if world == 1 else "no exchange"
+    if percent is not None:
+        overlap = f"hidden {percent:.1f} %, overlap {100 * fraction:.1f} %"
     hidden = {"name": "hidden part of the exchange (%)", "value": percent, "is": ">="}
     return {
         "summary": f"{overlap}; {names}",
@@ -99,7 +101,7 @@ def judge(events: list[dict[str, Any]], world: int, least_hidden: float = 0.0) -
         "host_waits": waits,
         "num_ranges": len(ranges),
         "bars": [hidden | {"must": least_hidden, "holds": is_hidden}] if least_hidden else [],
-        "is_passed": not waits and stages >= STAGES and is_hidden,
+        "is_passed": not waits and stages >= STAGES and (is_hidden or world == 1),
     }
 
 

@@ -276,7 +276,7 @@ def test_without_ncu_and_with_one_nccl_rank(check: Check) -> None:
     check.end("nccl_probe", "exit 1")
     done = check.run("A")
     assert done.returncode == 0, done.stdout
-    assert "ncu is not on PATH" in done.stdout and done.stdout.count("unproven") == 2
+    assert "ncu is not on PATH" in done.stdout and done.stdout.count(" unproven ") == 2
     assert "--backend nccl --replicas 1" in check.calls.read_text()
 
 
@@ -365,6 +365,15 @@ def test_a_predicted_miss_is_shown_and_fails_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     shown = "missed by bars, as predicted: reduce of 4 int4 (%): 33.0, must be >= 75"
     assert f"{shown} (instructions bound it)" in done.stdout
+
+
+def test_a_bar_without_a_figure_is_unproven_and_fails_nothing(tmp_path: Path) -> None:
+    bar = {"name": "hidden part (%)", "value": None, "is": ">=", "must": 95, "holds": False}
+    (tmp_path / "trace_nccl.json").write_text(json.dumps({"results": {"bars": [bar]}}))
+    done = summarised(tmp_path, {"step": "nccl_ranks", "status": 1}, {"step": "trace_nccl"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = "\nunproven: nccl_ranks, hidden part (%) of trace_nccl\nno step failed\n"
+    assert done.stdout.endswith(told)
 
 
 @pytest.mark.nightly("4 s; a part that leaves an archive stays")
