@@ -132,13 +132,11 @@ def members_in(tree: ast.AST, known: dict[str, str]) -> Iterator[tuple[str, bool
         if any(base.__name__ == "pybind11_object" for base in owner.__mro__):
             objects.setdefault(name, set()).add(owner)
     # A member that the source asks for, as ``hasattr(group, "member")``, may be missing.
-    asked = {
-        f"{dotted(node.args[0])}.{node.args[1].value}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and dotted(node.func) == "hasattr"
-        and isinstance(node.args[1], ast.Constant)
-    }
+    asked = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Name("hasattr"), [owner, ast.Constant(name)]):
+                asked.add(f"{dotted(owner)}.{name}")
     texts = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for text in sorted(filter(None, texts - asked)):
         # `self.group` is what the argument `group` was.
