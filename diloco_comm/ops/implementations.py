@@ -110,7 +110,8 @@ def resolve_impl(
     environment's name is left aside where it means another type of device than ``device``.
 
     Raises:
-        ValueError: If the name is unknown or cannot run here on tensors of that device.
+        ValueError: If the name is unknown or cannot run here on tensors of that device, or if the
+            GPU ``index`` is too old for all of them.
         TypeError: If it is no string.
     """
     if not isinstance(impl, str):
@@ -119,6 +120,9 @@ def resolve_impl(
         impl = env.impl()
     if device not in IMPLEMENTATIONS:
         return impl  # whatever is registered for that kind of device
+    if device == "cuda" and index is not None and torch.cuda.is_available():
+        if refused := obstacle(torch.device("cuda", index)):
+            raise ValueError(f"a tensor is {refused}")
     names = available_impls(device, index)
     if not names:
         raise ValueError(needs_triton(index))
@@ -222,15 +226,19 @@ def needs_triton(index: int | None = None) -> str:
 
 
 def served_by(device: int) -> str:
-    """Say in one sentence what serves a CUDA device by default; if not CUDA kernels, why."""
-    refused = obstacle(torch.device("cuda", device)) if torch.cuda.is_available() else ""
-    if refused:
-        return f"not served: a tensor is {refused}"
-    why = cuda_obstacle(device)
-    if not why:
-        return "served by CUDA kernels"
-    which = "Triton" if has_triton() else "nothing until Triton is installed"
-    return f"served by {which}, because {why}"
+    """Say in one sentence what serves a CUDA device; if not CUDA kernels, why.
+
+    The sentence begins with "not served" where the operators raise.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the sentence says the same
+            names = {resolve_impl("", "cuda", operator, device) for operator in OPERATORS}
+        why = f"{env.IMPL} is triton" if env.impl() == "triton" else cuda_obstacle(device)
+    except (ValueError, RuntimeError) as error:  # the second is the driver's
+        return f"not served: {str(error).partition(chr(10))[0]}"
+    which = " and ".join("Triton" if name == "triton" else "CUDA kernels" for name in sorted(names))
+    return f"served by {which}" + (f", because {why}" if why else "")
 
 
 def register_triton() -> None:

@@ -139,6 +139,56 @@ def test_the_line_of_a_gpu_says_what_serves_it_and_why(monkeypatch: pytest.Monke
     assert doctor_report._gpu(gpu) == lines
 
 
+@pytest.mark.parametrize(
+    ("impl", "capability", "built", "triton", "support", "sentence"),
+    [
+        ("triton", (9, 0), True, True, [1], "served by Triton, because DILOCO_COMM_IMPL is triton"),
+        ("scalar", (9, 0), True, True, [1], "served by CUDA kernels"),
+        ("cuda", (9, 0), False, True, [], "not served: impl must be one of triton on cuda tensors"),
+        ("cuda", (9, 0), True, True, [0, 13000, 12080, 0], "not served: impl must be one of trit"),
+        ("", (9, 0), True, True, [0, 13000, 12080, 0], "served by Triton, because the driver is"),
+        ("", (9, 0), False, False, [], "not served: Triton is needed here, because the extension"),
+        ("", (7, 5), True, True, [0, 13000, 13000, 750, 800], "not served: a tensor is on cuda:0"),
+        ("", (9, 0), True, True, None, "not served: CUDA is not initialised"),
+    ],
+)
+def test_a_gpu_that_the_operators_refuse_is_an_error(
+    impl: str,
+    capability: tuple[int, int],
+    built: bool,
+    triton: bool,
+    support: list[int] | None,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """The driver's answer is a list, or an error that the probe raises."""
+
+    def ask(device: int) -> list[int]:
+        if support is None:
+            raise RuntimeError("CUDA is not initialised\nraised from here")
+        return support if len(support) > 1 else [1, 13000, 13000, 900, 900]
+
+    monkeypatch.setenv("DILOCO_COMM_IMPL", impl)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.ops.diloco_comm, "_cuda_support", ask, raising=False)
+    monkeypatch.setattr(implementations, "_has_built_kernels", lambda: built)
+    monkeypatch.setattr(implementations, "has_triton", lambda: triton)
+    facts = doctor.examine()
+    (said,) = facts["gpu"]["operators"]
+    assert said.startswith(sentence) and "\n" not in said
+    errors = [finding.what for finding in doctor.judge(facts) if finding.level == "error"]
+    is_served = said.startswith("served")
+    assert errors == ([] if is_served else [f"GPU 0, A, is {said}"])
+    if not is_served:
+        with pytest.raises((ValueError, RuntimeError)):
+            ops.resolve_impl("", "cuda", "encode", 0)
+    assert not recwarn.list
+
+
 def test_errors_set_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_COMM_IMPL", "abacus")
     ended = run_cli("doctor", "--json")

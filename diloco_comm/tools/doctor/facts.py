@@ -46,7 +46,12 @@ def examine() -> dict[str, Any]:
 
 def judge(facts: dict[str, Any]) -> list[Finding]:
     """Return the errors and warnings about the facts of one machine."""
-    return [*_judge_extension(facts), *_judge_settings(facts), *_judge_network(facts)]
+    return [
+        *_judge_extension(facts),
+        *_judge_gpu(facts),
+        *_judge_settings(facts),
+        *_judge_network(facts),
+    ]
 
 
 def _versions() -> dict[str, str | None]:
@@ -97,9 +102,16 @@ def _gpu() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
         "nccl": _nccl_version(),
-        "devices": [torch.cuda.get_device_name(idx) for idx in devices],
+        "devices": [_gpu_name(idx) for idx in devices],
         "operators": [served_by(idx) for idx in devices],
     }
+
+
+def _gpu_name(idx: int) -> str:
+    try:
+        return torch.cuda.get_device_name(idx)
+    except RuntimeError:  # The driver's, which the sentence about this GPU has too.
+        return f"GPU {idx}"
 
 
 def _nccl_version() -> str | None:
@@ -142,6 +154,16 @@ def _judge_extension(facts: dict[str, Any]) -> list[Finding]:
     if error is None:
         return []
     return [Finding("error", error, "name one of these, or unset the variable")]
+
+
+def _judge_gpu(facts: dict[str, Any]) -> list[Finding]:
+    gpu = facts["gpu"]
+    remedy = "train on another device, or install or set what the sentence asks for"
+    return [
+        Finding("error", f"GPU {idx}, {name}, is {sentence}", remedy)
+        for idx, (name, sentence) in enumerate(zip(gpu["devices"], gpu["operators"], strict=True))
+        if sentence.startswith("not served")
+    ]
 
 
 def _judge_settings(facts: dict[str, Any]) -> list[Finding]:
