@@ -9,7 +9,6 @@
 # file's registers and spills goes to build/cuda.
 include(csrc/cuda/decide.cmake)
 
-set(kernel_files encode reduce outer_step decode digest sparse)
 # Machine code for what nvcc can of these, and PTX for what comes later.
 if(can_compile_cuda)
   set(cuda_archs ${DILOCO_CUDA_ARCHS})

@@ -3,6 +3,7 @@
 # and TORCH_CUDA (torch's CUDA version, or empty); sets
 #   DILOCO_HAS_CUDA     whether the extension gets them, and cuda_reason: why, or why not
 #   can_compile_cuda    whether they could be built at all
+#   kernel_files        the names of their sources
 # Also runs alone, as a script: cmake -D TORCH_VERSION=... -P csrc/cuda/decide.cmake
 
 # TOP is where the toolkit lies, also when `nvcc` on PATH is a script that calls another.
@@ -39,9 +40,23 @@ set(DILOCO_HAS_CUDA FALSE)
 string(TOUPPER "${DILOCO_CUDA}" wanted)
 string(REGEX MATCH "^[0-9]+" torch_cuda_major "${TORCH_CUDA}")
 string(REGEX MATCH "^[0-9]+" nvcc_major "${nvcc_version}")
+set(arch "[0-9]+[af]?")
+if(DILOCO_CUDA_ARCHS AND NOT DILOCO_CUDA_ARCHS MATCHES "^${arch}(;${arch})*$")
+  message(FATAL_ERROR "DILOCO_CUDA_ARCHS must be like \"80;90\", got \"${DILOCO_CUDA_ARCHS}\"")
+endif()
+set(kernel_files encode reduce outer_step decode digest sparse)
 if(DILOCO_KERNELS AND wanted MATCHES "^(ON|AUTO)$")
-  if(NOT EXISTS ${DILOCO_KERNELS}/digest.o)
-    message(FATAL_ERROR "DILOCO_KERNELS=${DILOCO_KERNELS} is no folder of compiled kernels")
+  list(TRANSFORM kernel_files APPEND .o OUTPUT_VARIABLE missing)
+  list(APPEND missing libcudart_static.a)
+  foreach(file ${missing})
+    if(EXISTS ${DILOCO_KERNELS}/${file})
+      list(REMOVE_ITEM missing ${file})
+    endif()
+  endforeach()
+  if(missing)
+    string(JOIN ", " missing ${missing})
+    message(FATAL_ERROR
+      "DILOCO_KERNELS=${DILOCO_KERNELS} is no folder of compiled kernels: it lacks ${missing}")
   endif()
   set(DILOCO_HAS_CUDA TRUE)
   set(cuda_reason "DILOCO_KERNELS=${DILOCO_KERNELS}")

@@ -195,6 +195,11 @@ CHOICES = [
      "CUDA kernels: not built (there is no nvcc)"),
     (None, {"DILOCO_CUDA": "ON", "TORCH_CUDA": "13.0"}, 1,
      "DILOCO_CUDA=ON cannot be satisfied: there is no nvcc"),
+    ("13.0", {"DILOCO_CUDA": "ON", "DILOCO_CUDA_ARCHS": "80;90a"}, 0, "CUDA kernels: built ("),
+    ("13.0", {"DILOCO_CUDA": "ON", "DILOCO_CUDA_ARCHS": "80 90"}, 1,
+     'DILOCO_CUDA_ARCHS must be like "80;90", got "80 90"'),
+    ("13.0", {"DILOCO_CUDA": "ON", "DILOCO_CUDA_ARCHS": "9.0"}, 1,
+     'DILOCO_CUDA_ARCHS must be like "80;90", got "9.0"'),
 ]  # fmt: skip
 
 
@@ -217,7 +222,12 @@ def test_kernels_that_were_compiled_before_need_neither_nvcc_nor_a_torch_with_cu
     options = {"DILOCO_KERNELS": str(tmp_path)}
     code, text = decide(None, DILOCO_CUDA="AUTO", **options)
     assert code != 0 and f"DILOCO_KERNELS={tmp_path} is no folder of compiled kernels" in text
-    (tmp_path / "digest.o").touch()
+    for name in ("encode", "reduce", "outer_step", "decode", "digest"):
+        (tmp_path / f"{name}.o").touch()
+    code, text = decide(None, DILOCO_CUDA="AUTO", **options)
+    assert code != 0 and "it lacks sparse.o, libcudart_static.a" in text
+    for name in ("sparse.o", "libcudart_static.a"):
+        (tmp_path / name).touch()
     for wanted, choice in (("AUTO", "built (DILOCO_KERNELS="), ("OFF", "not built (DILOCO_CUDA=")):
         code, text = decide(None, DILOCO_CUDA=wanted, **options)
         assert code == 0 and text.count(f"CUDA kernels: {choice}") == 1, text
