@@ -64,9 +64,11 @@ def main() -> int:
     add = parser.add_argument
     add("--size", type=common.parse_size, default=common.parse_size("1G"), help="fp32 bytes")
     add("--impl", default="cuda", help="implementation of reduce")
-    add("-n", "--samples", type=int, default=12)
+    add("-n", "--samples", type=common.parse_count, default=12)
     common.add_output(parser)
     args = parser.parse_args()
+    common.check_device(parser, "cuda")
+    common.parse_impls(parser, args.impl, "cuda")
     bound = side_blocks(torch.device("cuda", 0))
     report = common.Report(
         "gpu_bounded", device=torch.cuda.get_device_name(), size=args.size, max_blocks=bound

@@ -6,7 +6,17 @@
 # ON has CUDA kernels, for the architectures ARCHS (such as "90") or all that nvcc knows; OFF has none.
 # CMake alone is called, so that no version of setuptools can be in the way.
 set -euo pipefail
-python=$(command -v "$1") cuda=$2 archs=${3:-}
+usage="usage: benchmarks/gpu/build.sh PYTHON ON|OFF [ARCHS]"
+case "${1:-}" in -h | --help) echo "$usage" && exit ;; esac
+[ $# -ge 2 ] || {
+    echo "$usage" >&2
+    exit 2
+}
+python=$(command -v "$1") || {
+    echo "PYTHON must be a Python that runs, got $1" >&2
+    exit 2
+}
+cuda=$2 archs=${3:-}
 cd "$(dirname "$0")/../.."
 PATH="$(dirname "$python"):$PATH"
 build=build/gpu-$cuda

@@ -22,10 +22,12 @@
 # Triton's are interpreted, gloo stands for NCCL, and the profilers' programs run without a profiler.
 # make gpu-rehearsal builds what a rehearsal needs. steps.txt has the limits and measured times of both.
 set -uo pipefail
+usage="usage: benchmarks/gpu_check.sh [--rehearse] OUT [A|B|C]"
 usage() {
-    echo "usage: benchmarks/gpu_check.sh [--rehearse] OUT [A|B|C]" >&2
+    echo "$usage" >&2
     exit 2
 }
+case "${1:-}" in -h | --help) echo "$usage" && sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 is_rehearsal=false
 if [ "${1:-}" = --rehearse ]; then
     is_rehearsal=true
@@ -37,6 +39,10 @@ mkdir -p "$1" || exit 2
 out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-python3}
+"$python" -c "" >/dev/null 2>&1 || {
+    echo "PYTHON must be a Python that runs, got $python" >&2
+    exit 2
+}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 work=$(mktemp -d) || exit 2
 trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$work"' EXIT

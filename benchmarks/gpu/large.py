@@ -164,11 +164,12 @@ def main() -> int:
     add("--wires", default=",".join(WIRES))
     add("--impl", default="", help="comma list (default: all that run there)")
     args = parser.parse_args()
+    common.check_device(parser, args.device)
+    impls = common.parse_impls(parser, args.impl, args.device)
     count = args.size or EDGE + 70_000_001
-    known = [impl for impl in ops.available_impls(args.device) if impl != "reference"]
     num_wrong = 0
     for wire in args.wires.split(","):
-        for impl in args.impl.split(",") if args.impl else known:
+        for impl in impls:
             wrong = compare(args.device, count, wire, impl, min(EDGE, count // 2))
             num_wrong += len(wrong)
             print(

@@ -44,8 +44,10 @@ def probe(backend: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="nccl", help="nccl (default), or gloo without a GPU")
-    parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
+    parser.add_argument("--ranks", type=common.parse_count, default=2, help="processes (2)")
     args = parser.parse_args()
+    if args.backend == "nccl":
+        common.check_device(parser, "cuda")
     if common.is_worker():
         probe(args.backend)
         return 0

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support import common
-from diloco_comm import DiLoCo, Nesterov, ops
+from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.ops.digests import digest_of
 
 NUM_TENSORS = 16
@@ -72,11 +72,12 @@ def main() -> int:
     add("--size", type=common.parse_size, default=2 << 30, help="bytes of fp32 parameters (2G)")
     add("--impl", default="", help="comma list (default: all that run there)")
     args = parser.parse_args()
+    common.check_device(parser, args.device)
     device = torch.device(args.device)
-    known = [impl for impl in ops.available_impls(device.type) if impl != "reference"]
+    impls = common.parse_impls(parser, args.impl, args.device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     is_good = True
-    for impl in args.impl.split(",") if args.impl else known:
+    for impl in impls:
         os.environ["DILOCO_COMM_IMPL"] = impl
         offload = "cpu" if device.type == "cuda" else None
         plain, offloaded = (train(device, args.size // 4, where) for where in (None, offload))

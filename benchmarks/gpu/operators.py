@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.support import common
 from diloco_comm import ops
 from diloco_comm.ops.wire import ELEMENT_WIRES, WIRES, Layout, WireFormat
 
@@ -76,7 +77,9 @@ def run(device: torch.device, wire: str, stochastic: bool) -> list[Tensor]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
-    device = torch.device(parser.parse_args().device)
+    args = parser.parse_args()
+    common.check_device(parser, args.device)
+    device = torch.device(args.device)
     num_wrong = 0
     for wire in WIRES:
         for stochastic in (False, True) if wire in ELEMENT_WIRES else (False,):

@@ -25,6 +25,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     parser.add_argument("--size", type=common.parse_size, default=256 << 20)
     args = parser.parse_args()
+    common.check_device(parser, args.device)
+    common.parse_impls(parser, args.impl, args.device)
     is_gpu = args.device == "cuda"
     # The int8 case on one tensor is the first of its operator.
     known = cases(Data(args.size, args.device), ["int8"])

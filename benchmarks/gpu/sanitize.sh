@@ -5,6 +5,12 @@
 #
 # writes FOLDER/memcheck.log and FOLDER/racecheck.log. Status 1 when one of them reports something.
 set -uo pipefail
+usage="usage: benchmarks/gpu/sanitize.sh SANITIZER PYTHON FOLDER"
+case "${1:-}" in -h | --help) echo "$usage" && exit ;; esac
+[ $# -ge 3 ] || {
+    echo "$usage" >&2
+    exit 2
+}
 export PYTHONPATH="$(dirname "$0")/../..${PYTHONPATH:+:$PYTHONPATH}"
 sanitizer=$1 python=$2 folder=$3 status=0
 # Each tensor is an allocation of its own: inside one of torch's segments nothing past a tensor's end

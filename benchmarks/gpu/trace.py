@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -110,20 +111,28 @@ def main() -> int:
     add = parser.add_argument
     add("--device", default="cuda", help="cuda (default) or cpu")
     add("--backend", default="gloo", choices=["gloo", "nccl"], help="how payloads travel (gloo)")
-    add("--replicas", type=int, default=2, help="processes (2)")
+    add("--replicas", type=common.parse_count, default=2, help="processes (2)")
     add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
-    add("-n", "--iters", type=int, default=24, help="steps profiled")
-    add("--sync_every", type=int, default=8, help="inner steps between two sends of a fragment")
+    add("-n", "--iters", type=common.parse_count, default=24, help="steps profiled")
+    add(
+        "--sync_every",
+        type=common.parse_count,
+        default=8,
+        help="inner steps between two sends of a fragment",
+    )
     add("--least_hidden", type=float, default=0.0, help="percent that must be hidden (0)")
     add("--read", type=Path, metavar="TRACE", help="train nothing, look at this trace")
     common.add_output(parser, help="write the figures there")
     common.add_output(parser, "--trace", help="keep the trace there")
     args = parser.parse_args()
     if args.read:
-        events = load(args.read)
-        figures = judge(events, args.replicas, args.least_hidden)
+        try:
+            figures = judge(load(args.read), args.replicas, args.least_hidden)
+        except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
+            parser.error(f"--read expects a trace of the profiler, got {args.read}: {error!r}")
         print(json.dumps(figures, indent=2))
         return 0 if figures["is_passed"] else 1
+    common.check_device(parser, "cuda" if args.backend == "nccl" else args.device)
     if not common.is_worker():
         return common.relaunch_or_explain(args.replicas, timeout_s=300.0, preload=None)
     rank, world = common.init_workers()

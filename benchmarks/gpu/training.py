@@ -79,11 +79,17 @@ def main() -> int:
     add = parser.add_argument
     add("--device", default="cuda", help="cuda (default) or cpu")
     add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
-    add("-n", "--iters", type=int, default=120, help="steps measured")
+    add("-n", "--iters", type=common.parse_count, default=120, help="steps measured")
     add("-w", "--warmup_iters", type=int, default=45, help="steps before them: two rounds at least")
-    add("--sync_every", type=int, default=20, help="inner steps between two sends of a fragment")
+    add(
+        "--sync_every",
+        type=common.parse_count,
+        default=20,
+        help="inner steps between two sends of a fragment",
+    )
     common.add_output(parser, help="write the figures there")
     args = parser.parse_args()
+    common.check_device(parser, args.device)
     if not common.is_worker():
         return common.relaunch_or_explain(2, timeout_s=300.0, preload=None)
     rank, world = common.init_workers()

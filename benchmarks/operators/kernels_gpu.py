@@ -39,7 +39,6 @@ from benchmarks.operators.kernels_gpu_cases import (
 )
 from benchmarks.operators.kernels_gpu_predicted import COPY_GBPS, predict, recorded
 from benchmarks.support import common
-from diloco_comm import ops
 from diloco_comm.ops.implementations import default_on_cuda
 
 FLUSH_BYTES = 512 << 20
@@ -277,7 +276,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--size", type=common.parse_size, default=1 << 30, help="bytes of fp32 parameters")
-    add("-n", "--samples", type=int, default=20, help="timed samples (20)")
+    add("-n", "--samples", type=common.parse_count, default=20, help="timed samples (20)")
     add("--warmup", type=int, default=3, help="samples of warm-up before them (3)")
     add("--wires", default=",".join(DEFAULT_WIRES))
     add("--impl", default="", help="comma list (default: all that run there)")
@@ -292,8 +291,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for wire in args.wires:
         if wire not in WIRES:
             parser.error(f"--wires must be of {', '.join(WIRES)}, got {wire!r}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device; --device cpu runs the same script without one")
+    common.check_device(parser, args.device)
+    args.impls = common.parse_impls(parser, args.impl, args.device)
+    if args.part:
+        first, _, number = args.part.partition("/")
+        if not (first.isdecimal() and number.isdecimal() and int(first) < int(number)):
+            parser.error(f"--part must be I/N with I from 0 to N - 1, got {args.part!r}")
     if args.size < 1 << 18:
         parser.error(f"--size must be at least 256K, got {args.size}")
     return args
@@ -344,14 +347,12 @@ def run(args: argparse.Namespace, impls: Sequence[str]) -> bool:
 @torch.no_grad()
 def main() -> int:
     args = parse()
-    known = [impl for impl in ops.available_impls(args.device) if impl != "reference"]
-    impls = args.impl.split(",") if args.impl else known
     if args.part:
-        run_part(args, impls)
+        run_part(args, args.impls)
         return 0
     if args.jobs:
         compile_ahead(args)
-    holds = run(args, impls)
+    holds = run(args, args.impls)
     return int(bool(args.check) and not holds)
 
 

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from diloco_comm import ops
 from diloco_comm.base.files import whole_file
 from diloco_comm.base.interrupts import stoppable
 from diloco_comm.tools.common import outputs, ranks
@@ -55,6 +58,7 @@ __all__ = [
     "add_runs",
     "benchmark_command",
     "check_default",
+    "check_device",
     "command_line",
     "commit",
     "conclude",
@@ -67,6 +71,8 @@ __all__ = [
     "leave_workers",
     "machine",
     "median_ratio",
+    "parse_count",
+    "parse_impls",
     "parse_size",
     "percentile",
     "record_text",
@@ -139,6 +145,43 @@ def check_default(parser: argparse.ArgumentParser, option: str, path: Path) -> N
         check_output(option, path)
     except ValueError as error:
         parser.error(str(error))
+
+
+def check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """End with 2 and one sentence if a program needs a CUDA device, and there is none."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        parser.error(f"--device must be cuda or cpu, got {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        has_other = "--device" in parser.format_usage()
+        hint = "; --device cpu runs the same script without one" if has_other else ""
+        parser.error(f"there is no CUDA device{hint}")
+
+
+def parse_impls(parser: argparse.ArgumentParser, text: str, device: str) -> list[str]:
+    """Return the implementations of a comma list, or all that run on a kind of device.
+
+    Ends with 2 and one sentence if a name is none of these.
+    """
+    known = ops.available_impls(torch.device(device).type)
+    if not text:
+        return [name for name in known if name != "reference"]
+    for name in (names := text.split(",")):
+        if name not in known:
+            parser.error(f"--impl must be of {', '.join(known)}, got {name!r}")
+    return names
+
+
+def parse_count(text: str) -> int:
+    """Return a number of at least 1, as an argument's ``type``.
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
 
 
 def benchmark_command(name: str, *arguments: object) -> list[str]:

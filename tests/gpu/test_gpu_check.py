@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import sys
@@ -179,6 +180,57 @@ def test_operators_for_the_sanitizer(checks, monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(sys, "argv", ["gpu_operators.py", "--device", "cpu"])
     assert gpu_operators.main() == 0
     assert capsys.readouterr().out.count("equal True") == len(ELEMENT_WIRES) + len(WIRES)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "told"),
+    [
+        *(
+            (name, [], "there is no CUDA device")
+            for name in (
+                "gpu.bounded",
+                "gpu.large",
+                "gpu.offload",
+                "gpu.operators",
+                "gpu.nccl_probe",
+                "gpu.training",
+                "gpu.trace",
+            )
+        ),
+        ("gpu.profile", ["encode"], "there is no CUDA device"),
+        ("gpu.trace", ["--device", "cpu", "--backend", "nccl"], "there is no CUDA device"),
+        ("gpu.trace", ["--read", "{tmp}/none.json"], "--read expects a trace"),
+        ("gpu.trace", ["--read", "{tmp}/text.json"], "--read expects a trace"),
+        ("gpu.trace", ["--read", "{tmp}/list.json"], "--read expects a trace"),
+        ("gpu.trace", ["--read", "{tmp}/text.json.gz"], "--read expects a trace"),
+        ("gpu.trace", ["--replicas", "0"], "expected a number of at least 1, got '0'"),
+        ("gpu.trace", ["--replicas", "-1"], "expected a number of at least 1, got '-1'"),
+        ("gpu.large", ["--device", "cpu", "--impl", "foo"], "--impl must be of reference"),
+        ("operators.kernels_gpu", ["--device", "cpu", "--impl", "foo"], "--impl must be of"),
+        ("operators.kernels_gpu", ["-n", "0"], "expected a number of at least 1, got '0'"),
+        *(
+            ("operators.kernels_gpu", ["--device", "cpu", "--part", part], "--part must be I/N")
+            for part in ("0/0", "x", "2/2", "1")
+        ),
+    ],
+)
+def test_a_program_that_cannot_run_says_so_in_one_sentence(
+    module: str,
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, text in (("text.json", "text"), ("list.json", "[]"), ("text.json.gz", "text")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = [word.format(tmp=tmp_path) for word in arguments]
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{module}").main()
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
 
 
 SAMPLE = """

@@ -30,6 +30,7 @@ exec sleep 600
 """
 # Every step's program writes down how it was called, and ends as a file of its name says.
 PYTHON = """#!/bin/sh
+[ "$1" = -c ] && exit
 shift  # -m
 name=${{1##*.}}
 [ "$name" = summary ] && exec {python} -m "$@"
@@ -309,6 +310,23 @@ def test_usage(arguments: list[str], tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path)
     assert done.returncode == 2 and "usage:" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ["check", "ncu", "build", "sanitize"])
+def test_help(script: str) -> None:
+    for arguments, status in (([], 2), (["-h"], 0), (["--help"], 0)):
+        command = ["bash", str(SCRIPT.with_stem(script)), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        assert done.returncode == status
+        assert (done.stderr if status else done.stdout).startswith("usage: benchmarks/gpu")
+
+
+def test_without_an_interpreter_nothing_is_run(check: Check) -> None:
+    check._write("python", "#!/bin/sh\nexit 1\n")
+    done = check.run("A")
+    told = f"PYTHON must be a Python that runs, got {check.tools}/python\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+    assert not list(check.out.iterdir())
 
 
 # ------------------------------------------------------------------------------------- the summary
