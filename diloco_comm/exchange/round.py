@@ -298,7 +298,7 @@ class Round:
         digest: Digest of the payloads, once the round is agreed or voted.
         job: The exchange; None in a saved round, and in a round on streams that is held.
         sending: The arguments of an encoding on streams; None elsewhere.
-        encoded: The end of an encoding on streams; None elsewhere.
+        encoded: The end of an encoding on streams, in a round that is held; None elsewhere.
         error: Why there is no result; set in a round that is voted, rejected or failed.
     """
 
@@ -369,11 +369,12 @@ class Round:
         return count > 0
 
     def _num_bad_encoded(self) -> int | None:
-        if self.encoded is None:
-            assert self.job is not None
+        if self.job is not None:
             return self.job.num_bad_encoded
         assert self.own.ballot is not None
-        return int(self.own.ballot.host_bad) if self.encoded.query() else None
+        # A round that could not be sent has no event any more: its values were encoded before.
+        is_known = self.encoded is None or self.encoded.query()
+        return int(self.own.ballot.host_bad) if is_known else None
 
     def forgo(self) -> None:
         """Make the payload zeros of weight 0, before it is sent; ``has_bad_values`` said why."""

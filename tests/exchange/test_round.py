@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from diloco_comm.base.errors import PeerLeft, SyncError
 from diloco_comm.base.memory import CPU, Payload
 from diloco_comm.exchange.buffers import ExchangeBuffers
+from diloco_comm.exchange.nccl.member import StreamMember
 from diloco_comm.exchange.round import Header, Round, Standing
 from diloco_comm.ops.wire import WireFormat
 
@@ -116,3 +118,29 @@ def test_a_round_is_applied_once() -> None:
     for state in ("applied", "agreed", "started"):
         with pytest.raises(AssertionError, match="a round that is applied"):
             round.advance(state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [None, SyncError("as a test wants it"), KeyError("another")])
+def test_a_held_round_that_cannot_be_sent_gives_its_event_back_once(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next exchange records the event: whoever asked it then would hear of other values."""
+    buffers, given_back = new_buffers(), []
+    round = started(buffers, None)
+    ballot: Any = SimpleNamespace(host_bad=2)
+    round.own.ballot, sending, event = ballot, SimpleNamespace(stochastic=False), object()
+    round.sending, round.encoded = cast(Any, sending), cast(Any, event)
+    driver = SimpleNamespace(failure="" if error else "it was given up")
+    driver.give_back = given_back.extend
+
+    def no_weights(member: Any, round: Round) -> None:
+        assert error is not None
+        raise error
+
+    monkeypatch.setattr("diloco_comm.exchange.nccl.member._agree_on_weights", no_weights)
+    member: Any = SimpleNamespace(_driver=driver, _all_buffers=[buffers])
+    with pytest.raises(KeyError) if isinstance(error, KeyError) else nullcontext():
+        StreamMember._ship_on_streams(member, round)
+        assert round.state == "failed"
+    assert given_back == [event] and round.encoded is None
+    assert round.has_bad_values()

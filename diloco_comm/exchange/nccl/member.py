@@ -108,7 +108,6 @@ class StreamMember(Member):
             sending.offered = self._weights_of(header)
             control = self.submit_header(buffers, header, sending.stochastic)
             events = driver.enqueue(buffers, round, sending)
-            round.encoded = events[0]
             round.job = self._watch(driver, buffers, round, sending, control, events)
         round.sending = sending
         buffers.add_round(round)
@@ -129,6 +128,7 @@ class StreamMember(Member):
         driver, sending = self._driver, round.sending
         assert driver is not None and sending is not None and round.encoded is not None
         buffers = next(one for one in self._all_buffers if round in one.rounds)
+        encoded, round.encoded = round.encoded, None
         try:
             if driver.failure:
                 raise _error(SyncError, round.header, f"was not sent: {driver.failure}", "start")
@@ -137,10 +137,9 @@ class StreamMember(Member):
         except SyncError as error:
             round.fail(error)
             return
-        encoded = round.encoded
+        finally:
+            driver.give_back((encoded,))
         events = driver.post(buffers, round, sending, driver.mark(buffers))
-        round.encoded = events[0]
-        driver.give_back((encoded,))
         round.job = self._watch(driver, buffers, round, sending, control, events)
 
     def _watch(
