@@ -705,8 +705,6 @@ def _merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "last_sent": min(int(one["last_sent"]) for one in sources),
         "weight_sum": furthest["weight_sum"],
         "num_steps": max(steps),
-        "step_norm": 0.0,
-        "largest_norm": 0.0,
         "extra": furthest.get("extra", {}),
         "last_lr": furthest.get("last_lr"),
         "last_momentum": furthest.get("last_momentum"),

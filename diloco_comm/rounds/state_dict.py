@@ -393,12 +393,17 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
 
 
 def set_numbers(part: SyncedPart, numbers: Mapping[str, Any]) -> None:
-    """Take over the numbers; the optimizer's ``extra`` is loaded with its buffers."""
+    """Take over the numbers; the optimizer's ``extra`` is loaded with its buffers.
+
+    A missing number becomes what a fresh part has.
+    """
     part.round, part.last_sent = int(numbers["round"]), int(numbers["last_sent"])
-    part.weight_sum = float(numbers["weight_sum"])
+    part.weight_sum = float(numbers.get("weight_sum", 0.0))
     if isinstance(part, SyncedFragment):
-        part.state.num_steps = int(numbers["num_steps"])
-        part.step_norms = StepNorms(float(numbers["step_norm"]), float(numbers["largest_norm"]))
+        part.state.num_steps = int(numbers.get("num_steps", part.round))
+        part.step_norms = StepNorms(
+            float(numbers.get("step_norm", 0.0)), float(numbers.get("largest_norm", 0.0))
+        )
         part.state.last_lr = numbers.get("last_lr")
         part.state.last_momentum = numbers.get("last_momentum")
         part.state.ended_at = int(numbers.get("ended_at", -1))
