@@ -1,4 +1,4 @@
-"""A folder of keys: its files and their modes, pairs of an older version, who is let in."""
+"""A folder of keys: its files and their modes, who is let in."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mode(path: Path) -> int:
 
 
 def old_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Make a pair as the version before did: with the keys of ZeroMQ alone."""
+    """Make a pair as versions before 0.2 did: with the keys of ZeroMQ alone."""
     folder.mkdir(exist_ok=True)
     public, secret = (Path(path) for path in zmq.auth.create_certificates(folder, name))
     secret.chmod(0o600)
@@ -115,67 +115,23 @@ def test_keygen_makes_the_same_pairs_and_lets_them_in(tmp_path: Path) -> None:
     assert new.link != old.link and Keys.read(tmp_path / "allowed/paris.key") == new
 
 
-# ------------------------------------------------------------------- a folder of an older version
+@pytest.mark.parametrize("name", ["paris.key", "paris.key_secret"])
+def test_a_pair_from_before_0_2_is_named(tmp_path: Path, name: str) -> None:
+    old_pair(tmp_path, "paris")
+    with pytest.raises(ValueError) as caught:
+        Keys.read(tmp_path / name)
+    assert str(caught.value) == (
+        f"{tmp_path / name} holds no link-key: it is damaged, or of a version before 0.2, and this "
+        "version reads pairs of 0.2: `diloco-comm keys make` of 0.2 adds that key to both files"
+    )
 
 
-def test_an_older_pair_gets_the_keys_of_a_link_and_keeps_its_own(tmp_path: Path) -> None:
-    public, secret = old_pair(tmp_path, "paris")
-    old_pair(tmp_path, "tokyo")
-    public.chmod(0o640)
-    before = tree(tmp_path)
-    assert make_pairs(tmp_path, ["paris"]) == [secret, public]
-    after = tree(tmp_path)
-    assert {name for name in after if after[name] != before[name]} == {public.name, secret.name}
-    for path in (public, secret):
-        assert after[path.name].startswith(before[path.name])
-    assert (mode(public), mode(secret)) == (0o640, 0o600)
-    shown, hidden = Keys.read(public), Keys.read(secret)
-    assert shown.link == hidden.link
-    assert _C.link_public_key(bytes.fromhex(hidden.link_secret or "")).hex() == shown.link
-    with pytest.raises(ValueError, match="exists: remove it"):
-        make_pairs(tmp_path, ["paris"])
-
-
-def test_a_secret_without_its_public_line_is_mended(tmp_path: Path) -> None:
-    """As a crash between the two files leaves them."""
-    public, secret = old_pair(tmp_path, "paris")
-    before = public.read_text()
+def test_a_pair_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
     make_pairs(tmp_path, ["paris"])
-    after, kept = public.read_text(), secret.read_text()
-    public.write_text(before)
-    assert make_pairs(tmp_path, ["paris"]) == [public]
-    assert (public.read_text(), secret.read_text()) == (after, kept)
-
-
-def _no_public(public: Path, secret: Path) -> None:
-    public.unlink()
-
-
-def _other_public(public: Path, secret: Path) -> None:
-    old_pair(public.parent / "other", "paris")[0].replace(public)
-
-
-def _no_seed(public: Path, secret: Path) -> None:
-    secret.write_text(re.sub(" *link-secret.*\n", "", secret.read_text()))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "text"),
-    [
-        (_no_public, "exists without"),
-        (_other_public, "are no pair"),
-        (_no_seed, "are no pair"),
-    ],
-)
-def test_files_that_are_no_pair_are_left_as_they_are(
-    tmp_path: Path, spoil: Callable[[Path, Path], None], text: str
-) -> None:
-    make_pairs(tmp_path, ["paris"])
-    spoil(tmp_path / "paris.key", tmp_path / "paris.key_secret")
     before = tree(tmp_path)
-    with pytest.raises(ValueError, match=text) as caught:
-        make_pairs(tmp_path, ["paris"])
-    assert tree(tmp_path) == before and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="key_secret exists: remove it to make a new one"):
+        make_pairs(tmp_path, ["tokyo", "paris"])
+    assert tree(tmp_path) == before
 
 
 # ------------------------------------------------------------------------------ who is let in
@@ -198,20 +154,6 @@ def test_public_files_are_allowed_and_removed(tmp_path: Path) -> None:
     remove(here, "lima")
     with pytest.raises(ValueError, match="it names nobody"):
         remove(here, "lima")
-
-
-def test_an_allowed_older_key_is_replaced_by_its_newer_self(tmp_path: Path) -> None:
-    public, _ = old_pair(tmp_path, "paris")
-    old = public.read_bytes()
-    allow(tmp_path, [public])
-    make_pairs(tmp_path, ["paris"])
-    assert (tmp_path / "allowed/paris.key").read_bytes() == old
-    allow(tmp_path, [public])
-    assert (tmp_path / "allowed/paris.key").read_bytes() == public.read_bytes() != old
-    # The older copy does not take the keys of the link away.
-    public.write_bytes(old)
-    with pytest.raises(ValueError, match="holds other keys"):
-        allow(tmp_path, [public])
 
 
 def test_files_that_let_nobody_in_are_refused(tmp_path: Path) -> None:
@@ -261,15 +203,14 @@ def test_allowed_keys_are_those_in_the_folder_now(
     clock = SimpleNamespace(monotonic=lambda: 1.0)
     monkeypatch.setattr("diloco_comm.base.service.keys.time", clock)
     make_pairs(tmp_path, ["paris", "tokyo"])
-    old, _ = old_pair(tmp_path, "old")
-    allow(tmp_path, [tmp_path / "paris.key", tmp_path / "tokyo.key", old])
+    allow(tmp_path, [tmp_path / "paris.key", tmp_path / "tokyo.key"])
     paris, tokyo = (Keys.read(tmp_path / f"{name}.key").link for name in ("paris", "tokyo"))
-    allowed = Allowed(tmp_path / "allowed", lambda keys: keys.link and keys.link.encode())
-    assert allowed.present() == {(paris or "").encode(), (tokyo or "").encode()}
+    allowed = Allowed(tmp_path / "allowed", lambda keys: keys.link.encode())
+    assert allowed.present() == {paris.encode(), tokyo.encode()}
     remove(tmp_path, "tokyo")
     # A look within the same second is no look, unless it is asked for.
     assert len(allowed.present()) == 2
-    assert allowed.present(at_once=True) == {(paris or "").encode()} == allowed.present()
+    assert allowed.present(at_once=True) == {paris.encode()} == allowed.present()
 
 
 # ---------------------------------------------------------------------- keys bound to replicas
@@ -298,17 +239,14 @@ def test_a_key_is_bound_to_replicas_and_bound_again(tmp_path: Path) -> None:
 
 def test_numbers_that_no_replica_has_are_refused(tmp_path: Path) -> None:
     folder = link_folder(tmp_path)
-    older, _ = old_pair(tmp_path / "older", "lima")
     before = tree(folder)
     for files, numbers, text in (
         ([tmp_path / "there" / "tokyo.key"], [1, -1], "replica must be an integer of at least 0"),
         ([tmp_path / "there" / "tokyo.key"], [2**31], "replica must be at most 2147483647"),
-        ([tmp_path / "there" / "tokyo.key", older], [1], "lima.key is of an older version and has"),
     ):
         with pytest.raises(ValueError, match=text) as caught:
             allow(folder, files, numbers)
         assert tree(folder) == before and "\n" not in str(caught.value)
-    allow(folder, [older])
 
 
 DAMAGED = [
@@ -451,7 +389,12 @@ def _no_allowed(folder: Path) -> None:
 
 def _old_allowed(folder: Path) -> None:
     _nobody(folder)
-    allow(folder, [old_pair(folder.parent / "older", "lima")[0]])
+    old_pair(folder.parent / "older", "lima")[0].replace(folder / "allowed" / "lima.key")
+
+
+def _no_seed(folder: Path) -> None:
+    path = folder / "paris.key_secret"
+    path.write_text(re.sub(" *link-secret.*\n", "", path.read_text()))
 
 
 def _damaged(folder: Path) -> None:
@@ -466,7 +409,8 @@ def _damaged(folder: Path) -> None:
         (_another, r"holds lima.key_secret, paris.key_secret: give keys= the file of this process"),
         (_no_secret, r"holds no file NAME.key_secret: `diloco-comm keys make FOLDER NAME`"),
         (_unreadable, r"paris.key_secret cannot be read: Is a directory"),
-        (_old, r"is of an older version .*: run `diloco-comm keys make \S+/keys paris`"),
+        (_old, r"paris.key_secret holds no link-key: it is damaged, or of a version before"),
+        (_no_seed, r"paris.key_secret holds no link-secret: restore the file, or make a new pair"),
         (
             _nobody,
             r"holds no key of a link, so that nobody could connect: .*`diloco-comm keys allow",
@@ -503,12 +447,10 @@ def test_an_older_key_among_the_allowed_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = link_folder(tmp_path)
-    allow(folder, [old_pair(tmp_path / "older", "lima")[0]])
+    old_pair(tmp_path / "older", "lima")[0].replace(folder / "allowed" / "lima.key")
     assert len(LinkKeys.read(folder).allowed.present()) == 1
     (line,) = [one.getMessage() for one in caplog.records]
-    assert (
-        "lima.key is of an older version" in line and "`diloco-comm keys make FOLDER lima`" in line
-    )
+    assert "lima.key lets nobody in: " in line and "of a version before 0.2, and this" in line
 
 
 # ------------------------------------------------------------------------- the modes of secrets

@@ -73,8 +73,8 @@ class Keys:
     """
 
     curve: str
+    link: str
     curve_secret: str | None = None
-    link: str | None = None
     link_secret: str | None = None
     replicas: tuple[int, ...] | None = None
 
@@ -97,23 +97,26 @@ class Keys:
                 raise ValueError(f"{path} is no file of keys: {name} is not a key")
         if "public-key" not in found:
             raise ValueError(f"{path} is no file of keys: it holds no public-key")
+        if "link-key" not in found:
+            raise ValueError(
+                f"{path} holds no link-key: it is damaged, or of a version before 0.2, and this "
+                "version reads pairs of 0.2: `diloco-comm keys make` of 0.2 adds that key to both "
+                "files"
+            )
         return cls(
             found["public-key"],
+            found["link-key"],
             found.get("secret-key"),
-            found.get("link-key"),
             found.get("link-secret"),
             _bound_replicas(text),
         )
 
-    def text_of_link(self, *, is_secret: bool) -> str:
-        seed = f'    link-secret = "{self.link_secret}"\n' if is_secret else ""
-        return f'link\n    link-key = "{self.link}"\n{seed}'
-
     def text(self, name: str, *, is_secret: bool) -> str:
         secret = f'    secret-key = "{self.curve_secret}"\n' if is_secret else ""
         head = (_SECRET_HEAD if is_secret else _PUBLIC_HEAD).format(name=name)
+        seed = f'    link-secret = "{self.link_secret}"\n' if is_secret else ""
         curve = f'{head}curve\n    public-key = "{self.curve}"\n{secret}'
-        return curve + self.text_of_link(is_secret=is_secret)
+        return f'{curve}link\n    link-key = "{self.link}"\n{seed}'
 
 
 def _binds(line: str) -> bool:
@@ -167,27 +170,23 @@ def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
 
 
 def make_pairs(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Make a pair for each name; add the link's keys to an older pair that has none.
+    """Make a pair for each name.
 
     Returns:
         The files written.
 
     Raises:
-        ValueError: If a pair is complete, or a name is not a plain file name; no file is written.
+        ValueError: If a pair exists, or a name is not a plain file name; no file is written.
         OSError: If a file cannot be written.
     """
     names = list(dict.fromkeys(names))
     for name in names:
         _check_name(name)
-        if not _is_without_link(folder, name):
-            _check_new(folder, name)
+        _check_new(folder, name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     written = []
     for name in names:
         public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
-        if secret.exists():
-            written += _add_link(public, secret)
-            continue
         keys = _new_keys()
         _write(secret, keys.text(name, is_secret=True), 0o600)
         _write(public, keys.text(name, is_secret=False), 0o644)
@@ -206,50 +205,17 @@ def _check_new(folder: Path, name: str) -> None:
         raise ValueError(f"{secret} exists: remove it to make a new one")
 
 
-def _is_without_link(folder: Path, name: str) -> bool:
-    public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
-    if not secret.exists():
-        return False
-    if not public.exists():
-        raise ValueError(f"{secret} exists without {public}: remove it to make a new one")
-    shown, hidden = Keys.read(public), Keys.read(secret)
-    if shown.curve != hidden.curve or (shown.link and not hidden.link_secret):
-        raise ValueError(f"{public} and {secret} are no pair: remove both to make a new one")
-    return not (shown.link and hidden.link_secret)
-
-
-def _add_link(public: Path, secret: Path) -> list[Path]:
-    """Add the link's keys to the files of an older pair, or to the one where they are missing."""
-    shown, hidden = Keys.read(public), Keys.read(secret)
-    keys = _link_keys(hidden, hidden.link_secret or secrets.token_hex(32))
-    written = []
-    # The secret comes first: a public key without its secret could not be mended.
-    for path, found in ((secret, hidden.link_secret), (public, shown.link)):
-        if found is None:
-            is_secret = path == secret
-            text = path.read_text(encoding="utf-8")
-            line = "" if text.endswith("\n") else "\n"
-            mode = 0o600 if is_secret else stat.S_IMODE(path.stat().st_mode)
-            _write(path, f"{text}{line}{keys.text_of_link(is_secret=is_secret)}", mode)
-            written.append(path)
-    return written
-
-
 def _new_keys() -> Keys:
     try:
         import zmq
     except ModuleNotFoundError:
         raise ValueError("new keys need pyzmq: pip install 'diloco_comm[async]'") from None
     _need_curve()
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    return _link_keys(Keys(public, secret), secrets.token_hex(32))
-
-
-def _link_keys(keys: Keys, seed: str) -> Keys:
     from ... import _C
 
-    public = _C.link_public_key(bytes.fromhex(seed)).hex()
-    return Keys(keys.curve, keys.curve_secret, public, seed)
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    seed = secrets.token_hex(32)
+    return Keys(public, _C.link_public_key(bytes.fromhex(seed)).hex(), secret, seed)
 
 
 def _write(path: Path, text: str, mode: int) -> None:
@@ -286,8 +252,8 @@ def allow(folder: Path, files: Iterable[Path], replicas: Iterable[int] = ()) -> 
         The files written; a file of the same keys that is there already is replaced.
 
     Raises:
-        ValueError: If a file holds no public keys, or secret ones, or keys that other names have,
-            or is to be bound and holds no key of a link; no file is written.
+        ValueError: If a file holds no public keys, or secret ones, or keys that other names have;
+            no file is written.
         OSError: If a file cannot be read or written.
     """
     if not folder.is_dir():
@@ -302,11 +268,6 @@ def allow(folder: Path, files: Iterable[Path], replicas: Iterable[int] = ()) -> 
         keys, target = Keys.read(file), allowed / file.name
         if keys.curve_secret or keys.link_secret:
             raise ValueError(f"{file} holds secret keys: give the file NAME{PUBLIC} of the pair")
-        if binding and keys.link is None:
-            raise ValueError(
-                f"{file} is of an older version and has no key of a link that --replica could "
-                f"bind: run `diloco-comm keys make FOLDER {file.stem}` where its secret is"
-            )
         _check_names(present, keys, target)
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         # The owner of this folder alone decides on the numbers. A file that is torn behind its
@@ -322,11 +283,9 @@ def allow(folder: Path, files: Iterable[Path], replicas: Iterable[int] = ()) -> 
 def _check_names(present: Mapping[Path, Keys], keys: Keys, target: Path) -> None:
     """Make sure that a key has one name, so that ``remove`` removes the key, and a name one key."""
     for path, there in present.items():
-        is_same = there.curve == keys.curve and there.link in (None, keys.link)
-        if path == target and not is_same:
+        if path == target and (there.curve, there.link) != (keys.curve, keys.link):
             raise ValueError(f"{path} holds other keys: remove it first, or rename the new file")
-        has_same_link = keys.link is not None and keys.link == there.link
-        if path != target and (there.curve == keys.curve or has_same_link):
+        if path != target and (there.curve == keys.curve or there.link == keys.link):
             raise ValueError(f"{path} holds the same keys as {target.name}: remove it first")
 
 
@@ -377,10 +336,10 @@ class Allowed:
 
     Args:
         folder: With a file ``NAME.key`` for each client.
-        key_of: Returns the key that counts of those in a file, or None.
+        key_of: Returns the key that counts of those in a file.
     """
 
-    def __init__(self, folder: Path, key_of: Callable[[Keys], bytes | None]) -> None:
+    def __init__(self, folder: Path, key_of: Callable[[Keys], bytes]) -> None:
         self._folder, self._key_of = folder, key_of
         self._keys: frozenset[bytes] = frozenset()
         # For each file its stamp, and its keys: None for a file without keys.
@@ -414,8 +373,8 @@ class Allowed:
         if self._files.keys() - files.keys() and not os.path.isdir(self._folder):
             # The folder went while its files were looked at.
             return
-        keys = (self._key_of(keys) for _, keys in files.values() if keys is not None)
-        self._files, self._keys = files, frozenset(filter(None, keys))
+        keys = [keys for _, keys in files.values() if keys is not None]
+        self._files, self._keys = files, frozenset(map(self._key_of, keys))
 
     def _read(self, path: Path) -> tuple[object, Keys | None] | None:
         """Return the stamp and the keys of a file; None for a file that is gone or never read."""
@@ -504,12 +463,9 @@ class LinkKeys:
         """
         path = _own_secret(Path(place))
         seed = read_secret(path).link_secret
-        folder, name = path.parent, path.stem
         if seed is None:
-            raise ValueError(
-                f"{path} is of an older version and has no keys of a link: run `diloco-comm keys "
-                f"make {folder} {name}`, which adds them"
-            )
+            raise ValueError(f"{path} holds no link-secret: restore the file, or make a new pair")
+        folder = path.parent
         return cls(folder, bytes.fromhex(seed), _allowed_in_link(folder / ALLOWED))
 
     def refusal_of(self, member: int, key: bytes, replica: int) -> str:
@@ -653,19 +609,12 @@ def _own_secret(place: Path) -> Path:
 
 
 def _allowed_in_link(folder: Path) -> Allowed:
-    older = [path for path, keys in readable_keys(folder).items() if keys.link is None]
-    allowed = Allowed(folder, lambda keys: bytes.fromhex(keys.link) if keys.link else None)
+    allowed = Allowed(folder, lambda keys: bytes.fromhex(keys.link))
     if not folder.is_dir() or not allowed.present():
         raise ValueError(
             f"{folder} holds no key of a link, so that nobody could connect: copy the public file "
             f"NAME{PUBLIC} of each other replica, and run `diloco-comm keys allow {folder.parent} "
             f"NAME{PUBLIC}`"
-        )
-    for path in older:
-        logger.warning(
-            "%s is of an older version and lets nobody into a link: run `diloco-comm keys make "
-            "FOLDER %s` where its secret is, and `diloco-comm keys allow` here",
-            *(path, path.stem),
         )
     return allowed
 

@@ -66,10 +66,7 @@ def make(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of the pairs.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a pair of keys for each name: NAME.key for others, NAME.key_secret for its machine.
-
-    An older pair without keys of a link gets these, and is not changed otherwise.
-    """
+    """Make a pair of keys for each name: NAME.key for others, NAME.key_secret for its machine."""
     from ...base.service.keys import make_pairs
 
     with _errors(folder):
@@ -155,7 +152,7 @@ def _as_replicas(numbers: tuple[int, ...] | None) -> str:
 def _print_row(row: dict[str, Any], kind: str) -> None:
     print(f"{row['name']}: {kind}")
     print(f"  curve {row['curve']}")
-    print(f"  link  {row['link'] or 'none'}")
+    print(f"  link  {row['link']}")
 
 
 def write_keys(folder: Path, workers: list[str] | None, *, as_json: bool) -> None:
