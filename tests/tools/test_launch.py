@@ -20,7 +20,7 @@ from zygote import Job, Zygote
 from diloco_comm import LeftBehind, ReplicaMismatch, SyncError
 from diloco_comm.elastic import exits
 from diloco_comm.elastic.state_folder import StateFolder
-from diloco_comm.tools.launch.run import Launch, Launcher, outcome, pause_s
+from diloco_comm.tools.launch.run import Launch, Launcher, outcome, own_status, pause_s
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -206,6 +206,58 @@ def test_a_signal_lets_the_replica_leave(
     assert [launcher.returncode for launcher in launchers] == [exits.LEFT, exits.LEFT], errors
     assert all("leaves at its next boundary" in error for error in errors)
     assert not any("starts again" in error for error in errors)
+
+
+PROGRAM = """
+import sys, time
+with open(sys.argv[1], "a") as file:
+    print(file=file)
+time.sleep(float(sys.argv[2]))
+sys.exit(3)
+"""
+
+
+def ended_launch(
+    folder: Path, at_once_s: float, *options: str, lives_s: float
+) -> tuple[int, str, int]:
+    """Launch a program that ends with status 3; return how the launcher ended, and the starts."""
+    script, starts = folder / "program.py", folder / "starts"
+    script.write_text(PROGRAM)
+    words = ["--registry", "127.0.0.1:1", "--run", "r", "--state-dir", str(folder / "state")]
+    words += [*options, str(script), str(starts), str(lives_s)]
+    text = (
+        "from diloco_comm.tools import cli\n"
+        "from diloco_comm.tools.launch import run\n"
+        f"run._AT_ONCE_S, run._FIRST_PAUSE_S = {at_once_s}, 0.1\n"
+        "cli.main()\n"
+    )
+    command = [sys.executable, "-c", text, "launch", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr, len(starts.read_text())
+
+
+@pytest.mark.fresh_interpreter
+def test_a_program_that_fails_at_once_twice_is_not_started_again(tmp_path: Path) -> None:
+    """On a busy machine the start alone may take longer than the second that counts."""
+    status, said, num_starts = ended_launch(tmp_path, 60.0, lives_s=0.0)
+    assert (status, num_starts) == (3, 2), said
+    assert "the program has twice ended with status 3 as soon as it was started, and is not" in said
+    assert "(restart 1 of 10)" in said and "restart 2" not in said
+
+
+@pytest.mark.fresh_interpreter
+def test_a_program_that_ran_longer_is_started_again(tmp_path: Path) -> None:
+    status, said, num_starts = ended_launch(tmp_path, 1.0, "--max-restarts", "2", lives_s=1.5)
+    assert (status, num_starts) == (exits.RESTART, 3), said
+    assert "the replica has ended with status 75, after 2 restarts" in said
+
+
+@pytest.mark.parametrize(
+    ("failed", "own"), [((3,), 3), ((-15, 3), 3), ((-9,), None), ((75, 3), None), ((), None)]
+)
+def test_the_status_of_a_program(failed: tuple[int, ...], own: int | None) -> None:
+    assert own_status(failed) == own
 
 
 @pytest.mark.nightly(

@@ -54,7 +54,8 @@ def launch(
     The script trains with peers=Elastic(), which finds registry and run by itself. SIGTERM or
     Ctrl-C let the replica leave at its next boundary, a second signal ends it at once. Exit status:
     0 all steps are taken, 69 too few replicas or no registry, 75 too many restarts, 78 other model,
-    settings or registry than the run's, 143 the replica has left.
+    settings or registry than the run's, 143 the replica has left. A script that ends twice within a
+    second of its start with the same status is not started again, and the status is the script's.
     """
     from ...elastic.registry import connect
     from .run import Launch, Launcher

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import random
 import signal
@@ -28,6 +29,8 @@ from . import child
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 # A process that lived so long has not failed in a row.
 _STEADY_S = 300.0
+# A program that ends so soon has not begun: its arguments or its imports are wrong.
+_AT_ONCE_S = 1.0
 # Statuses after which the replica is not started again.
 _FINAL = (exits.MISFIT, exits.UNAVAILABLE, exits.LEFT)
 # Seconds between two looks at signals and at torchrun.
@@ -99,14 +102,22 @@ class Launcher:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        num_restarts = 0
+        num_restarts, before = 0, None
         while True:
             began = time.monotonic()
-            failed = self._run_once()
+            failed, lived_s = self._run_once()
             has_left = self._has_left()
             status = outcome(failed, has_left, bool(self._signals))
             if status in (exits.DONE, *_FINAL) or self._signals or has_left:
                 return status
+            own = own_status(failed) if lived_s < _AT_ONCE_S else None
+            if own is not None and own == before:
+                note(
+                    f"the program has twice ended with status {own} as soon as it was started, "
+                    "and is not started again: its output says why"
+                )
+                return own
+            before = own
             if time.monotonic() - began > _STEADY_S:
                 num_restarts = 0
             if num_restarts >= self._launch.max_restarts:
@@ -124,16 +135,21 @@ class Launcher:
                     return exits.LEFT
                 time.sleep(_LOOK_S)
 
-    def _run_once(self) -> tuple[int, ...]:
-        """Run the workers; return the exit statuses of those that have failed."""
+    def _run_once(self) -> tuple[tuple[int, ...], float]:
+        """Run the workers; return the statuses of those that have failed, and their seconds."""
         failed: list[tuple[int, ...]] = []
         # On a thread torchrun leaves the signals to this launcher.
         thread = threading.Thread(target=lambda: failed.append(self._torchrun()))
         thread.start()
+        began = math.inf
         while thread.is_alive():
             thread.join(_LOOK_S)
+            # torchrun needs a while before it starts the workers.
+            if began == math.inf and _children():
+                began = time.monotonic()
             self._heed_signals()
-        return failed[0] if failed else (FAILED,)
+        lived_s = math.inf if began == math.inf else time.monotonic() - began
+        return failed[0] if failed else (FAILED,), lived_s
 
     def _has_left(self) -> bool:
         try:
@@ -195,6 +211,12 @@ def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
     return FAILED if is_asked or has_left else exits.RESTART
 
 
+def own_status(failed: Collection[int]) -> int | None:
+    """Return the status of a program that failed by itself; None if it asks for a restart."""
+    own = [status for status in failed if status > 0]
+    return own[0] if own and exits.RESTART not in own else None
+
+
 def pause_s(num_restarts: int) -> float:
     """Return the seconds before a restart: jittered, and longer with each restart in a row."""
     longest = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (num_restarts - 1))
@@ -217,9 +239,16 @@ def _lock(folder: Path) -> Any:
 
 def _kill_children() -> None:
     """End the processes that this one has started; each leads a session of its own."""
-    for one in list(Path("/proc/self/task").glob("*/children")):
-        # A thread, or a child, may have ended meanwhile.
+    for pid in _children():
         with contextlib.suppress(OSError):
-            for pid in one.read_text().split():
-                with contextlib.suppress(OSError):
-                    os.killpg(int(pid), signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """Return the processes that this one has started, and that nobody has waited for."""
+    found: list[int] = []
+    for one in list(Path("/proc/self/task").glob("*/children")):
+        # A thread may have ended meanwhile.
+        with contextlib.suppress(OSError):
+            found += map(int, one.read_text().split())
+    return found
