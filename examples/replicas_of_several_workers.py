@@ -39,16 +39,16 @@ replica, worker = mesh["replica"].get_local_rank(), mesh["worker"].get_local_ran
 
 torch.manual_seed(0)
 model: nn.Module = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
-peers = {"mesh": mesh["replica"]}
+arguments = {"peers": mesh["replica"]}
 if options.inside == "fsdp2":
     for module in [*model, model]:
         fully_shard(module, mesh=mesh["worker"])
 else:
     model = DistributedDataParallel(model, process_group=mesh["worker"].get_group())
     # The workers hold the same parameters: they split the outer state and the exchange.
-    peers["shard_group"] = mesh["worker"]
+    arguments["shard_group"] = mesh["worker"]
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-diloco = DiLoCo(model, optimizer, sync_every=options.sync_every, **peers)
+diloco = DiLoCo(model, optimizer, sync_every=options.sync_every, **arguments)
 
 data = torch.Generator().manual_seed(1 + dist.get_rank())
 for _ in range(options.steps):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_comm import SGD, Adam, HeavyBall, Nesterov
+from diloco_comm import SGD, Adam, HeavyBall, Nesterov, Wire
 from diloco_comm.methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
 
 MOMENTUM = 0.8
@@ -65,8 +65,7 @@ class Row:
         return {
             "outer": outers[self.outer],
             "overlap": self._policy(choice),
-            "wire": self.wire,
-            "error_feedback": self.error_feedback,
+            "wire": Wire(self.wire, error_feedback=self.error_feedback),
             "fragments": self.fragments,
         }
 

@@ -67,7 +67,7 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
         if not is_ours:
             return bound  # A function of the user's may take anything.
         wanted = {**_named(DiLoCo), **wanted}
-    check_names(owner.__name__, arguments, wanted)
+    check_names(owner.__name__, arguments, [*inspect.signature(owner).parameters, *wanted])
     for name, default in wanted.items():
         # A configuration may have what DiLoCo itself asks for.
         if default is inspect.Parameter.empty and name not in bound and base is not DiLoCo:

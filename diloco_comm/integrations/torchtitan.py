@@ -101,7 +101,7 @@ def semi_sync_training(
     section = _read(fault_tolerance)
     if (optimizers is None) == (optimizer is None):
         raise TypeError("semi_sync_training takes one of optimizers and optimizer")
-    check_names("semi_sync_training", arguments, Arguments.__optional_keys__)
+    check_names("semi_sync_training", arguments, Arguments.__annotations__)
     if not section["enable"] or section["semi_sync_method"] is None:
         yield None
         return

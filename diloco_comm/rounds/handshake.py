@@ -111,15 +111,11 @@ def replica_group(
     Without group, mesh and store the default group is returned, unless ``num_replicas`` is 1.
 
     Raises:
-        ValueError: If more than one is given, or this process is not among the replicas.
+        ValueError: If this process is not among the replicas.
         TypeError: If group or mesh is none.
         RuntimeError: If a launcher has started several processes, and nothing joins them.
     """
-    if sum(item is not None for item in (group, mesh, store)) > 1:
-        raise ValueError("give only one of a process group, a mesh and a store")
     is_alone = store is None and num_replicas == 1
-    if is_alone and (group is not None or mesh is not None):
-        raise ValueError('peers="alone" is a single replica: leave out group and mesh')
     if mesh is not None:
         if not hasattr(mesh, "get_group"):
             raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
@@ -200,7 +196,7 @@ def check_place(
         raise ValueError("StorePeers needs replica=, and one of of= and members=")
     has_number = replica is not None or num_replicas not in (None, 1) or members is not None
     if store is None and has_number:
-        raise ValueError("replica, num_replicas and members need store=")
+        raise ValueError("StorePeers needs store=, a Store or 'tcp://host:port'")
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a text that is not empty, got {name!r}")
     if store is None:

@@ -35,7 +35,7 @@ H = 4
 # The newcomer has the number of the replica that was killed.
 DEAD, NEWCOMER = 2, 3
 SUSPECT_AFTER_S = 4.0
-OPTIONS: dict[str, Any] = {"sync_every": H, "timeout": 60.0}
+TIMES: dict[str, Any] = {"timeout": 60.0, "suspect_after": SUSPECT_AFTER_S}
 
 SERVER = """
 import sys
@@ -173,9 +173,9 @@ def in_fixed_group(rank: int, world: int, site: Site) -> Any:
         model,
         optimizer,
         peers=StorePeers(meeting, replica=number, members=[0, 1, 2], name="the-run"),
-        link=Link("tcp", relay=site.relay, keys=site.folder(rank), suspect_after=SUSPECT_AFTER_S),
+        link=Link("tcp", relay=site.relay, keys=site.folder(rank), **TIMES),
         init="join" if is_new else "broadcast",
-        **OPTIONS,
+        sync_every=H,
     )
     with closing(diloco):
         first = outer_bytes(diloco, model)
@@ -225,8 +225,8 @@ def in_elastic_group(rank: int, world: int, site: Site) -> Any:
         key=None if site.keys is None else site.keys / "registry" / f"r{rank}.key_secret",
         insecure=site.keys is None,
     )
-    link = Link("tcp", relay=site.relay, keys=site.folder(rank), suspect_after=SUSPECT_AFTER_S)
-    with closing(DiLoCo(model, optimizer, peers=peers, link=link, **OPTIONS)) as diloco:
+    link = Link("tcp", relay=site.relay, keys=site.folder(rank), **TIMES)
+    with closing(DiLoCo(model, optimizer, peers=peers, link=link, sync_every=H)) as diloco:
         first = outer_bytes(diloco, model)
         last, num_whole, until = None, 0, time.monotonic() + 90.0
         while last is None or diloco.inner_step < last:

@@ -153,7 +153,7 @@ def run(
     elif kind == "late":
         arguments = {"is_late": True}
     elif kind == "bound":
-        arguments, place = {"make": partial(DiLoCo, **place)}, {}
+        arguments, place = {"make": partial(DiLoCo, **grouped(place))}, {}
     return train(rank, str(folder), data, options, **arguments, **place)
 
 

@@ -201,7 +201,7 @@ def resume(rank: int, world: int, registry: str) -> tuple[int, str, str]:
     membership = Elastic(
         registry, run="resumed", replica=rank, min_replicas=world, checkpoint=saved
     )
-    arguments = {"sync_every": 2, "membership": membership, "timeout": 40}
+    arguments = {"sync_every": 2, "peers": membership, "link": Link(timeout=40)}
     diloco = attach(DiLoCo, model, optimizer, arguments, saved)
     first = diloco.inner_step
     with pytest.raises(RuntimeError, match="has the state of a group") as refused:

@@ -65,7 +65,7 @@ def test_replicas_of_several_workers(world: int, inside: str, replicas: int, wor
 def sharded_with_local(rank: int, world: int, path: Path) -> list[bool]:
     """FSDP2 inside a replica: what trainers' callbacks do for an evaluation and a checkpoint."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "worker"))
-    arguments = {"sync_every": 2, "wire": "fp32", "mesh": mesh["replica"]}
+    arguments = {"sync_every": 2, "wire": "fp32", "peers": mesh["replica"]}
 
     def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = Regression(seed=seed)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from huggingface_runs import quiet_arguments
 from transformers import Trainer
 from trainers import Rows, WithLoss, flat
+from diloco_comm import StorePeers
 from diloco_comm.integrations.huggingface import DiLoCoCallback
 
 args = quiet_arguments(f"out-{RANK}", max_steps=2, save_strategy="no")
@@ -41,12 +42,12 @@ def train(**arguments):
     diloco = callback.diloco
     return [diloco.exchange.size, diloco.totals().num_syncs, flat(model).sum().item()]
 
-place = {"store": dist.PrefixStore("place", dist.distributed_c10d._get_default_store())}
+store = dist.PrefixStore("place", dist.distributed_c10d._get_default_store())
 tell(
     default=said(train),
-    on_store=said(lambda: train(**place, replica=RANK, num_replicas=2)),
-    workers=train(**place, replica=0, num_replicas=1, shard_group=dist.group.WORLD),
-    alone=train(num_replicas=1),
+    on_store=said(lambda: train(peers=StorePeers(store, RANK, of=2))),
+    workers=train(peers=StorePeers(store, 0, of=1), shard_group=dist.group.WORLD),
+    alone=train(peers="alone"),
 )
 dist.destroy_process_group()
 """
@@ -84,7 +85,7 @@ def accelerated():
     attach(accelerator, *accelerator.prepare(model, optimizer), sync_every=1)
 
 dist.init_process_group("gloo") if not dist.is_initialized() else None
-tell(trainer=said(train), accelerate=said(accelerated), named=train(group=dist.group.WORLD))
+tell(trainer=said(train), accelerate=said(accelerated), named=train(peers=dist.group.WORLD))
 dist.destroy_process_group()
 """
 )
@@ -106,6 +107,7 @@ LIGHTNING = """
 import torch, torch.distributed as dist
 from lightning_runs import Module, quiet_trainer
 from trainers import Rows, flat
+from diloco_comm import StorePeers
 from diloco_comm.integrations.lightning import DiLoCoCallback
 
 def train(devices, **arguments):
@@ -117,12 +119,12 @@ def train(devices, **arguments):
 
 tell(each_alone=said(lambda: train(1)))
 dist.init_process_group("gloo")
-place = {"store": dist.PrefixStore("place", dist.distributed_c10d._get_default_store())}
+store = dist.PrefixStore("place", dist.distributed_c10d._get_default_store())
 tell(
     default=said(lambda: train(2)),
-    on_store=said(lambda: train(2, **place, replica=RANK, num_replicas=2)),
-    workers=train(2, **place, replica=0, num_replicas=1, shard_group=dist.group.WORLD),
-    alone=train(2, num_replicas=1),
+    on_store=said(lambda: train(2, peers=StorePeers(store, RANK, of=2))),
+    workers=train(2, peers=StorePeers(store, 0, of=1), shard_group=dist.group.WORLD),
+    alone=train(2, peers="alone"),
 )
 dist.destroy_process_group()
 """
@@ -154,7 +156,7 @@ from diloco_comm.integrations.accelerate import attach
 accelerator = Accelerator(cpu=True)
 inner = WithLoss(RANK)
 model, optimizer = accelerator.prepare(inner, make_optimizer(inner))
-with attach(accelerator, model, optimizer, sync_every=1, num_replicas=1) as diloco:
+with attach(accelerator, model, optimizer, sync_every=1, peers="alone") as diloco:
     tell(alone=diloco.exchange.size)
 tell(
     is_forked="lightning.pytorch" in sys.modules,

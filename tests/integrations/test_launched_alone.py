@@ -91,16 +91,3 @@ def test_asynchronous_workers_are_alone_by_design(monkeypatch: pytest.MonkeyPatc
         model.descend(model.values())
         worker.step()
         worker.close()
-
-
-def test_a_single_replica_has_no_group(workers) -> None:
-    for sentence in workers(2).run(group_and_alone):
-        assert sentence == 'peers="alone" is a single replica: leave out group and mesh'
-
-
-def group_and_alone(rank: int, world: int) -> str:
-    import torch.distributed as dist
-
-    with pytest.raises(ValueError) as error:
-        attach(group=dist.group.WORLD, num_replicas=1)
-    return str(error.value)

@@ -261,7 +261,7 @@ def accelerate_steps(rank: int, world: int, address: tuple[str, int]) -> tuple[i
     loader = torch.utils.data.DataLoader(Rows(rank, [5, 3][rank]), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, make_optimizer(model), loader)
     place = on_store(rank, world, address, "uneven accelerate")
-    with attach_to(accelerator, model, optimizer, sync_every=4, **place) as diloco:
+    with attach_to(accelerator, model, optimizer, sync_every=4, **grouped(place)) as diloco:
         num_steps = diloco.agree_on_steps(len(loader))
         for _, rows in zip(range(num_steps), loader, strict=False):
             accelerator.backward(model(**rows)["loss"])

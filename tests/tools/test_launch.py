@@ -48,7 +48,7 @@ if int(os.environ["WORLD_SIZE"]) > 1:
     dist.init_process_group("gloo")
     mates = dist.group.WORLD
 diloco = DiLoCo(
-    model, optimizer, sync_every=sync_every, membership=membership, shard_group=mates
+    model, optimizer, sync_every=sync_every, peers=membership, shard_group=mates
 )
 number = diloco.members[diloco.replica_index]
 mine = folder / f"replica-{{number}}"

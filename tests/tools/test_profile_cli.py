@@ -172,18 +172,20 @@ def test_replicas_of_their_own_write_a_trace_each(tmp_path: Path) -> None:
 # The rest of a program that has a model and an optimizer, for each object that starts a recording.
 STARTS = {
     "AsyncDiLoCo": """
+from diloco_comm import Link
 from diloco_comm.asynchronous import AsyncDiLoCo, AsyncServer
 from diloco_comm.asynchronous.model.rules import Immediate
 with AsyncServer(Immediate(outer=SGD(1.0)), sync_every=2) as server:
-    with AsyncDiLoCo(model, optimizer, server=server.address, name="a", timeout=60):
+    with AsyncDiLoCo(model, optimizer, server=server.address, name="a", link=Link(timeout=60)):
         train()
 """,
     "DecoupledDiLoCo": """
+from diloco_comm import Link
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 settings = DecoupledSettings(fragments=["*"], sync_every=2)
 with DecoupledServer(settings, outer=SGD(1.0)) as server:
-    with DecoupledDiLoCo(model, optimizer, server=server.address, name="a", timeout=60):
+    with DecoupledDiLoCo(model, optimizer, server=server.address, name="a", link=Link(timeout=60)):
         train()
 """,
     "backend": """

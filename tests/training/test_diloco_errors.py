@@ -224,7 +224,7 @@ def test_what_cannot_be_called_is_no_callback() -> None:
             ValueError,
             r"block_size=256 is not that of wire=WireFormat\(.*\): give one",
         ),
-        ({"replica": 0}, ValueError, "replica, num_replicas and members need store="),
+        ({"replica": 0}, ValueError, "StorePeers needs store=, a Store or 'tcp://host:port'"),
         ({"store": dist.HashStore()}, ValueError, "StorePeers needs replica=, and one of of="),
         (
             {"store": dist.HashStore(), "replica": 4, "num_replicas": 2},
