@@ -67,7 +67,9 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
         if not is_ours:
             return bound  # A function of the user's may take anything.
         wanted = {**_named(DiLoCo), **wanted}
-    check_names(owner.__name__, arguments, [*inspect.signature(owner).parameters, *wanted])
+    own = inspect.signature(owner).parameters.values()
+    names = [one.name for one in own if one.kind is not one.VAR_KEYWORD]
+    check_names(owner.__name__, arguments, [*names, *wanted])
     for name, default in wanted.items():
         # A configuration may have what DiLoCo itself asks for.
         if default is inspect.Parameter.empty and name not in bound and base is not DiLoCo:

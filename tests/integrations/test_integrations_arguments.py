@@ -45,7 +45,7 @@ def with_model_alone(model: Any) -> DiLoCo:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sync_evry": 4}, "DiLoCoCallback has no argument 'sync_evry': did you mean 'sync_every'"),
     ({"sync_every": 4, "evalute": "outer"}, "no argument 'evalute': did you mean 'evaluate'"),
-    ({"sync_every": 4, "zzz": 1}, "no argument 'zzz': give arguments of DiLoCo"),
+    ({"sync_every": 4, "zzz": 1}, "no argument 'zzz': it has make, "),
     ({"sync_every": 4, "model": 1}, "takes the trainer's own model: leave out model="),
     ({}, "sync_every is missing: give the inner steps between two outer steps"),
     ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),

@@ -71,7 +71,7 @@ def test_hugging_face_under_torchrun(tmp_path: Path) -> None:
 
 # Without use_cpu=True transformers knows of one process where there is no GPU, and wraps nothing.
 UNAWARE = (
-    HUGGING_FACE[: HUGGING_FACE.index("place =")].replace(
+    HUGGING_FACE[: HUGGING_FACE.index("store =")].replace(
         "max_steps=2", "max_steps=2, use_cpu=False"
     )
     + """
