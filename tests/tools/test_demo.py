@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_no_process(
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "interrupted" in errors
+    assert "diloco-comm: ended by SIGINT\n" in errors
     assert "Traceback" not in errors
     assert not psutil.wait_procs(children, timeout=10)[1]
 

@@ -181,7 +181,7 @@ def test_a_wrong_port_and_no_relay_are_named(fresh_workers: Fresh, closed: int) 
         '--advertise "" --lanes 1',
         status=1,
     )
-    start = "replica 1 cannot be dialled from replica {} at 127.0.0.1:{} (connection refused)"
+    start = "replica 1 cannot be dialled from replica {} at tcp://127.0.0.1:{} (connection refused)"
     remedy = f"open TCP port {closed} of replica 1, or give both relay= and no address"
     assert sentences(report) == [
         f"error: replicas 0 and 1 do not reach each other: {start.format(0, closed)}; {remedy}",
@@ -201,9 +201,9 @@ def test_who_can_dial_one_way_only_is_warned(fresh_workers: Fresh, closed: int) 
     (pair,) = report["pairs"]
     assert (pair["way"], pair["dialled_by"], pair["link"]) == ("direct", 1, "")
     assert sentences(report) == [
-        f"warning: replica 1 cannot be dialled from replica 0 at 127.0.0.1:{closed} (connection "
-        f"refused), so replica 1 dials; open TCP port {closed} of replica 1, or give its link "
-        'advertise=""'
+        f"warning: replica 1 cannot be dialled from replica 0 at tcp://127.0.0.1:{closed} ("
+        f"connection refused), so replica 1 dials; open TCP port {closed} of replica 1, or give "
+        'its link advertise=""'
     ]
 
 
@@ -322,8 +322,8 @@ def test_ctrl_c_ends_all_with_a_sentence(fresh_workers: Fresh) -> None:
     begin = time.monotonic()
     other, interrupted = pool.run(_interrupted, pool.store)
     assert time.monotonic() - begin < 30
-    said = "diloco-comm: ended by Ctrl-C before all links were measured\n"
-    assert (interrupted.status, interrupted.out, interrupted.err) == (1, "", said)
+    said = "diloco-comm: ended by SIGINT\n"
+    assert (interrupted.status, interrupted.out, interrupted.err) == (130, "", said)
     said = "diloco-comm: the doctor of replica 1 has ended before all was measured\n"
     assert (other.status, other.out, other.err) == (1, "", said)
 
