@@ -74,13 +74,14 @@ def end_with_status(*, has_launcher: bool = True) -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, RunEnded):
-            print(f"diloco_comm: {error}", file=sys.stderr)
-            sys.exit(DONE)
-        before(kind, error, traceback)
         status = status_of(error)
+        if status in (DONE, LEFT):
+            # The run has ended, or a signal asked for this end: that is no failure.
+            print(f"diloco_comm: {error}", file=sys.stderr)
+            sys.exit(status)
+        before(kind, error, traceback)
         _advise(error)
-        if status is not None and (has_launcher or status == LEFT):
+        if status is not None and has_launcher:
             sys.exit(status)
 
     hook.ends_with_status = True  # type: ignore[attr-defined]
