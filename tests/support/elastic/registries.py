@@ -29,7 +29,12 @@ KINDS = ("tcp", "store", "etcd")
 # Children are forked from a process that has imported torch, which takes seconds.
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
-    ["diloco_comm.elastic.registry.server", "diloco_comm.tools.common.store", "pytest"]
+    [
+        "diloco_comm.elastic.registry.server",
+        "diloco_comm.tools.common.store",
+        "diloco_comm.training.presets",
+        "pytest",
+    ]
 )
 
 
