@@ -221,7 +221,7 @@ def relay(zygote: Zygote, site: cut_links.Site) -> Iterator[str]:
     """The address of a relay on the bridge."""
     job = Job(zygote, RELAY, site.hub)
     lines = iter(job.output.readline, "")
-    yield next(line.strip() for line in lines if line.startswith(cut_links.HUB))
+    yield next(line.strip() for line in lines if line.startswith(f"tcp://{cut_links.HUB}"))
     job.send_signal(9)
     job.finish()
 
