@@ -285,7 +285,9 @@ def test_a_proxy_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(RuntimeError) as caught:
         attach("alone", Link("tcp", relay="10.0.0.1:29800", proxy=f"socks5://127.0.0.1:{port}"))
     text = str(caught.value)
-    assert f"cannot wait at the relay at tcp://10.0.0.1:29800: the proxy at 127.0.0.1:{port}" in text
+    assert (
+        f"cannot wait at the relay at tcp://10.0.0.1:29800: the proxy at 127.0.0.1:{port}" in text
+    )
 
 
 def test_a_proxy_that_closes_a_connection_later_is_dialled_again() -> None:
