@@ -583,7 +583,6 @@ bool TlsSession::has_pending() const {
 }
 
 bool TlsSession::has_unsent() const {
-    const openssl::Use use;
     if (!is_alive()) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     return begin_ != end_of_out_;
