@@ -186,5 +186,5 @@ def test_the_registry_may_be_a_store_with_keys(tmp_path: Path) -> None:
     store = connect_store(hosted.address, keys=folder_of(tmp_path, 1), timeout=10.0)
     assert own_interface(dist.PrefixStore("runs", store)) == own_interface(hosted.address)
     for wrong in (5, "tcp://localhost", ("tcp://localhost", 5)):
-        with pytest.raises(ValueError, match="store must be tcp://host:port with"):
+        with pytest.raises((TypeError, ValueError), match="store must be tcp://host:port with"):
             Elastic("tcp://127.0.0.1:1", store=wrong)  # type: ignore[arg-type]
