@@ -12,7 +12,7 @@ namespace {
 // Blocks of a multiprocessor: as many as leave each lane the registers that its codes and sums
 // need.
 template <Format kFormat>
-constexpr int kDecodeBlocks = kFormat == Format::kInt8   ? (kIsSm80 ? 12 : 14)
+constexpr int kDecodeBlocks = kFormat == Format::kInt8   ? (kIsSm8x ? 12 : 14)
                               : kFormat == Format::kInt4 ? 14
                               : is_fp8(kFormat)          ? 12
                                                          : 8;

@@ -14,8 +14,8 @@ constexpr int kEncodeBlocks = kQuads == 2   ? 8
                               : kQuads == 4 ? (kStochastic ? 4 : 5)
                                             : 3;
 template <int kQuads, bool kStochastic>
-constexpr int kWholeBlocks = kQuads == 2              ? 10
-                             : kStochastic || kIsSm80 ? 8
+constexpr int kWholeBlocks = kQuads == 2              ? (kStochastic ? 9 : 10)
+                             : kStochastic || kIsSm8x ? 8
                                                       : 9;
 
 // x = c(outer) - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;

@@ -14,10 +14,10 @@
 namespace diloco::cuda {
 
 // Whether code is compiled that needs more registers than on other devices.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
-constexpr bool kIsSm80 = true;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kIsSm8x = true;
 #else
-constexpr bool kIsSm80 = false;
+constexpr bool kIsSm8x = false;
 #endif
 
 constexpr int kThreads = kWarps * kLanes;

@@ -17,7 +17,7 @@
 #include "exchange/link/group.h"
 #include "exchange/link/proxy.h"
 #include "exchange/link/sockets.h"
-#include "exchange/store/keyed_store.h"
+#include "exchange/store/store_client.h"
 #include "exchange/store/store_host.h"
 #include "exchange/transport/pages.h"
 
@@ -74,11 +74,19 @@ py::bytes bytes_of(const link::PublicKey& key) {
     return {reinterpret_cast<const char*>(key.data()), key.size()};
 }
 
+// Null without a seed.
 std::shared_ptr<link::Identity> open_identity(const std::string& seed) {
+    if (seed.empty()) return nullptr;
     // OpenSSL is the library that Python has loaded for this module.
     py::module_::import("ssl");
     py::gil_scoped_release no_gil;
     return link::Identity::open(key_of("a seed", seed));
+}
+
+template <typename Body>
+auto without_gil(Body body) {
+    const py::gil_scoped_release no_gil;
+    return body();
 }
 
 // Scheme, host, port, user and password.
@@ -173,34 +181,126 @@ void register_link(py::module_& m) {
         .def("counters", &Link::counters, release());
 }
 
-void register_keyed_store(py::module_& m) {
+void register_store_client(py::module_& m) {
     using release = py::call_guard<py::gil_scoped_release>;
-    py::class_<KeyedStore, c10d::Store, c10::intrusive_ptr<KeyedStore>>(m, "KeyedStore")
+    const auto record_of = [](StoreClient::Record record) {
+        return py::make_tuple(py::bytes(record.first), record.second);
+    };
+    py::class_<StoreClient, c10d::Store, c10::intrusive_ptr<StoreClient>>(m, "StoreClient")
         .def(py::init([](const std::string& host, int port, const py::bytes& seed,
                          const std::vector<py::bytes>& allowed, double timeout_s,
-                         const std::optional<ProxyParts>& proxy) {
-                 KeyedStore::Place place{host, static_cast<uint16_t>(port), open_identity(seed),
-                                         keys_of(allowed), proxy_of(proxy)};
+                         const std::optional<ProxyParts>& proxy, const std::string& table_id,
+                         bool connects) {
+                 StoreClient::Place place{host, static_cast<uint16_t>(port), open_identity(seed),
+                                          keys_of(allowed), proxy_of(proxy)};
                  py::gil_scoped_release no_gil;
-                 return c10::make_intrusive<KeyedStore>(std::move(place), from_seconds(timeout_s));
+                 return c10::make_intrusive<StoreClient>(std::move(place), from_seconds(timeout_s),
+                                                         table_id, connects);
              }),
              py::arg("host"), py::arg("port"), py::arg("seed"), py::arg("allowed"),
-             py::arg("timeout_s"), py::arg("proxy") = std::nullopt)
-        .def_property_readonly("host", &KeyedStore::host)
-        .def_property_readonly("port", &KeyedStore::port);
+             py::arg("timeout_s"), py::arg("proxy") = std::nullopt, py::kw_only(),
+             py::arg("table_id") = "", py::arg("connects") = true,
+             "Without a seed, the connection is plain.")
+        .def_property_readonly("host", &StoreClient::host)
+        .def_property_readonly("port", &StoreClient::port)
+        .def_property_readonly("table_id", &StoreClient::table_id,
+                               "The table that must answer; empty before the first answer.")
+        .def_property_readonly(
+            "found_id", [](const StoreClient& store) { return store.facts().table_id; },
+            "The table that answered last.")
+        .def_property_readonly(
+            "process_nonce", [](const StoreClient& store) { return store.facts().process; },
+            "The random name of the host's process.")
+        .def_property_readonly(
+            "is_durable", [](const StoreClient& store) { return store.facts().is_durable; },
+            "Whether the host has a journal.")
+        .def_property_readonly(
+            "is_refused", [](const StoreClient& store) { return store.facts().is_refused; },
+            "Whether the last dial has failed because of a key.")
+        .def(
+            "read_record",
+            [record_of](StoreClient& store, const std::string& run, double limit_s) {
+                return record_of(
+                    without_gil([&] { return store.read_record(run, from_seconds(limit_s)); }));
+            },
+            py::arg("run"), py::arg("limit_s"), "The record of a run, and its revision.")
+        .def(
+            "swap_record",
+            [](StoreClient& store, const std::string& run, const std::string& old,
+               const std::string& next,
+               double limit_s) { return store.swap_record(run, old, next, from_seconds(limit_s)); },
+            py::arg("run"), py::arg("old"), py::arg("new"), py::arg("limit_s"), release())
+        .def(
+            "beat",
+            [](StoreClient& store, const std::string& run, const std::string& member,
+               const std::string& text, double limit_s) {
+                py::list beats;
+                for (const auto& [name, last, age_s] : without_gil(
+                         [&] { return store.beat(run, member, text, from_seconds(limit_s)); })) {
+                    beats.append(py::make_tuple(name, py::bytes(last), age_s));
+                }
+                return beats;
+            },
+            py::arg("run"), py::arg("member"), py::arg("text"), py::arg("limit_s"),
+            "Keeps a member's beat, and returns (member, text, age in seconds) of each beat.")
+        .def(
+            "watch_record",
+            [record_of](StoreClient& store, const std::string& run, uint64_t revision,
+                        double seconds) {
+                return record_of(without_gil(
+                    [&] { return store.watch_record(run, revision, from_seconds(seconds)); }));
+            },
+            py::arg("run"), py::arg("revision"), py::arg("seconds"),
+            "The record once its revision is another one, or the seconds have passed.");
+}
+
+void register_store_host(py::module_& m) {
+    using release = py::call_guard<py::gil_scoped_release>;
     py::class_<StoreHost, c10d::Store, c10::intrusive_ptr<StoreHost>>(m, "StoreHost")
         .def(py::init([](int listener, const py::bytes& seed, const std::vector<py::bytes>& allowed,
-                         double timeout_s) {
-                 Descriptor own([&] { return fcntl(listener, F_DUPFD_CLOEXEC, 0); });
-                 return c10::make_intrusive<StoreHost>(std::move(own), open_identity(seed),
-                                                       keys_of(allowed), from_seconds(timeout_s));
+                         double timeout_s, const std::string& table_id,
+                         const std::optional<std::map<std::string, py::bytes>>& records,
+                         double drop_after_s) {
+                 StoreHost::Options options;
+                 options.listener = Descriptor([&] { return fcntl(listener, F_DUPFD_CLOEXEC, 0); });
+                 options.identity = open_identity(seed);
+                 options.allowed = keys_of(allowed);
+                 options.timeout = from_seconds(timeout_s);
+                 options.table_id = table_id;
+                 options.is_journalled = records.has_value();
+                 if (records) options.records = {records->begin(), records->end()};
+                 options.drop_after = from_seconds(drop_after_s);
+                 return c10::make_intrusive<StoreHost>(std::move(options));
              }),
              py::arg("listener"), py::arg("seed"), py::arg("allowed"), py::arg("timeout_s"),
+             py::kw_only(), py::arg("table_id") = "", py::arg("records") = std::nullopt,
+             py::arg("drop_after_s") = 600.0,
              "Serves at a listening socket, whose descriptor stays the caller's: the host has a "
-             "copy.")
-        .def("allow", &allow<StoreHost>, py::arg("keys"),
-             "Replaces the public keys that are let in; connections of other keys end.")
+             "copy. Without a seed, connections are plain. With records, swaps wait for settle().")
+        .def(
+            "allow",
+            [](StoreHost& host, const std::vector<py::bytes>& keys,
+               const std::vector<py::bytes>& readers) {
+                host.allow(keys_of(keys), keys_of(readers));
+            },
+            py::arg("keys"), py::arg("readers") = std::vector<py::bytes>(),
+            "Replaces the public keys that are let in; connections of other keys end. Readers "
+            "change nothing.")
         .def_property_readonly("num_clients", &StoreHost::num_clients)
+        .def_property_readonly("table_id", &StoreHost::table_id)
+        .def(
+            "take_changes",
+            [](StoreHost& host, double seconds) {
+                py::list changes;
+                for (const auto& [run, record] :
+                     without_gil([&] { return host.take_changes(from_seconds(seconds)); })) {
+                    changes.append(py::make_tuple(run, py::bytes(record)));
+                }
+                return changes;
+            },
+            py::arg("seconds"), "(run, new record) of each swap that waits for the journal.")
+        .def("settle", &StoreHost::settle, py::arg("sentence") = "", py::arg("is_doubtful") = false,
+             release(), "Says that the journal holds the changes, or why not.")
         .def("close", &StoreHost::close, release());
 }
 
@@ -221,8 +321,7 @@ void register_exchange(py::module_& m) {
     m.def(
         "bounded_store",
         [](c10::intrusive_ptr<c10d::Store> store, double limit_s) {
-            return c10::intrusive_ptr<c10d::Store>(
-                c10::make_intrusive<BoundedStore>(std::move(store), from_seconds(limit_s)));
+            return bounded(std::move(store), from_seconds(limit_s));
         },
         py::arg("store"), py::arg("limit_s"), py::keep_alive<0, 1>(),
         "The store with calls that fail when its host does not answer in time.");
@@ -258,7 +357,8 @@ void register_exchange(py::module_& m) {
     register_messages(m);
     register_jobs(m);
     register_link(m);
-    register_keyed_store(m);
+    register_store_client(m);
+    register_store_host(m);
     register_engine(m);
 }
 

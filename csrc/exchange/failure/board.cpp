@@ -37,18 +37,17 @@ Board::Board(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds pa
       replica_(replica),
       members_(std::move(members)) {
     if (!store) return;
-    const auto bounded = c10::make_intrusive<BoundedStore>(std::move(store), patience);
+    store_ = bounded(std::move(store), patience);
     try {
         // The board connects anew: the user may wait for hours in the connection that was given.
-        store_ = bounded->clone();
+        store_ = another_connection(*store_);
     } catch (const std::exception&) {
-        store_ = bounded;
+        // The present connection may be sound.
     }
 }
 
 bool Board::is_store_lost() const {
-    const auto* bounded = dynamic_cast<const BoundedStore*>(store_.get());
-    return bounded != nullptr && bounded->is_broken();
+    return store_ && is_lost(*store_);
 }
 
 std::string Board::key(const char* what, int64_t replica) const {

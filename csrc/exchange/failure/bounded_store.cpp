@@ -14,7 +14,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
-#include "exchange/store/keyed_store.h"
+#include "exchange/store/store_client.h"
+#include "exchange/store/store_host.h"
 
 namespace diloco {
 namespace {
@@ -117,11 +118,17 @@ c10::intrusive_ptr<Store> clone_of(Store& store, long) {
         return c10::make_intrusive<c10d::PrefixStore>(Prefix::of(*prefixed),
                                                       clone_of(*prefixed->getUnderlyingStore(), 0));
     }
-    if (auto* keyed = dynamic_cast<KeyedStore*>(&store)) return keyed->clone();
+    if (auto* client = dynamic_cast<StoreClient*>(&store)) return client->clone();
     const auto* tcp = dynamic_cast<const c10d::TCPStore*>(&store);
     if (!tcp)
-        C10_THROW_ERROR(DistStoreError, "only a TCPStore and a store with keys have connections");
+        C10_THROW_ERROR(DistStoreError, "only a TCPStore and a client of a store have connections");
     return connect_store(tcp->getHost(), tcp->getPort(), store.getTimeout());
+}
+
+// The store below all prefixes.
+c10d::Store& bottom_of(c10d::Store& store) {
+    auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(&store);
+    return prefixed ? bottom_of(*prefixed->getUnderlyingStore()) : store;
 }
 
 template <typename Store>
@@ -155,6 +162,30 @@ c10::intrusive_ptr<c10d::Store> connect_store(const std::string& host, uint16_t 
                                             std::to_string((timeout + kSlack).count()) + " ms");
     }
     return std::move(*store);
+}
+
+c10::intrusive_ptr<c10d::Store> bounded(c10::intrusive_ptr<c10d::Store> store, milliseconds limit) {
+    c10d::Store& bottom = bottom_of(*store);
+    if (dynamic_cast<StoreHost*>(&bottom)) return store;
+    if (!dynamic_cast<StoreClient*>(&bottom)) {
+        return c10::make_intrusive<BoundedStore>(std::move(store), limit);
+    }
+    if (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
+        return c10::make_intrusive<c10d::PrefixStore>(
+            Prefix::of(*prefixed), bounded(prefixed->getUnderlyingStore(), limit));
+    }
+    return dynamic_cast<StoreClient&>(*store).with_limit(limit);
+}
+
+bool is_lost(c10d::Store& store) {
+    c10d::Store& bottom = bottom_of(store);
+    if (const auto* client = dynamic_cast<StoreClient*>(&bottom)) return client->is_lost();
+    const auto* bounded = dynamic_cast<BoundedStore*>(&bottom);
+    return bounded && bounded->is_broken();
+}
+
+c10::intrusive_ptr<c10d::Store> another_connection(c10d::Store& store) {
+    return clone_of(store, 0);
 }
 
 BoundedStore::BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit)

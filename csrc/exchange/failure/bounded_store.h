@@ -23,6 +23,14 @@ namespace diloco {
 c10::intrusive_ptr<c10d::Store> connect_store(const std::string& host, uint16_t port,
                                               std::chrono::milliseconds timeout);
 
+// The store with calls that end within `limit`: a BoundedStore, unless the store's own calls end.
+c10::intrusive_ptr<c10d::Store> bounded(c10::intrusive_ptr<c10d::Store> store,
+                                        std::chrono::milliseconds limit);
+// A further connection to the same host, below the same prefixes.
+c10::intrusive_ptr<c10d::Store> another_connection(c10d::Store& store);
+// Whether the connection of a bounded store has broken, and nobody listens any more.
+bool is_lost(c10d::Store& store);
+
 class BoundedStore : public c10d::Store {
   public:
     using Bytes = std::vector<uint8_t>;

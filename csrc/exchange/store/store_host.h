@@ -1,65 +1,24 @@
-// The host of stores with keys: holds the values, and lets in clients with an allowed key.
+// The host of stores: holds the values, records and beats, and lets in clients.
 //
-// This process reads and writes the values directly. Each client has a thread here, which mostly
-// waits for the client's next request.
+// With keys, connections are encrypted, and clients with an allowed key are let in; without keys
+// everybody is. This process reads and writes the values directly. One thread serves all clients.
 #pragma once
 
 #include <unistd.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <unordered_map>
 #include <vector>
 
-#include "exchange/link/link.h"
-#include "exchange/store/keyed_socket.h"
-
-namespace diloco::store {
-
-// The values by key. Threads share it.
-class Table {
-  public:
-    using Keys = std::vector<std::string>;
-
-    // Writes pairs of key and value.
-    void set(const Keys& pairs);
-    // As TCPStore does: a missing key counts as an empty value, and stays missing where something
-    // was expected, which is then returned.
-    std::string compare_set(const std::string& key, const std::string& expected,
-                            const std::string& desired);
-    // Throws std::invalid_argument where the value is no number.
-    int64_t add(const std::string& key, int64_t amount);
-    void append(const std::string& key, const std::string& value);
-    bool remove(const std::string& key);
-    bool has(const Keys& keys) const;
-    Keys list() const;
-    // Returns the values once all are there; null when `end` has passed or `is_over` returns true,
-    // which is asked for now and then.
-    std::optional<Keys> wait(
-        const Keys& keys, Clock::time_point end,
-        const std::function<bool()>& is_over = [] { return false; });
-    // Makes waits ask `is_over` now.
-    void wake() { changed_.notify_all(); }
-
-  private:
-    bool has_all(const Keys& keys) const;
-
-    mutable std::mutex mutex_;
-    std::condition_variable changed_;
-    std::unordered_map<std::string, std::string> values_;
-};
-
-}  // namespace diloco::store
+#include "exchange/link/tls.h"
+#include "exchange/store/table.h"
 
 namespace diloco {
 
@@ -67,21 +26,36 @@ class StoreHost : public c10d::Store {
   public:
     using Bytes = std::vector<uint8_t>;
     using milliseconds = std::chrono::milliseconds;
+    using PublicKeys = std::set<link::PublicKey>;
     using c10d::Store::compareSet;
     using c10d::Store::set;
 
-    // `listener`: a socket that listens. `allowed`: the keys that are let in beside the own one.
-    // `timeout`: of this process's own waits.
-    StoreHost(Descriptor listener, std::shared_ptr<link::Identity> identity,
-              std::set<link::PublicKey> allowed, milliseconds timeout);
+    struct Options {
+        Descriptor listener{};                       // a socket that listens
+        std::shared_ptr<link::Identity> identity{};  // null: without keys
+        PublicKeys allowed{};                        // beside the own key
+        milliseconds timeout{};                      // of this process's own waits
+        std::string table_id{};                      // empty: a random one
+        bool is_journalled = false;                  // swaps wait for settle()
+        std::map<std::string, std::string> records{};
+        milliseconds drop_after{};  // the age at which a beat is dropped
+    };
+
+    explicit StoreHost(Options options);
     ~StoreHost() override;
 
-    // Replaces the keys that are let in; connections of other keys end.
-    void allow(std::set<link::PublicKey> keys);
+    // Replaces the keys that are let in; connections of other keys end. Clients with a key of
+    // `readers` alone change nothing.
+    void allow(PublicKeys keys, PublicKeys readers);
     // Ends all connections; idempotent.
     void close();
-    // Clients that have shown their keys.
+    // Clients that were let in.
     int64_t num_clients() const;
+    const std::string& table_id() const;
+
+    // For the thread of the journal, see store::Records.
+    std::vector<store::Change> take_changes(milliseconds time);
+    void settle(const std::string& sentence, bool is_doubtful);
 
     c10::intrusive_ptr<c10d::Store> clone();
     void set(const std::string& key, const Bytes& value) override;
@@ -100,18 +74,11 @@ class StoreHost : public c10d::Store {
     std::vector<std::string> listKeys();
 
   private:
-    // The threads of the clients share this, so that a thread that ends late still finds it there.
-    struct Shared;
-    struct Client;
+    class Server;
 
-    static void accept_all(const std::shared_ptr<Shared>& shared);
-    static void serve(const std::shared_ptr<Shared>& shared, int id, Descriptor fd);
-    static store::Packet answer(Shared& shared, store::KeyedSocket& socket,
-                                const store::Packet& request);
+    store::Keys wait_for(const store::Keys& keys, milliseconds timeout);
 
-    std::vector<std::string> wait_for(const std::vector<std::string>& keys, milliseconds timeout);
-
-    const std::shared_ptr<Shared> shared_;
+    const std::shared_ptr<Server> server_;
     const pid_t process_ = getpid();
     std::mutex closing_;
     std::thread thread_;

@@ -1,0 +1,478 @@
+#include "exchange/store/store_client.h"
+
+#include <c10/util/Exception.h>
+#include <netdb.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "exchange/link/connection.h"
+
+namespace diloco {
+namespace {
+
+using std::chrono::milliseconds;
+using store::after;
+using store::Answer;
+using store::bytes_of;
+using store::Channel;
+using store::Clock;
+using store::kForever;
+using store::Packet;
+using store::Request;
+using store::text_of;
+
+// Between two attempts to connect.
+constexpr milliseconds kPause{100};
+// A host that has accepted a connection shakes hands so soon; one of another kind never does. It
+// may stand still, be full or be started again: so long is it tried again.
+constexpr std::chrono::seconds kMostHandshake{10}, kPatience{30};
+constexpr char kNoTls[] = "does not speak TLS as a store with keys does: ";
+constexpr char kNoStore[] =
+    "does not answer as a store of diloco_comm does (a TCPStore is given as an object, not by its "
+    "address): ";
+// Where nobody listens any more, a call tries for so long.
+constexpr milliseconds kRefused{1000};
+// Of a longer wait the host is asked again so often: a router may forget a silent connection.
+constexpr milliseconds kLongest{10000};
+// A host without any byte of an answer for so long is asked once more, over another connection.
+constexpr milliseconds kLeastSilence{1000}, kMostSilence{20000};
+
+// The other side has refused this one, or speaks something else: another attempt is of no use.
+class Refused : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+// Waits for what the channel wants. Throws std::runtime_error, with one sentence, where that is
+// nothing any more, or `end` comes first; the class is Refused where the session has failed.
+void wait_for(const Channel& channel, Channel::Outcome outcome, Clock::time_point end) {
+    if (outcome == Channel::Outcome::kFailed) throw Refused(channel.trouble());
+    if (outcome == Channel::Outcome::kClosed) throw std::runtime_error(channel.trouble());
+    const bool reads = outcome == Channel::Outcome::kWantsRead;
+    pollfd one{channel.fd(), static_cast<short>(reads ? POLLIN : POLLOUT), 0};
+    while (true) {
+        // Also after `end`: this process may have stood still, and the answer may be there.
+        const auto left = std::chrono::ceil<milliseconds>(end - Clock::now()).count();
+        // poll() takes an int; a longer time comes in several parts.
+        const int ready =
+            poll(&one, 1, static_cast<int>(std::clamp<int64_t>(left, 0, int64_t{1} << 30)));
+        if (ready > 0) return;
+        if (ready < 0 && errno != EINTR) throw std::runtime_error(std::strerror(errno));
+        if (left <= 0) throw std::runtime_error("the other side did not answer in time");
+    }
+}
+
+void shake_hands(Channel& channel, Clock::time_point end) {
+    while (true) {
+        const Channel::Outcome outcome = channel.handshake();
+        if (outcome == Channel::Outcome::kDone) return;
+        wait_for(channel, outcome, end);
+    }
+}
+
+void send(Channel& channel, store::Outgoing packet, Clock::time_point end) {
+    while (true) {
+        const Channel::Outcome outcome = packet.write(channel);
+        if (outcome == Channel::Outcome::kDone) return;
+        wait_for(channel, outcome, end);
+    }
+}
+
+// Until `end`; throws once no byte has come for `silence`.
+Packet receive(Channel& channel, Clock::time_point end, milliseconds silence) {
+    store::Incoming packet;
+    size_t num_bytes = 0;
+    auto quiet = after(silence);
+    while (true) {
+        const Channel::Outcome outcome = packet.read(channel);
+        if (outcome == Channel::Outcome::kDone) return packet.take(SIZE_MAX);
+        if (packet.num_bytes() > std::exchange(num_bytes, packet.num_bytes())) {
+            quiet = after(silence);
+        }
+        wait_for(channel, outcome, std::min(end, quiet));
+    }
+}
+
+// Looks at the first byte of a host without TLS; returns what is wrong with that host, or nothing.
+const char* trouble_at_first(const Channel& channel, Clock::time_point end) {
+    constexpr uint8_t kZeroMq = 0xff;
+    wait_for(channel, Channel::Outcome::kWantsRead, end);
+    uint8_t first = 0;
+    if (recv(channel.fd(), &first, 1, MSG_PEEK | MSG_DONTWAIT) != 1) return nullptr;
+    if (first == link::kTlsAlert) return "has keys: give Link(keys=...), or --keys";
+    if (first == kZeroMq) return "is one of another version: it speaks ZeroMQ";
+    return nullptr;
+}
+
+bool changes_once(Request request) {
+    switch (request) {
+        case Request::kSet:
+        case Request::kCompareSet:
+        case Request::kAdd:
+        case Request::kDelete:
+        case Request::kAppend:
+        case Request::kMultiSet:
+            return true;
+        default:
+            return false;
+    }
+}
+
+}  // namespace
+
+// --------------------------------------------------------------------------------- connection
+
+StoreClient::StoreClient(Place place, milliseconds timeout, const std::string& table_id,
+                         bool connects)
+    : Store(timeout), wire_(std::make_shared<Wire>()) {
+    wire_->place = std::move(place);
+    wire_->table_id = table_id;
+    if (connects) connect(after(timeout_), Clock::time_point::max());
+}
+
+StoreClient::StoreClient(std::shared_ptr<Wire> wire, milliseconds timeout, milliseconds limit)
+    : Store(timeout), wire_(std::move(wire)), limit_(limit) {}
+
+c10::intrusive_ptr<StoreClient> StoreClient::with_limit(milliseconds limit) {
+    return c10::intrusive_ptr<StoreClient>::unsafe_steal_from_new(
+        new StoreClient(wire_, timeout_, limit));
+}
+
+c10::intrusive_ptr<c10d::Store> StoreClient::clone() {
+    auto copy = c10::make_intrusive<StoreClient>(wire_->place, timeout_, table_id(), false);
+    copy->connect(after(std::max(timeout_, own_limit())), Clock::time_point::max());
+    return limit_ ? copy->with_limit(*limit_) : copy;
+}
+
+std::string StoreClient::table_id() const {
+    const std::lock_guard<std::mutex> lock(wire_->mutex);
+    return wire_->table_id;
+}
+
+StoreClient::Facts StoreClient::facts() const {
+    const std::lock_guard<std::mutex> lock(wire_->mutex);
+    return wire_->facts;
+}
+
+bool StoreClient::is_lost() const {
+    const std::lock_guard<std::mutex> lock(wire_->mutex);
+    return wire_->is_lost;
+}
+
+std::string StoreClient::name_of_host() const {
+    return "the store at tcp://" + name_of_place(host(), std::to_string(port()));
+}
+
+void StoreClient::give_up(const std::string& why) {
+    C10_THROW_ERROR(DistStoreError, name_of_host() + " " + why);
+}
+
+void StoreClient::lose(const std::string& why) {
+    {
+        const std::lock_guard<std::mutex> lock(wire_->mutex);
+        wire_->is_lost = true;
+    }
+    C10_THROW_ERROR(DistNetworkError, name_of_host() + " " + why);
+}
+
+// Until `end`, and until `refused_end` where nobody listens.
+void StoreClient::connect(Clock::time_point end, Clock::time_point refused_end) {
+    const auto begin = Clock::now();
+    std::string trouble = "the host has no address";
+    std::optional<Clock::time_point> patience;  // since somebody has accepted a connection
+    while (!wire_->channel) {
+        Descriptor fd = dial_host(end, trouble);
+        if (fd) {
+            if (!patience) patience = std::min<Clock::time_point>(end, Clock::now() + kPatience);
+            trouble = greet(std::move(fd), *patience);
+        }
+        if (wire_->channel) break;
+        const auto next = Clock::now() + kPause;
+        if (!patience && next > refused_end) lose("has gone: " + trouble);
+        if (next > patience.value_or(end)) {
+            const auto waited = std::chrono::ceil<milliseconds>(end - begin).count();
+            give_up(patience
+                        ? trouble
+                        : "did not answer within " + std::to_string(waited) + " ms: " + trouble);
+        }
+        std::this_thread::sleep_for(kPause);
+    }
+    const std::lock_guard<std::mutex> lock(wire_->mutex);
+    wire_->is_lost = false;
+}
+
+// One attempt; returns no descriptor, and the reason, where it has failed.
+Descriptor StoreClient::dial_host(Clock::time_point end, std::string& trouble) {
+    const Place& place = wire_->place;
+    const std::string port = std::to_string(place.port);
+    Descriptor fd;
+    if (place.proxy) {
+        // A proxy may wait for a host that is not there yet.
+        end = std::min<Clock::time_point>(end, Clock::now() + kPatience);
+        link::Dialled dialled = link::dial_through(*place.proxy, place.host, port, end);
+        if (dialled.is_final) give_up("cannot be reached: " + dialled.trouble);
+        trouble = dialled.trouble;
+        return std::move(dialled.fd);
+    }
+    for (const Address& address : look_up(place.host, port, AI_NUMERICSERV)) {
+        fd = dial(address, end, trouble);
+        if (fd) break;
+    }
+    return fd;
+}
+
+// Returns why the connection is of no use, where another attempt may be.
+std::string StoreClient::greet(Descriptor fd, Clock::time_point end) {
+    const Place& place = wire_->place;
+    link::set_options(fd.get());
+    end = std::min<Clock::time_point>(end, Clock::now() + kMostHandshake);
+    link::PublicKey shown{};
+    bool is_strange = false, has_shaken = false;
+    const auto note_refusal = [&](bool is_refused) {
+        const std::lock_guard<std::mutex> lock(wire_->mutex);
+        wire_->facts.is_refused = is_refused;
+    };
+    const auto is_allowed = [&](const link::PublicKey& key) {
+        shown = key;
+        is_strange = key != place.identity->public_key() && place.allowed.count(key) == 0;
+        return !is_strange;
+    };
+    note_refusal(false);
+    try {
+        auto channel = std::make_unique<Channel>(std::move(fd), place.identity, true, is_allowed);
+        shake_hands(*channel, end);
+        has_shaken = true;
+        const Packet hello{
+            static_cast<uint8_t>(Request::kHello), 0, {store::kProtocol, wire_->name}};
+        send(*channel, store::Outgoing(hello), end);
+        const char* const trouble = channel->has_keys() ? nullptr : trouble_at_first(*channel, end);
+        if (trouble) give_up(trouble);
+        take_facts(receive(*channel, end, kMostHandshake));
+        wire_->channel = std::move(channel);
+        return "";
+    } catch (const Refused& error) {
+        note_refusal(is_strange || has_shaken);
+        if (is_strange) {
+            give_up("has the key " + link::to_hex(shown) +
+                    ", which is not among the allowed keys of this process");
+        }
+        if (has_shaken) {
+            give_up("does not let in the key of this process, " +
+                    link::to_hex(place.identity->public_key()) + ": " + error.what());
+        }
+        give_up(kNoTls + std::string(error.what()));
+    } catch (const c10::Error&) {
+        throw;
+    } catch (const std::exception& error) {
+        return (has_shaken ? kNoStore : kNoTls) + std::string(error.what());
+    }
+}
+
+// Compares what a host says of itself.
+void StoreClient::take_facts(const Packet& hello) {
+    const auto& parts = hello.parts;
+    if (hello.kind != static_cast<uint8_t>(Answer::kDone) || parts.empty()) {
+        throw std::runtime_error("the other side knows no hello");
+    }
+    if (parts.size() < 3 || parts[0] != store::kProtocol) {
+        give_up("is one of another version: it speaks \"" + parts[0] + "\", and this process \"" +
+                store::kProtocol + "\"");
+    }
+    std::string expected;
+    {
+        const std::lock_guard<std::mutex> lock(wire_->mutex);
+        wire_->facts.table_id = parts[1];
+        wire_->facts.process = parts[2];
+        wire_->facts.is_durable = hello.number != 0;
+        if (wire_->table_id.empty()) wire_->table_id = parts[1];
+        expected = wire_->table_id;
+    }
+    if (parts[1] != expected) {
+        lose("was started again and has forgotten everything, or is another one: its table is " +
+             parts[1] + ", and this process has used the table " + expected);
+    }
+}
+
+// ---------------------------------------------------------------------------------- questions
+
+Packet StoreClient::ask(Question question, milliseconds limit) {
+    Wire& wire = *wire_;
+    if (getpid() != wire.owner) {
+        give_up("is connected to the parent of this process: a forked child connects anew");
+    }
+    const auto end = after(limit);
+    const std::unique_lock<std::timed_mutex> turn(wire.turn, end);
+    if (!turn) {
+        give_up("is asked by another thread for " + std::to_string(limit.count()) + " ms");
+    }
+    if (question.parts.size() > Packet::kMostParts) {
+        C10_THROW_ERROR(DistStoreError, "a store takes at most " +
+                                            std::to_string(Packet::kMostParts) +
+                                            " keys and values at a time, got " +
+                                            std::to_string(question.parts.size()));
+    }
+    const bool is_swap = question.request == Request::kSwap;
+    const std::vector<std::string> keys = question.parts;
+    if (changes_once(question.request)) {
+        question.parts.push_back(std::to_string(++wire.last_number));
+    }
+    std::optional<store::Outgoing> bytes;
+    try {
+        bytes = store::Outgoing(
+            {static_cast<uint8_t>(question.request), question.number, question.parts});
+    } catch (const std::invalid_argument& error) {
+        C10_THROW_ERROR(DistStoreError, error.what());
+    }
+    // A host waits for keys, and says nothing meanwhile.
+    milliseconds silence = std::clamp<milliseconds>(limit / 3, kLeastSilence, kMostSilence);
+    const bool waits = question.request == Request::kGet || question.request == Request::kWait ||
+                       question.request == Request::kWatch;
+    if (waits) silence += milliseconds(question.number);
+    Packet answer;
+    while (true) {
+        if (wire.channel && wire.channel->is_over()) wire.channel.reset();
+        if (!wire.channel) connect(end, std::min<Clock::time_point>(end, Clock::now() + kRefused));
+        try {
+            send(*wire.channel, *bytes, end);
+            answer = receive(*wire.channel, end, is_swap ? limit : silence);
+            break;
+        } catch (const std::exception& error) {
+            wire.channel.reset();
+            if (is_swap || Clock::now() >= end) {
+                C10_THROW_ERROR(DistStoreError, "the connection to " + name_of_host() +
+                                                    " has broken: " + error.what());
+            }
+        }
+    }
+    if (answer.kind == static_cast<uint8_t>(Answer::kFailed)) {
+        C10_THROW_ERROR(DistStoreError,
+                        answer.parts.empty() ? "the store gives no reason" : answer.parts.front());
+    }
+    return answer;
+}
+
+Packet StoreClient::ask_for(Question question, milliseconds time) {
+    const auto end = after(time);
+    while (true) {
+        const auto left = std::chrono::ceil<milliseconds>(end - Clock::now());
+        const milliseconds part = std::clamp<milliseconds>(left, milliseconds(0), kLongest);
+        question.number = part.count();
+        Packet answer = ask(question, part + own_limit());
+        if (answer.kind != static_cast<uint8_t>(Answer::kLate)) return answer;
+        if (Clock::now() >= end) {
+            C10_THROW_ERROR(DistStoreError, store::words_of_late(question.parts, time.count()));
+        }
+    }
+}
+
+void StoreClient::set(const std::string& key, const Bytes& value) {
+    ask(Request::kSet, {key, text_of(value)});
+}
+
+StoreClient::Bytes StoreClient::compareSet(const std::string& key, const Bytes& expected,
+                                           const Bytes& desired) {
+    const Packet answer = ask(Request::kCompareSet, {key, text_of(expected), text_of(desired)});
+    return bytes_of(answer.parts.at(0));
+}
+
+std::vector<std::string> StoreClient::get_all(const std::vector<std::string>& keys) {
+    // As with a store of another kind, the limit is of the whole call.
+    const Packet answer = ask_for({Request::kGet, keys}, limit_.value_or(timeout_));
+    TORCH_CHECK_WITH(DistStoreError, answer.parts.size() == keys.size(),
+                     "the store has answered for other keys");
+    return answer.parts;
+}
+
+StoreClient::Bytes StoreClient::get(const std::string& key) {
+    return bytes_of(get_all({key}).front());
+}
+
+int64_t StoreClient::add(const std::string& key, int64_t value) {
+    return ask(Request::kAdd, {key}, value).number;
+}
+
+bool StoreClient::deleteKey(const std::string& key) {
+    return ask(Request::kDelete, {key}).number != 0;
+}
+
+bool StoreClient::check(const std::vector<std::string>& keys) {
+    return ask(Request::kCheck, keys).number != 0;
+}
+
+int64_t StoreClient::getNumKeys() { return ask(Request::kCount, {}).number; }
+
+void StoreClient::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
+
+void StoreClient::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
+    ask_for({Request::kWait, keys}, timeout);
+}
+
+void StoreClient::append(const std::string& key, const Bytes& value) {
+    ask(Request::kAppend, {key, text_of(value)});
+}
+
+std::vector<StoreClient::Bytes> StoreClient::multiGet(const std::vector<std::string>& keys) {
+    std::vector<Bytes> values;
+    for (const std::string& text : get_all(keys)) values.push_back(bytes_of(text));
+    return values;
+}
+
+void StoreClient::multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) {
+    ask(Request::kMultiSet, store::pairs_of(keys, values));
+}
+
+std::vector<std::string> StoreClient::listKeys() { return ask(Request::kListKeys, {}).parts; }
+
+// ------------------------------------------------------------------------------ runs' records
+
+namespace {
+
+StoreClient::Record record_in(const Packet& answer) {
+    return {answer.parts.at(0), std::stoull(answer.parts.at(1))};
+}
+
+}  // namespace
+
+StoreClient::Record StoreClient::read_record(const std::string& run, milliseconds limit) {
+    return record_in(ask({Request::kRead, {run}}, limit));
+}
+
+bool StoreClient::swap_record(const std::string& run, const std::string& old,
+                              const std::string& next, milliseconds limit) {
+    return ask({Request::kSwap, {run, old, next}}, limit).number != 0;
+}
+
+std::vector<StoreClient::Beat> StoreClient::beat(const std::string& run, const std::string& member,
+                                                 const std::string& text, milliseconds limit) {
+    const std::vector<std::string> parts = ask({Request::kBeat, {run, member, text}}, limit).parts;
+    std::vector<Beat> beats;
+    for (size_t i = 0; i + 2 < parts.size(); i += 3) {
+        beats.emplace_back(parts[i], parts[i + 1], std::stod(parts[i + 2]) / 1000.0);
+    }
+    return beats;
+}
+
+StoreClient::Record StoreClient::watch_record(const std::string& run, uint64_t revision,
+                                              milliseconds time) {
+    const Question question{Request::kWatch, {run, std::to_string(revision)}};
+    const auto end = after(time);
+    while (true) {
+        Question part = question;
+        const auto left = std::chrono::ceil<milliseconds>(end - Clock::now());
+        part.number = std::clamp<milliseconds>(left, milliseconds(0), kLongest).count();
+        const milliseconds limit = milliseconds(part.number) + own_limit();
+        Record record = record_in(ask(std::move(part), limit));
+        if (record.second != revision || Clock::now() >= end) return record;
+    }
+}
+
+}  // namespace diloco

@@ -1,0 +1,146 @@
+// The client of a store's host, with keys or without.
+//
+// With keys, both sides prove their ed25519 keys as the two ends of a link do, and each side
+// decides by the key of the other. A router may forget a connection, and a host may be started
+// again: a call then dials anew, and asks again, within its limit. The host does nothing twice.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "exchange/link/proxy.h"
+#include "exchange/store/channel.h"
+
+namespace diloco {
+
+class StoreClient : public c10d::Store {
+  public:
+    using Bytes = std::vector<uint8_t>;
+    using milliseconds = std::chrono::milliseconds;
+    using c10d::Store::compareSet;
+    using c10d::Store::set;
+
+    // Where the host is, the keys that it may have, and the proxy that leads to the host.
+    struct Place {
+        std::string host;
+        uint16_t port = 0;
+        std::shared_ptr<link::Identity> identity{};  // null: without keys
+        std::set<link::PublicKey> allowed{};
+        std::optional<link::Proxy> proxy{};
+    };
+    // What the host that answered last has said of itself.
+    struct Facts {
+        std::string table_id{}, process{};
+        bool is_durable = false;
+        bool is_refused = false;  // the last dial has failed because of a key
+    };
+    using Record = std::pair<std::string, uint64_t>;            // bytes and revision
+    using Beat = std::tuple<std::string, std::string, double>;  // member, text, age in seconds
+
+    // `timeout`: of waits. With `connects` it tries until then where nobody listens, and for a
+    // while where the host does not answer; else the first call dials. `table_id`: the table that
+    // must answer; empty: the first that does. Throws c10::DistStoreError with one sentence.
+    StoreClient(Place place, milliseconds timeout, const std::string& table_id = "",
+                bool connects = true);
+
+    // The same connection; calls end within `limit`, and waits so much later than their timeout.
+    c10::intrusive_ptr<StoreClient> with_limit(milliseconds limit);
+    // A further connection. A function of c10d::Store from torch 2.8 on, so without `override`.
+    c10::intrusive_ptr<c10d::Store> clone();
+
+    // All calls throw c10::DistStoreError where the host refuses or does not answer in time, or a
+    // key does not come in time, and c10::DistNetworkError where nobody listens at the address, or
+    // another table answers.
+    void set(const std::string& key, const Bytes& value) override;
+    Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override;
+    Bytes get(const std::string& key) override;
+    int64_t add(const std::string& key, int64_t value) override;
+    bool deleteKey(const std::string& key) override;
+    bool check(const std::vector<std::string>& keys) override;
+    int64_t getNumKeys() override;
+    void wait(const std::vector<std::string>& keys) override;
+    void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
+    void append(const std::string& key, const Bytes& value) override;
+    std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override;
+    void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
+    bool hasExtendedApi() const override { return true; }
+    // A function of c10d::Store in newer versions of torch.
+    std::vector<std::string> listKeys();
+
+    // Of a run. A swap whose answer is lost has an unknown outcome, and throws.
+    Record read_record(const std::string& run, milliseconds limit);
+    bool swap_record(const std::string& run, const std::string& old, const std::string& next,
+                     milliseconds limit);
+    std::vector<Beat> beat(const std::string& run, const std::string& member,
+                           const std::string& text, milliseconds limit);
+    // Returns once the revision is another one, or the time has passed.
+    Record watch_record(const std::string& run, uint64_t revision, milliseconds time);
+
+    const std::string& host() const { return wire_->place.host; }
+    uint16_t port() const { return wire_->place.port; }
+    std::string table_id() const;
+    Facts facts() const;
+    // Whether the last dial found nobody, or another table.
+    bool is_lost() const;
+
+  private:
+    // The connection, which stores with other limits share.
+    struct Wire {
+        Place place;
+        const pid_t owner = getpid();
+        std::timed_mutex turn{};
+        // Of whoever has the turn.
+        std::unique_ptr<store::Channel> channel{};  // null: the next call dials
+        std::string name = store::random_name();
+        int64_t last_number = 0;
+        std::mutex mutex{};
+        // Under the mutex.
+        std::string table_id{};
+        Facts facts{};
+        bool is_lost = false;
+    };
+    struct Question {
+        store::Request request{};
+        std::vector<std::string> parts{};
+        int64_t number = 0;
+    };
+
+    StoreClient(std::shared_ptr<Wire> wire, milliseconds timeout, milliseconds limit);
+
+    void connect(store::Clock::time_point end, store::Clock::time_point refused_end);
+    Descriptor dial_host(store::Clock::time_point end, std::string& trouble);
+    std::string greet(Descriptor fd, store::Clock::time_point end);
+    void take_facts(const store::Packet& hello);
+    [[noreturn]] void give_up(const std::string& why);
+    [[noreturn]] void lose(const std::string& why);
+    std::string name_of_host() const;
+
+    store::Packet ask(Question question, milliseconds limit);
+    store::Packet ask(store::Request request, std::vector<std::string> parts, int64_t number = 0) {
+        return ask({request, std::move(parts), number}, own_limit());
+    }
+    // Asks again and again, until the answer is another one than `late`.
+    store::Packet ask_for(Question question, milliseconds time);
+    milliseconds own_limit() const { return limit_.value_or(std::max(timeout_, kLeast)); }
+    std::vector<std::string> get_all(const std::vector<std::string>& keys);
+
+    // Nothing but the way to the host makes a call wait, whatever the timeout of waits is.
+    static constexpr milliseconds kLeast{10000};
+
+    const std::shared_ptr<Wire> wire_;
+    const std::optional<milliseconds> limit_{};
+};
+
+}  // namespace diloco

@@ -1,0 +1,179 @@
+// What a store's host holds: values by key, the record of each run, and the members' beats.
+//
+// Values are for c10d. Records change by compare-and-swap alone, and with a journal a swap counts
+// when the journal holds it. Beats are in memory.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "exchange/store/channel.h"
+
+namespace diloco::store {
+
+using Keys = std::vector<std::string>;
+
+// ------------------------------------------------------------------------------------ values
+
+// The values by key. Threads share it.
+class Table {
+  public:
+    // `poke` is called when a watched key has got a value, under the table's mutex.
+    explicit Table(std::function<void()> poke) : poke_(std::move(poke)) {}
+
+    // Writes pairs of key and value.
+    void set(const Keys& pairs);
+    // As TCPStore does: a missing key counts as an empty value, and stays missing where something
+    // was expected, which is then returned.
+    std::string compare_set(const std::string& key, const std::string& expected,
+                            const std::string& desired);
+    // Throws std::invalid_argument where the value is no number.
+    int64_t add(const std::string& key, int64_t amount);
+    void append(const std::string& key, const std::string& value);
+    bool remove(const std::string& key);
+    bool has(const Keys& keys) const;
+    Keys list() const;
+    // Returns the values once all are there; null when `end` has passed.
+    std::optional<Keys> wait(const Keys& keys, Clock::time_point end);
+
+    // Returns the values if all are there; else watches the first missing key and names it.
+    std::optional<Keys> find(const Keys& keys, std::string& missing);
+    void unwatch(const std::string& key);
+    // The watched keys that have got a value since the last call; they are watched no more.
+    Keys take_fresh();
+
+  private:
+    const std::string* missing_of(const Keys& keys) const;
+    Keys values_of(const Keys& keys) const;
+    void has_changed(const std::string& key);
+
+    const std::function<void()> poke_;
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::unordered_map<std::string, std::string> values_;
+    std::unordered_set<std::string> watched_;
+    Keys fresh_;
+};
+
+// ----------------------------------------------------------------------------------- records
+
+// A run and its new record; empty: the run has none any more.
+using Change = std::pair<std::string, std::string>;
+
+// The record of each run. The host's thread adds swaps and advances; the journal's thread takes the
+// changes of one group after another, writes them and settles them.
+class Records {
+  public:
+    static constexpr size_t kMostBytes = 8192, kMostRuns = 1024, kMostChanges = 64;
+
+    struct Record {
+        std::string bytes{};
+        uint64_t revision = 0;  // another one after each change; 0: there is no record
+    };
+    // The answer to a swap of a client.
+    struct Done {
+        int client = 0;
+        Packet answer{};
+    };
+
+    // `poke` is called after settle().
+    Records(bool is_journalled, std::map<std::string, std::string> records,
+            std::function<void()> poke);
+
+    bool is_journalled() const { return is_journalled_; }
+    // The record that a crash would leave.
+    Record read(const std::string& run) const;
+    // advance() answers.
+    void swap(int client, const Keys& parts);
+    // Returns the answers that are due, and adds the runs that have changed to `changed`.
+    std::vector<Done> advance(Keys& changed);
+
+    // On the journal's thread: the next group, or nothing when the time has passed.
+    std::vector<Change> take(std::chrono::milliseconds time);
+    // Whether the journal holds the taken group: an empty sentence, or why not. `is_doubtful`: the
+    // disk has not said whether a crash would leave it.
+    void settle(const std::string& sentence, bool is_doubtful);
+
+  private:
+    enum class Stage { kOpen, kOffered, kTaken, kSettled };
+    struct Swap {
+        int client = 0;
+        std::string run{}, old{}, next{};
+    };
+    // The outcome if the group can be written; a certain one holds in any case.
+    struct Outcome {
+        int client = 0;
+        bool is_swapped = false, is_certain = false;
+    };
+
+    void judge(const Swap& swap, std::vector<Done>& done);
+    void apply(Keys& changed);
+    void finish(std::vector<Done>& done);
+
+    const bool is_journalled_;
+    const std::function<void()> poke_;
+    mutable std::mutex mutex_;
+    std::condition_variable offered_;
+    uint64_t revision_;
+    std::map<std::string, Record> records_;
+    std::deque<Swap> waiting_;
+    // The group.
+    Stage stage_ = Stage::kOpen;
+    std::vector<Change> changes_;
+    std::vector<Outcome> outcomes_;
+    std::string trouble_;
+};
+
+// ------------------------------------------------------------------------------------- beats
+
+// The last beat of each member of each run.
+class Beats {
+  public:
+    static constexpr size_t kMostBytes = 2048, kMostMembers = 1024, kMostBeats = 16384;
+
+    // Beats that no other has followed for `drop_after` are dropped.
+    explicit Beats(Clock::duration drop_after) : drop_after_(drop_after) {}
+
+    // The time since the last call passes, but for a gap in which this process stood still: then no
+    // member could beat.
+    void pass_time();
+    // Keeps a member's beat, an empty text takes the beat back, and an empty name does neither.
+    // Returns member, text and age in milliseconds of each beat of the run. Throws
+    // std::invalid_argument for what does not fit.
+    Keys beat(const std::string& run, const std::string& member, const std::string& text);
+
+  private:
+    using Time = Clock::duration;
+    struct Beat {
+        std::string text{};
+        Time at{};
+    };
+    using Run = std::map<std::string, Beat>;
+
+    void drop(const std::string& run);
+    void keep(const std::string& run, const std::string& member, const std::string& text);
+    void forget(const std::string& run, const std::string& member);
+
+    const Time drop_after_;
+    std::map<std::string, Run> runs_;
+    size_t num_beats_ = 0;
+    Time now_{};
+    std::optional<Clock::time_point> looked_at_;
+};
+
+// Throws std::invalid_argument unless a text has 1 to 400 bytes of UTF-8 without space and control
+// characters; the name of a run has no slash either.
+void check_name(const char* what, const std::string& name);
+
+}  // namespace diloco::store
