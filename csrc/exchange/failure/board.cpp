@@ -46,9 +46,7 @@ Board::Board(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds pa
     }
 }
 
-bool Board::is_store_lost() const {
-    return store_ && is_lost(*store_);
-}
+bool Board::is_store_lost() const { return store_ && is_lost(*store_); }
 
 std::string Board::key(const char* what, int64_t replica) const {
     return prefix_ + "/" + what + "/" + std::to_string(replica);

@@ -102,15 +102,12 @@ Packet receive(Channel& channel, Clock::time_point end, milliseconds silence) {
     }
 }
 
-// Looks at the first byte of a host without TLS; returns what is wrong with that host, or nothing.
-const char* trouble_at_first(const Channel& channel, Clock::time_point end) {
+// Whether the first byte of a host is ZeroMQ's, as a registry of another version speaks.
+bool speaks_zeromq(const Channel& channel, Clock::time_point end) {
     constexpr uint8_t kZeroMq = 0xff;
     wait_for(channel, Channel::Outcome::kWantsRead, end);
     uint8_t first = 0;
-    if (recv(channel.fd(), &first, 1, MSG_PEEK | MSG_DONTWAIT) != 1) return nullptr;
-    if (first == link::kTlsAlert) return "has keys: give Link(keys=...), or --keys";
-    if (first == kZeroMq) return "is one of another version: it speaks ZeroMQ";
-    return nullptr;
+    return recv(channel.fd(), &first, 1, MSG_PEEK | MSG_DONTWAIT) == 1 && first == kZeroMq;
 }
 
 bool changes_once(Request request) {
@@ -254,8 +251,9 @@ std::string StoreClient::greet(Descriptor fd, Clock::time_point end) {
         const Packet hello{
             static_cast<uint8_t>(Request::kHello), 0, {store::kProtocol, wire_->name}};
         send(*channel, store::Outgoing(hello), end);
-        const char* const trouble = channel->has_keys() ? nullptr : trouble_at_first(*channel, end);
-        if (trouble) give_up(trouble);
+        if (!channel->has_keys() && speaks_zeromq(*channel, end)) {
+            give_up("is one of another version: it speaks ZeroMQ");
+        }
         take_facts(receive(*channel, end, kMostHandshake));
         wire_->channel = std::move(channel);
         return "";
@@ -280,6 +278,7 @@ std::string StoreClient::greet(Descriptor fd, Clock::time_point end) {
 // Compares what a host says of itself.
 void StoreClient::take_facts(const Packet& hello) {
     const auto& parts = hello.parts;
+    if (hello.kind == static_cast<uint8_t>(Answer::kFailed) && !parts.empty()) give_up(parts[0]);
     if (hello.kind != static_cast<uint8_t>(Answer::kDone) || parts.empty()) {
         throw std::runtime_error("the other side knows no hello");
     }

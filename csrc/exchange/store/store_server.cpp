@@ -321,6 +321,10 @@ bool StoreHost::Server::turn(Client& client) {
     Channel::Outcome outcome = Channel::Outcome::kDone;
     switch (client.stage) {
         case Stage::kShaking:
+            if (!speaks_alike(client)) {
+                end(client);
+                return false;
+            }
             outcome = client.channel->handshake();
             if (outcome == Channel::Outcome::kDone) client.stage = Stage::kReading;
             break;
@@ -360,6 +364,26 @@ bool StoreHost::Server::turn(Client& client) {
         case Channel::Outcome::kFailed:
             end(client);
             return false;
+    }
+    return false;
+}
+
+// Tells a client with keys of a host without, and the reverse, in the words that each understands.
+bool StoreHost::Server::speaks_alike(Client& client) {
+    constexpr std::array<char, 7> kAlert{link::kTlsAlert, 3, 3, 0, 2, 2, 40};  // handshake_failure
+    const int fd = client.channel->fd();
+    const bool has_keys = client.channel->has_keys();
+    uint8_t first = 0;
+    if (client.has_spoken) return true;
+    if (recv(fd, &first, 1, MSG_PEEK | MSG_DONTWAIT) != 1) return true;
+    client.has_spoken = true;
+    if ((first == link::kTlsHandshake) == has_keys) return true;
+    if (has_keys) {
+        store::Channel plain(Descriptor([fd] { return fcntl(fd, F_DUPFD_CLOEXEC, 0); }), nullptr,
+                             false, {});
+        store::Outgoing(failed("has keys: give Link(keys=...), or --keys")).write(plain);
+    } else {
+        ::send(fd, kAlert.data(), kAlert.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     }
     return false;
 }
@@ -551,6 +575,7 @@ void StoreHost::Server::reply_record(Client& client) {
 void StoreHost::Server::swap(Client& client, const Packet& request) {
     records.swap(client.id, request.parts);
     client.stage = Stage::kWaiting;
+    poke();  // finish_swaps() may be under way
 }
 
 void StoreHost::Server::finish_swaps() {

@@ -53,6 +53,7 @@ class StoreHost::Server {
         const int id;
         const std::unique_ptr<store::Channel> channel;
         Stage stage = Stage::kShaking;
+        bool has_spoken = false;
         bool is_stranger = true;  // until its hello
         std::string name{};       // that it gives itself
         uint32_t events = 0;      // that epoll looks for
@@ -85,6 +86,7 @@ class StoreHost::Server {
     void pump(Client& client);
     // Does one thing; returns whether there may be more to do.
     bool turn(Client& client);
+    static bool speaks_alike(Client& client);
     void heard(Client& client);
     Packet answer(Client& client, Packet& request);
     Packet welcome(Client& client, const Packet& request);
