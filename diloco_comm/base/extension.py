@@ -31,8 +31,6 @@ _MARK = b"diloco_comm is built for torch "
 HANDSHAKE = 3
 # Records of views and beats of members in the registry of elastic training, as JSON.
 VIEW = 2
-# Frames between the registry's server and its clients.
-REGISTRY = 1
 # Frames between a replica that joins and its donors.
 TRANSFER = 3
 # Frames between a server of asynchronous or decoupled training and its workers.

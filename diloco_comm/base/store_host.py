@@ -1,14 +1,9 @@
-"""Host a store at which replicas that are separate jobs meet."""
+"""Host a store at which replicas that are separate jobs meet, and connect to one."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-import ssl
 import time
-import weakref
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -19,26 +14,25 @@ from .service.keys import AllowedWatch, LinkKeys
 
 # Seconds in which a name that has no address yet may get one.
 _NAME_S, _ASK_EVERY_S = 5.0, 0.5
-# The descriptors at which the stores of this process listen.
-_listeners: weakref.WeakKeyDictionary[dist.TCPStore, int] = weakref.WeakKeyDictionary()
-_OWN_WAITS = timedelta(seconds=30)
-_FIRST_TRY_S, _LEAST_S = 5.0, 0.5
+_OWN_WAITS_S = 30.0
 
 
 class HostedStore(NamedTuple):
     """A store that this process hosts, until nobody holds ``store`` any more.
 
     Attributes:
+        store: This process's own way to the keys.
         address: ``tcp://host:port``, for ``StorePeers``.
+        port: The port, also where a free one was picked.
     """
 
-    store: dist.Store
+    store: _C.StoreHost
     address: str
     port: int
 
 
 def open_store(host: str, port: int, keys: LinkKeys | None = None) -> HostedStore:
-    """Host a store that listens on ``host`` only; TCPStore alone listens on all interfaces.
+    """Host a store that listens on ``host`` only.
 
     Args:
         host: Name or address of a local interface.
@@ -49,30 +43,40 @@ def open_store(host: str, port: int, keys: LinkKeys | None = None) -> HostedStor
         OSError: If the address is not local or the port is taken.
         RuntimeError: If there is no OpenSSL for the keys.
     """
+    with listen_at(host, port) as listener:
+        return serve_store(listener, host, keys)
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on ``host`` only; see ``open_store``."""
     family = resolve(host, port, "the store", seconds=0.0)[0]
-    with socket.create_server((host, port), family=family) as listener:
-        port = listener.getsockname()[1]
-        address = tcp_address(host, port)
-        if keys is not None:
-            allowed = sorted(keys.allowed.present(at_once=True))
-            # The store has a descriptor of its own.
-            keyed = _C.StoreHost(listener.fileno(), keys.seed, allowed, _OWN_WAITS.total_seconds())
-            AllowedWatch(keys, keyed, "diloco_comm keys of the store")
-            return HostedStore(keyed, address, port)
-        # The store owns the descriptor.
-        descriptor = listener.detach()
-    # Without libuv a stray connection can block the store.
-    store = dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=descriptor,
-        use_libuv=True,
-        timeout=_OWN_WAITS,
-    )
-    _listeners[store] = descriptor
-    return HostedStore(store, address, port)
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+def serve_store(
+    listener: socket.socket, host: str, keys: LinkKeys | None, **table: Any
+) -> HostedStore:
+    """Host a store at a socket that listens; the socket stays the caller's, who may close it.
+
+    Args:
+        host: Stands in the address.
+        keys: See ``open_store``.
+        table: Further arguments of ``_C.StoreHost``.
+
+    Raises:
+        RuntimeError: If there is no OpenSSL for the keys.
+    """
+    port = listener.getsockname()[1]
+    seed, allowed = credentials(keys)
+    store = _C.StoreHost(listener.fileno(), seed, allowed, _OWN_WAITS_S, **table)
+    if keys is not None:
+        AllowedWatch(keys, store, "diloco_comm keys of the store", of_host=True)
+    return HostedStore(store, tcp_address(host, port), port)
+
+
+def credentials(keys: LinkKeys | None) -> tuple[bytes, list[bytes]]:
+    """Return the seed, and the public keys of those that are let in now; b"" for no keys."""
+    return (b"", []) if keys is None else (keys.seed, sorted(keys.allowed.present(at_once=True)))
 
 
 def resolve(
@@ -117,18 +121,11 @@ def dial_store(
     Args:
         seconds: Time to connect, and of the later waits.
         keys: The keys of this process, where the host has keys.
-        proxy: Makes the connection, and looks the host up; only with keys.
+        proxy: Makes the connection, and looks the host up.
 
     Raises:
-        ValueError: If there is a proxy and there are no keys.
         torch.distributed.DistError: If the host has no address, or no store answers in time.
     """
-    if proxy is not None and keys is None:
-        raise ValueError(
-            "a store without keys cannot be reached through a proxy: give keys= and let the store "
-            f"at {tcp_address(host, port)} have keys, or give the result of connect_store() "
-            "without proxy= as the store, if this process can dial the store itself"
-        )
     try:
         if proxy is None:
             resolve(host, port, "the store", seconds=min(seconds, _NAME_S))
@@ -136,66 +133,18 @@ def dial_store(
             resolve(proxy.host, proxy.port, "the proxy", seconds=min(seconds, _NAME_S))
     except OSError as error:
         raise dist.DistStoreError(str(error)) from None
-    if keys is not None:
-        allowed = sorted(keys.allowed.present(at_once=True))
-        return _C.KeyedStore(host, port, keys.seed, allowed, seconds, proxy)
-    # torch tries again until the end, also where a host with keys closes each connection, so that
-    # such a host is looked for early. A store that has not started yet gets all the time at once.
-    end = time.monotonic() + seconds
-    is_there = _accepts(host, port, min(seconds, _FIRST_TRY_S))
-    first = min(seconds, _FIRST_TRY_S) if is_there else max(end - time.monotonic(), _LEAST_S)
-    try:
-        store = _C.connect_store(host, port, first)
-    except dist.DistError:
-        if is_there and _speaks_tls(host, port, _LEAST_S):
-            raise dist.DistStoreError(
-                f"the store at {tcp_address(host, port)} has keys: give Link(keys=...), or --keys"
-            ) from None
-        left = end - time.monotonic()
-        if left < _LEAST_S:
-            raise
-        store = _C.connect_store(host, port, left)
-    store.set_timeout(timedelta(seconds=seconds))
-    return store
+    return _C.StoreClient(host, port, *credentials(keys), seconds, proxy)
 
 
-def _accepts(host: str, port: int, seconds: float) -> bool:
-    try:
-        socket.create_connection((host, port), seconds).close()
-    except OSError:
-        return False
-    return True
+def place_of_store(store: dist.Store) -> tuple[dist.Store, tuple[str, int] | None]:
+    """Return the store below its prefixes, and the host and port where the store is hosted.
 
-
-def _speaks_tls(host: str, port: int, seconds: float) -> bool:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    try:
-        with (
-            socket.create_connection((host, port), seconds) as plain,
-            context.wrap_socket(plain),
-        ):
-            return True
-    except ssl.SSLEOFError:
-        return False
-    except ssl.SSLError as error:
-        # Otherwise the host refuses this client, in TLS.
-        return error.reason != "WRONG_VERSION_NUMBER"
-    except OSError:
-        return False
-
-
-def _stop_listening() -> None:
-    """Let go the listeners of the parent in a forked child, such as a worker of a DataLoader.
-
-    Else the kernel would take connections to a store for as long as the child lives. The number of
-    a descriptor stays taken, because the child's copy of the store may close it.
+    Args:
+        store: A store in a file or in memory has no address, and None is returned for host and
+            port.
     """
-    for descriptor in list(_listeners.values()):
-        with contextlib.suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-            os.dup2(nowhere, descriptor, inheritable=False)
-            os.close(nowhere)
-
-
-os.register_at_fork(after_in_child=_stop_listening)
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, (dist.TCPStore, _C.StoreClient)):
+        return store, (store.host, store.port)
+    return store, None

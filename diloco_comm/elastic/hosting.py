@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .. import _C
 from ..base.service.addresses import parse_address
 from ..base.service.keys import LinkKeys
-from ..base.store_host import dial_store, open_store, resolve
+from ..base.store_host import dial_store, open_store, place_of_store, resolve
 from .views import View
 
 _SETTINGS, _VIEW, _WORKERS = "settings", "view", "workers"
@@ -175,13 +175,7 @@ def own_interface(registry: object) -> str:
         OSError: If the registry's host has no address.
     """
     if isinstance(registry, dist.Store):
-        while isinstance(registry, dist.PrefixStore):
-            registry = registry.underlying_store
-        place = (
-            (registry.host, registry.port)
-            if isinstance(registry, (dist.TCPStore, _C.KeyedStore))
-            else None
-        )
+        _, place = place_of_store(registry)
     else:
         url = urlsplit(str(registry).split(",")[0])
         place = None if url.hostname is None else (url.hostname, url.port or 0)

@@ -57,8 +57,8 @@ class Elastic:
     except for what concerns this replica alone; see ``DiLoCo.step``.
 
     Args:
-        registry: Address, ``tcp://host:port`` of ``diloco-comm registry``, ``etcd://host:port``, or
-            ``store://host:port``; or a ``torch.distributed.Store``. See ``registry.connect``.
+        registry: Address, ``tcp://host:port`` of ``diloco-comm registry``, or ``etcd://host:port``;
+            or a ``torch.distributed.Store``. See ``registry.connect``.
             Default: the environment variable ``DILOCO_COMM_REGISTRY``, which ``diloco-comm launch``
             sets; the same for ``run``, ``key`` and ``insecure``.
         run: Name of the training run ("default"); several runs may share a registry.

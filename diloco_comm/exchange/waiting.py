@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .. import _C
 from ..base.service.addresses import tcp_address
+from ..base.store_host import place_of_store
 
 T = TypeVar("T")
 
@@ -86,8 +86,5 @@ def store_advice(error: dist.DistError) -> str:
 
 def describe_store(store: dist.Store) -> str:
     """Say where a store is: ``tcp://host:port``, or of what kind it is."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, (dist.TCPStore, _C.KeyedStore)):
-        return tcp_address(store.host, store.port)
-    return f"a {type(store).__name__}"
+    store, place = place_of_store(store)
+    return f"a {type(store).__name__}" if place is None else tcp_address(*place)

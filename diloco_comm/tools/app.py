@@ -13,18 +13,18 @@ import typer
 
 from .. import __version__
 from .bench import command as bench
-from .common.exits import fail, given_options, in_options, misuse
+from .common.exits import fail, given_options, misuse, sentence_of
 from .common.hosting import (
     AddressAsJson,
     Listen,
     RelayPort,
     StoreKeys,
     closed_by_signal,
+    host_store,
     opened_relay,
-    place_of,
-    relay_beside,
     serve_until_signal,
 )
+from .common.outputs import check_folder
 from .common.printing import announcer
 from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor.command import doctor
@@ -35,7 +35,6 @@ from .launch.command import launch
 from .plan.command import EXAMPLES as PLAN_EXAMPLES
 from .plan.command import plan
 from .profile.command import profile
-from .registry.command import registry_app
 from .registry.members import EXAMPLES as MEMBERS_EXAMPLES
 from .registry.members import members
 from .report.command import EXAMPLES as REPORT_EXAMPLES
@@ -51,6 +50,12 @@ DEMO_EXAMPLES = """Examples:
 diloco-comm demo --quick
 diloco-comm demo --chaos --quick
 diloco-comm demo --decoupled --quick
+"""
+REGISTRY_EXAMPLES = """Examples:
+
+\b
+diloco-comm registry --journal journal
+diloco-comm registry --journal journal --listen 10.0.0.5:29400 --keys keys
 """
 STORE_EXAMPLES = """Examples:
 
@@ -96,7 +101,6 @@ app.command(epilog=REPLAY_EXAMPLES)(replay)
 app.add_typer(profile, name="profile")
 app.add_typer(bench.app, name="bench")
 app.add_typer(serve_app, name="serve")
-app.add_typer(registry_app, name="registry")
 app.add_typer(keys_app, name="keys")
 
 
@@ -141,7 +145,6 @@ def demo(
     stopped and started. With --decoupled, train with learners that never wait: one is slow, and one
     is killed.
     """
-    from .common.outputs import check_folder
     from .demo.choosing import run_chosen
     from .demo.run import ReplicaError
 
@@ -156,9 +159,47 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command(epilog=REGISTRY_EXAMPLES)
+def registry(
+    context: typer.Context,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the journal; without it a restart forgets all runs."),
+    ] = None,
+    listen: Listen = "127.0.0.1:29400",
+    keys: StoreKeys = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen on an open address without keys.")
+    ] = False,
+    drop_after: Annotated[
+        float, typer.Option(help="Seconds after which a silent replica's last beat is dropped.")
+    ] = 600.0,
+    truncate: Annotated[
+        bool,
+        typer.Option(
+            "--truncate",
+            help="Cut a damaged journal off at the damage, keep the rest beside it, and end.",
+        ),
+    ] = False,
+    relay_port: RelayPort = None,
+    as_json: AddressAsJson = False,
+) -> None:
+    """Host the registry at which replicas agree on their group, until Ctrl-C or SIGTERM.
+
+    One registry serves many runs. Training goes on while the registry is away; only changes of the
+    group wait. The registry is a store, too: see diloco-comm store.
+    """
+    check_folder("--journal", journal, may_be_full=True)
+    if truncate:
+        _truncate(journal)
+        return
+    options = {"journal": journal, "keys": keys, "insecure": insecure, "drop_after": drop_after}
+    host_store(context, listen, relay_port, as_json=as_json, **options)
+
+
 @app.command(epilog=STORE_EXAMPLES)
-@closed_by_signal()
 def store(
+    context: typer.Context,
     listen: Listen = "127.0.0.1:29400",
     relay_port: RelayPort = None,
     keys: StoreKeys = None,
@@ -171,25 +212,22 @@ def store(
     port can write to the store: listen on a network that you trust. With --keys, connections are
     encrypted and replicas need Link("tcp", keys=...), with an allowed key.
     """
-    from ..base.service.keys import link_keys
-    from .common.store import host_store
+    host_store(context, listen, relay_port, as_json=as_json, keys=keys, insecure=True)
 
-    place = place_of(listen)
+
+def _truncate(journal: Path | None) -> None:
+    """Cut a journal off at its damage; a signal is no normal end of that."""
+    from ..base.log import DamagedLog
+    from ..elastic.registry.journal import FILE, Journal
+
+    if journal is None or not os.path.lexists(journal / FILE):
+        misuse("--truncate needs --journal with the folder of a journal")
     try:
-        own = link_keys(keys)
-    except ValueError as error:
-        misuse(in_options(str(error), ["keys"]))
-    try:
-        with relay_beside(listen, relay_port):
-            host_store(*place, announcer(as_json), own)
-    except OSError as error:
-        # Negative error numbers come from the resolver of names.
-        number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.strerror
-        fail(f"cannot listen on {listen}: {reason}")
-    except RuntimeError as error:
-        # There is no OpenSSL for the keys.
-        fail(str(error))
+        opened = Journal(journal, truncates=True)
+    except (OSError, DamagedLog) as error:
+        fail(sentence_of(error))
+    opened.close()
+    print(opened.cut or f"{opened.path} is not damaged: nothing was cut off")
 
 
 @app.command(epilog=RELAY_EXAMPLES)

@@ -1,12 +1,14 @@
-"""A folder of keys, the same for registry, servers and links: own pairs, and who may come in.
+"""A folder of keys, the same for registry, store, servers and links: own pairs, and who comes in.
 
 A folder of keys looks like this. A file that ends in ``.key_secret`` stays on its machine:
 
     keys/paris.key  keys/paris.key_secret    a pair
     keys/allowed/tokyo.key                   the public keys that are let in
+    keys/readers/lima.key                    those that may look at a registry or a store, no more
 
-A pair is two pairs: CURVE keys, with which ZeroMQ protects a registry or a server, and ed25519
-keys, with which a link protects its connections. ZeroMQ's readers of keys skip the lines of links.
+A pair is two pairs: CURVE keys, with which ZeroMQ protects a server of asynchronous training, and
+ed25519 keys, with which links, stores and registries protect their connections. ZeroMQ's readers of
+keys skip the lines of links.
 The first line of an allowed file may bind the key of the link to replicas: ``replicas = "1, 3"``.
 A running process reads ``allowed`` again: a key that is added or removed counts a second later.
 """
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SERVER, WORKER, ALLOWED = "server", "worker", "allowed"
+SERVER, WORKER, ALLOWED, READERS = "server", "worker", "allowed", "readers"
 # Answer to a client whose key was removed.
 REVOKED = "the key of this client is not among the server's allowed keys any more"
 PUBLIC, SECRET = ".key", ".key_secret"
@@ -241,31 +243,39 @@ def _write(path: Path, text: str, mode: int) -> None:
 # ------------------------------------------------------------------------------ who may come in
 
 
-def allow(folder: Path, files: Iterable[Path], replicas: Iterable[int] = ()) -> list[Path]:
-    """Let in the owners of public keys: copy the files into the folder ``allowed``.
+def allow(
+    folder: Path, files: Iterable[Path], replicas: Iterable[int] = (), *, reads_only: bool = False
+) -> list[Path]:
+    """Let in the owners of public keys: copy the files into ``allowed``, or into ``readers``.
 
     Args:
         replicas: The numbers of the replicas to which the keys are bound, instead of any numbers
             before; without numbers a key may take part as any replica.
+        reads_only: The owners may look at a registry or a store, and nothing else.
 
     Returns:
         The files written; a file of the same keys that is there already is replaced.
 
     Raises:
-        ValueError: If a file holds no public keys, or secret ones, or keys that other names have;
-            no file is written.
+        ValueError: If a file holds no public keys, or secret ones, or keys that other names have,
+            or if a key that only reads is to be a replica; no file is written.
         OSError: If a file cannot be read or written.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}: `diloco-comm keys make` makes one")
-    allowed = folder / ALLOWED
-    present, texts = readable_keys(allowed), {}
+    target_folder = folder / (READERS if reads_only else ALLOWED)
+    present = {**readable_keys(folder / ALLOWED), **readable_keys(folder / READERS)}
+    texts: dict[Path, str] = {}
     numbers = {integer("replica", number, 0, most=MOST_INT32) for number in replicas}
+    if numbers and reads_only:
+        raise ValueError(
+            f"a key that only reads is no replica, got replica {named(sorted(numbers))}"
+        )
     binding = f'replicas = "{", ".join(map(str, sorted(numbers)))}"\n' if numbers else ""
     for file in files:
         if file.suffix != PUBLIC:
             raise ValueError(f"public keys are in a file NAME{PUBLIC}, got {file}")
-        keys, target = Keys.read(file), allowed / file.name
+        keys, target = Keys.read(file), target_folder / file.name
         if keys.curve_secret or keys.link_secret:
             raise ValueError(f"{file} holds secret keys: give the file NAME{PUBLIC} of the pair")
         _check_names(present, keys, target)
@@ -274,7 +284,7 @@ def allow(folder: Path, files: Iterable[Path], replicas: Iterable[int] = ()) -> 
         # first line holds no key, so that no key loses its binding.
         rest = "".join(line for line in lines if not _binds(line))
         present[target], texts[target] = keys, binding + rest
-    allowed.mkdir(exist_ok=True)
+    target_folder.mkdir(exist_ok=True)
     for target, text in texts.items():
         _write(target, text, 0o644)
     return list(texts)
@@ -283,7 +293,7 @@ def allow(folder: Path, files: Iterable[Path], replicas: Iterable[int] = ()) -> 
 def _check_names(present: Mapping[Path, Keys], keys: Keys, target: Path) -> None:
     """Make sure that a key has one name, so that ``remove`` removes the key, and a name one key."""
     for path, there in present.items():
-        if path == target and (there.curve, there.link) != (keys.curve, keys.link):
+        if path.name == target.name and (there.curve, there.link) != (keys.curve, keys.link):
             raise ValueError(f"{path} holds other keys: remove it first, or rename the new file")
         if path != target and (there.curve == keys.curve or there.link == keys.link):
             raise ValueError(f"{path} holds the same keys as {target.name}: remove it first")
@@ -293,16 +303,15 @@ def remove(folder: Path, name: str) -> Path:
     """Let the owner of a name in no longer; return the file removed.
 
     Raises:
-        ValueError: If the name is not among the allowed ones.
+        ValueError: If the name is neither among the allowed ones nor among the readers.
         OSError: If the file cannot be removed.
     """
-    allowed = folder / ALLOWED
-    names = [path.stem for path in sorted(allowed.glob(f"*{PUBLIC}"))]
-    if name not in names:
-        raise ValueError(f"{allowed} has no {name}: it names {', '.join(names) or 'nobody'}")
-    path = allowed / f"{name}{PUBLIC}"
-    path.unlink()
-    return path
+    folders = folder / ALLOWED, folder / READERS
+    paths = {path.stem: path for one in folders for path in sorted(one.glob(f"*{PUBLIC}"))}
+    if name not in paths:
+        raise ValueError(f"{folders[0]} has no {name}: it names {', '.join(paths) or 'nobody'}")
+    paths[name].unlink()
+    return paths[name]
 
 
 def readable_keys(folder: Path) -> dict[Path, Keys]:
@@ -337,10 +346,13 @@ class Allowed:
     Args:
         folder: With a file ``NAME.key`` for each client.
         key_of: Returns the key that counts of those in a file.
+        may_be_missing: A folder that was never there is an empty one.
     """
 
-    def __init__(self, folder: Path, key_of: Callable[[Keys], bytes]) -> None:
-        self._folder, self._key_of = folder, key_of
+    def __init__(
+        self, folder: Path, key_of: Callable[[Keys], bytes], *, may_be_missing: bool = False
+    ) -> None:
+        self._folder, self._key_of, self._may_be_missing = folder, key_of, may_be_missing
         self._keys: frozenset[bytes] = frozenset()
         # For each file its stamp, and its keys: None for a file without keys.
         self._files: dict[Path, tuple[object, Keys | None]] = {}
@@ -365,6 +377,8 @@ class Allowed:
         try:
             paths = _public_files(self._folder)
         except OSError as error:
+            if error.errno == errno.ENOENT and self._may_be_missing and not self._files:
+                return
             self._note_folder(error)
             if error.errno not in _NO_DESCRIPTOR:
                 return
@@ -439,17 +453,19 @@ class Allowed:
 
 @dataclass(frozen=True)
 class LinkKeys:
-    """The keys with which a process protects its link.
+    """The keys with which a process protects its link, or its connection to a store.
 
     Attributes:
-        folder: Has the pair of this process, and the folder ``allowed``.
+        folder: Has the pair of this process, and the folders ``allowed`` and ``readers``.
         seed: The private key.
         allowed: The public keys of those who may connect.
+        readers: The public keys of those who may look at a store that this process hosts.
     """
 
     folder: Path
     seed: bytes
     allowed: Allowed
+    readers: Allowed
 
     @classmethod
     def read(cls, place: str | Path) -> LinkKeys:
@@ -466,7 +482,8 @@ class LinkKeys:
         if seed is None:
             raise ValueError(f"{path} holds no link-secret: restore the file, or make a new pair")
         folder = path.parent
-        return cls(folder, bytes.fromhex(seed), _allowed_in_link(folder / ALLOWED))
+        readers = Allowed(folder / READERS, _link_key, may_be_missing=True)
+        return cls(folder, bytes.fromhex(seed), _allowed_in_link(folder / ALLOWED), readers)
 
     def refusal_of(self, member: int, key: bytes, replica: int) -> str:
         """Return why a key may not take part under a number, in a sentence; empty if the key may.
@@ -553,16 +570,17 @@ class AllowedWatch:
         link: Has ``allow``, which takes the public keys. Where nobody else holds the link any more,
             the watch ends.
         name: For the thread.
+        of_host: A store's host also takes the keys that only read.
 
     Raises:
         ValueError, OSError: If the keys cannot be read.
     """
 
-    def __init__(self, keys: LinkKeys, link: Any, name: str) -> None:
-        self._keys, self._link = keys, weakref.ref(link)
+    def __init__(self, keys: LinkKeys, link: Any, name: str, *, of_host: bool = False) -> None:
+        self._keys, self._link, self._of_host = keys, weakref.ref(link), of_host
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._allowed: frozenset[bytes] | None = None
+        self._told: tuple[list[bytes], ...] = ()
         self.look()
         with batch_threads():
             threading.Thread(target=self._watch, daemon=True, name=name).start()
@@ -571,10 +589,13 @@ class AllowedWatch:
         """Let in the keys that are in the folder now, and return them; others' connections end."""
         with self._lock:
             present = self._keys.allowed.present(at_once=True)
+            keys: tuple[list[bytes], ...] = (sorted(present),)
+            if self._of_host:
+                keys += (sorted(self._keys.readers.present(at_once=True) - present),)
             link = self._link()
-            if present != self._allowed and link is not None:
-                link.allow(sorted(present))
-                self._allowed = present
+            if keys != self._told and link is not None:
+                link.allow(*keys)
+                self._told = keys
             return present
 
     def stop(self) -> None:
@@ -608,8 +629,12 @@ def _own_secret(place: Path) -> Path:
     return place
 
 
+def _link_key(keys: Keys) -> bytes:
+    return bytes.fromhex(keys.link)
+
+
 def _allowed_in_link(folder: Path) -> Allowed:
-    allowed = Allowed(folder, lambda keys: bytes.fromhex(keys.link))
+    allowed = Allowed(folder, _link_key)
     if not folder.is_dir() or not allowed.present():
         raise ValueError(
             f"{folder} holds no key of a link, so that nobody could connect: copy the public file "

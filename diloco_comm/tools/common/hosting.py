@@ -9,13 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from ...base.interrupts import Stopped
 from ...base.service.addresses import name_of_place, parse_address
-from .exits import fail, misuse
+from .exits import fail, in_options, misuse, note, sentence_of
+from .printing import announcer
 
 if TYPE_CHECKING:
     from ...base.service.relay import Relay
@@ -76,6 +77,30 @@ def serve_until_signal(server: Server, announce: Callable[[str], None]) -> None:
     server.serve()
     if received:
         raise Stopped(received[0])
+
+
+@closed_by_signal()
+def host_store(
+    context: typer.Context, listen: str, relay_port: int | None, *, as_json: bool, **options: Any
+) -> None:
+    """Host a registry or a store until a signal, and end with a sentence if that fails.
+
+    Args:
+        options: Arguments of ``RegistryServer``.
+    """
+    from ...base.log import DamagedLog
+    from ...elastic.registry.server import RegistryServer
+
+    try:
+        server = RegistryServer(listen, **options)
+        if options.get("journal", "") is None:
+            note("without --journal a restart forgets all runs")
+        with relay_beside(listen, relay_port):
+            serve_until_signal(server, announcer(as_json))
+    except ValueError as error:
+        misuse(in_options(str(error), context.params))
+    except (OSError, DamagedLog, RuntimeError) as error:
+        fail(sentence_of(error))
 
 
 @contextlib.contextmanager

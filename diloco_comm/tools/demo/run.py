@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Protocol
 
+from ...base.store_host import open_store
 from ..common.ranks import WITH_OPTIMIZER
-from ..common.store import open_store
 from .data import load_corpus
 from .events import Failed
 from .report.results import Results, RowResult

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from ...base.store_host import dial_store
 from .data import Batches, load_corpus, validation_windows
 from .events import Event, Failed, Finished, Progress, Validation
 from .methods import Method, open_method
@@ -34,7 +35,7 @@ def worker_main(pipe: Connection, replica: int, settings: Settings, store_port: 
     try:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=TIMEOUT)
+        store = dial_store("127.0.0.1", store_port, TIMEOUT.total_seconds())
         dist.init_process_group(
             "gloo", store=store, rank=replica, world_size=settings.num_replicas, timeout=TIMEOUT
         )

@@ -28,7 +28,7 @@ def run_self_test(limit_s: float) -> dict[str, Any]:
         ``ok``, ``seconds``, ``error`` (one sentence, or None), and ``in_time``: False after the
         limit, which says nothing about the installation.
     """
-    from ..common.store import open_store
+    from ...base.store_host import open_store
 
     begin = time.monotonic()
     store = open_store("127.0.0.1", 0)
@@ -85,12 +85,13 @@ def _replica(rank: int, port: int, limit_s: float) -> dict[str, str]:
     import torch.distributed as dist
 
     from ... import DiLoCo, Link, all_reduce, shutdown
+    from ...base.store_host import dial_store
 
     def digest(tensor: torch.Tensor) -> str:
         return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
 
     limit = timedelta(seconds=limit_s)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    store = dial_store("127.0.0.1", port, limit_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
     hashes = {}
     values = [

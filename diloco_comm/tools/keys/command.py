@@ -38,6 +38,7 @@ ALLOW_EXAMPLES = """Examples:
 diloco-comm keys allow keys tokyo.key lima.key
 diloco-comm keys allow keys tokyo.key --replica 1
 diloco-comm keys allow keys lima.key --replica 2 --replica 3
+diloco-comm keys allow keys monitor.key --reads-only
 """
 REMOVE_EXAMPLES = """Examples:
 
@@ -54,7 +55,7 @@ Folder = Annotated[Path, typer.Argument(help="Folder of keys.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 keys_app = typer.Typer(
-    help="Make keys for registry, servers and links, and say who may come in.",
+    help="Make keys for registry, store, servers and links, and say who may come in.",
     epilog=EXAMPLES,
     no_args_is_help=True,
 )
@@ -87,6 +88,13 @@ def allow(
             "Default: any number.",
         ),
     ] = None,
+    reads_only: Annotated[
+        bool,
+        typer.Option(
+            "--reads-only",
+            help="Let the owners look at a registry or a store, and change nothing there.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Let in the owners of public keys; counts within a second for what runs with this folder.
@@ -96,7 +104,7 @@ def allow(
     from ...base.service.keys import allow
 
     with _errors(folder):
-        _print_files(allow(folder, files, replicas or ()), as_json=as_json)
+        _print_files(allow(folder, files, replicas or (), reads_only=reads_only), as_json=as_json)
 
 
 @keys_app.command(epilog=REMOVE_EXAMPLES)
@@ -115,7 +123,7 @@ def remove(
 @keys_app.command("list", epilog=LIST_EXAMPLES)
 def list_keys(folder: Folder, as_json: AsJson = False) -> None:
     """Show the public keys in a folder: own pairs, and whom the folder lets in."""
-    from ...base.service.keys import ALLOWED, SECRET, readable_keys
+    from ...base.service.keys import ALLOWED, READERS, SECRET, readable_keys
 
     with _errors(folder):
         if not folder.is_dir():
@@ -128,13 +136,16 @@ def list_keys(folder: Folder, as_json: AsJson = False) -> None:
             {**_row(path, keys), "replicas": keys.replicas}
             for path, keys in readable_keys(folder / ALLOWED).items()
         ]
+        readers = [_row(path, keys) for path, keys in readable_keys(folder / READERS).items()]
     if as_json:
-        print(json.dumps({"schema": 1, "own": own, "allowed": allowed}))
+        print(json.dumps({"schema": 1, "own": own, "allowed": allowed, "readers": readers}))
         return
     for row in own:
         _print_row(row, "own pair" if row["secret"] else "public keys alone")
     for row in allowed:
         _print_row(row, f"allowed{_as_replicas(row['replicas'])}")
+    for row in readers:
+        _print_row(row, "may only read")
     if not allowed:
         print("nobody is allowed")
 

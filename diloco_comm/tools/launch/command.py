@@ -43,7 +43,7 @@ def launch(
         int, typer.Option(min=0, help="Restarts in a row, each soon after the one before.")
     ] = 10,
     key: Annotated[
-        Path | None, typer.Option(help="Folder of CURVE keys, or a file NAME.key_secret in it.")
+        Path | None, typer.Option(help="Folder of keys, or a file NAME.key_secret in it.")
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Use another machine's registry without keys.")

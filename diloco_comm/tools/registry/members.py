@@ -39,7 +39,7 @@ def members(
         int | None, typer.Option(help="Let this replica leave at the next boundary.")
     ] = None,
     key: Annotated[
-        Path | None, typer.Option(help="Folder of CURVE keys, or a file NAME.key_secret in it.")
+        Path | None, typer.Option(help="Folder of keys, or a file NAME.key_secret in it.")
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Use another machine's registry without keys.")
