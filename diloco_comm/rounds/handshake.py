@@ -53,19 +53,18 @@ def connect_store(
 ) -> dist.Store:
     """Connect to the store of ``diloco-comm store``, for a program with data of its own there.
 
-    ``StorePeers`` takes the result, too. With keys the store has no queues (``queue_push``).
+    ``StorePeers`` takes the result, too. The store has no queues (``queue_push``).
 
     Args:
         address: ``tcp://host:port``, as the store prints it.
         keys: As ``Link(keys=)``; needed where the store has keys.
         timeout: Time to wait for the store, and later for keys of the store; in seconds, if a
             number.
-        proxy: As ``Link(proxy=)``; the store must have keys then.
+        proxy: As ``Link(proxy=)``.
 
     Raises:
         ValueError: If the address is not of the form ``tcp://host:port``, the timeout is not
-            positive and finite, ``keys`` names no pair of keys, or ``proxy`` is no proxy or comes
-            without keys.
+            positive and finite, ``keys`` names no pair of keys, or ``proxy`` is no proxy.
         TypeError: If the address or the proxy is no string.
         RuntimeError: If there is no OpenSSL for the keys.
         torch.distributed.DistError: If no store answers there in time, the host has no address, or
@@ -89,8 +88,8 @@ def connected_store(
     With ``keys`` the store must have keys, too. ``proxy`` makes the connection.
 
     Raises:
-        ValueError: If the address is not of the form ``tcp://host:port``, the timeout is not
-            positive and finite, or there is a proxy without keys.
+        ValueError: If the address is not of the form ``tcp://host:port``, or the timeout is not
+            positive and finite.
         TypeError: If it is neither a store nor an address.
         torch.distributed.DistError: If no store answers there in time, or the host has no address.
     """

@@ -189,7 +189,10 @@ def registry(
     One registry serves many runs. Training goes on while the registry is away; only changes of the
     group wait. The registry is a store, too: see diloco-comm store.
     """
-    check_folder("--journal", journal, may_be_full=True)
+    try:
+        check_folder("--journal", journal, may_be_full=True)
+    except ValueError as error:
+        misuse(str(error))
     if truncate:
         _truncate(journal)
         return

@@ -156,6 +156,33 @@ def test_public_files_are_allowed_and_removed(tmp_path: Path) -> None:
         remove(here, "lima")
 
 
+def test_a_key_may_read_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = link_folder(tmp_path)
+    make_pairs(tmp_path / "there", ["monitor", "kyoto"])
+    files = [tmp_path / "there" / f"{name}.key" for name in ("monitor", "kyoto")]
+    keys = LinkKeys.read(folder)
+    assert keys.readers.present(at_once=True) == frozenset() and not caplog.records
+    assert allow(folder, files, reads_only=True) == [folder / "readers" / f.name for f in files]
+    links = {bytes.fromhex(Keys.read(file).link) for file in files}
+    assert keys.readers.present(at_once=True) == links
+    assert not links & keys.allowed.present(at_once=True)
+    # A key has one place, and a name one key.
+    with pytest.raises(ValueError, match=r"readers/kyoto.key holds the same keys as kyoto.key: re"):
+        allow(folder, files[1:])
+    with pytest.raises(ValueError, match=r"allowed/tokyo.key holds the same keys as tokyo.key: re"):
+        allow(folder, [tmp_path / "there" / "tokyo.key"], reads_only=True)
+    make_pairs(tmp_path / "other", ["tokyo"])
+    with pytest.raises(ValueError, match=r"allowed/tokyo.key holds other keys: remove it first"):
+        allow(folder, [tmp_path / "other" / "tokyo.key"], reads_only=True)
+    with pytest.raises(ValueError, match="a key that only reads is no replica, got replica 3"):
+        allow(folder, files, [3], reads_only=True)
+    assert remove(folder, "kyoto") == folder / "readers" / "kyoto.key"
+    assert len(keys.readers.present(at_once=True)) == 1
+    # The last keys stay while the folder is away, as with the allowed keys.
+    (folder / "readers").rename(folder / "away")
+    assert len(keys.readers.present(at_once=True)) == 1 and "readers is gone" in caplog.text
+
+
 def test_files_that_let_nobody_in_are_refused(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     make_pairs(there, ["tokyo", "lima", "secret"])
@@ -665,3 +692,24 @@ def test_the_last_keys_stay_while_a_folder_above_is_closed(tmp_path: Path) -> No
     for path in (tmp_path, tmp_path / "keys"):
         os.chown(path, 10001, 10001)
     assert _as_user(10001, [], look) == ""
+
+
+def test_a_folder_of_keys_that_is_gone_for_a_moment_locks_nobody_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_keys(tmp_path)
+    with zmq.Context() as context:
+        guard = Guard(context, tmp_path / "allowed")
+        try:
+            (key,) = guard.allowed.present()
+            (tmp_path / "allowed").rename(tmp_path / "away")
+            for _ in range(2):
+                guard.allowed._look_at = 0.0
+                assert guard.callback("*", key)
+            (line,) = [one.getMessage() for one in caplog.records]
+            assert "is gone: the clients that it named before stay allowed" in line
+            (tmp_path / "allowed").mkdir()
+            guard.allowed._look_at = 0.0
+            assert not guard.callback("*", key)
+        finally:
+            guard.stop()

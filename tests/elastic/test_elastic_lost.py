@@ -28,12 +28,11 @@ from fault_replicas import (
     take_inner_step,
     wait_for,
 )
-from registries import Host, hosting, serving
+from registries import KINDS, Host, hosting, make_registry_keys, place_of, serving
 from support_paths import FOLDERS
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, ReplicaMismatch, RunEnded, Streaming, SyncError
-from diloco_comm.base.service.keys import make_keys
 from diloco_comm.elastic import driver, options
 from diloco_comm.elastic.exits import MISFIT, status_of
 from diloco_comm.elastic.registry import connect as registry_at
@@ -222,33 +221,34 @@ def test_an_older_journal_begins_no_second_training(
 # --------------------------------------------------------------------------- another registry
 
 
-@pytest.mark.parametrize("kind", ["tcp", "store", "etcd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_replica_refuses_another_registry_than_its_folder_names(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = StateFolder(tmp_path / "state")
     monkeypatch.setenv("DILOCO_COMM_STATE_DIR", str(folder.path))
     with hosting(kind) as host:
-        found = Elastic(host.address, run="r").connect()
+        registry = partial(Elastic, place_of(host), run="r", key=host.key)
+        found = registry().connect()
         known = found.registry_id
         found.close()
         folder.remember("r", (0, "nonce"), registry_id="ab" * 16, view=3)
         with pytest.raises(ReplicaMismatch) as refused:
-            Elastic(host.address, run="r").connect()
+            registry().connect()
         text = str(refused.value)
         assert known in text and "ab" * 16 in text and f"as {folder.file} notes" in text
         assert "give Elastic rollback=True" in text
-        Elastic(host.address, run="r", rollback=True).connect().close()
+        registry(rollback=True).connect().close()
         # The run has ended: another one may begin, wherever.
         folder.note_end()
-        Elastic(host.address, run="r").connect().close()
+        registry().connect().close()
         # It is that registry, with a journal from before the run.
         folder.remember("r", (0, "nonce"), registry_id=known, view=3)
         with pytest.raises(
             ReplicaMismatch, match=r"knows nothing of run 'r'.* was in view 3 of it"
         ):
-            Elastic(host.address, run="r").connect()
-        Elastic(host.address, run="r", rollback=True).connect().close()
+            registry().connect()
+        registry(rollback=True).connect().close()
 
 
 class Lines(logging.Handler):
@@ -314,12 +314,12 @@ def test_a_replica_whose_key_is_removed_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "KEY_WAIT_S", 0.5)
-    make_keys(tmp_path)
-    with serving(keys=tmp_path) as server:
-        diloco, model, optimizer = attach(server.address, 0, key=tmp_path)
+    make_registry_keys(tmp_path, "paris")
+    with serving(keys=tmp_path / "server.key_secret") as server:
+        diloco, model, optimizer = attach(server.address, 0, key=tmp_path / "paris.key_secret")
         train(diloco, model, optimizer, 0, 4)
-        (tmp_path / "allowed" / "worker.key").unlink()
-        with pytest.raises(ReplicaMismatch, match="the key of this client is not among") as refused:
+        (tmp_path / "allowed" / "paris.key").unlink()
+        with pytest.raises(ReplicaMismatch, match="does not let in the key of this") as refused:
             train(diloco, model, optimizer, 0, 10**6)
         assert status_of(refused.value) == MISFIT
         diloco.close()

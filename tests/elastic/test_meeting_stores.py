@@ -24,7 +24,7 @@ from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, Link, connect_store
 from diloco_comm.base.service.keys import LinkKeys
-from diloco_comm.base.store_host import _speaks_tls, open_store
+from diloco_comm.base.store_host import dial_store, open_store
 from diloco_comm.elastic.hosting import (
     Place,
     meeting_place,
@@ -73,7 +73,9 @@ def _member(rank: int, world: int, registry: str, root: str, shared: str | None)
         train(diloco, model, optimizer, rank, 12)
         # The process's own store, whether or not a view has met there, or the shared one.
         place = urlsplit(diloco._elastic.group._place.address)  # type: ignore[union-attr]
-        is_keyed = _speaks_tls(str(place.hostname), int(place.port or 0), 5.0)
+        with pytest.raises(dist.DistStoreError) as refused:
+            dial_store(str(place.hostname), int(place.port or 0), 20.0)
+        is_keyed = "has keys" in str(refused.value)
         if rank == world - 1:
             diloco.leave()
         # A registry may hear of that some rounds later.

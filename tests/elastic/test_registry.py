@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
-from registries import KINDS, EtcdHost, Host, hosting, in_threads, increment, stopped
+from registries import (
+    KINDS,
+    STORE,
+    EtcdHost,
+    Host,
+    hosting,
+    in_threads,
+    increment,
+    open_registry,
+    stopped,
+)
 
-from diloco_comm.elastic.registry import Registry, RegistryMismatch, RegistryUnavailable, connect
+from diloco_comm.elastic.registry import RegistryMismatch, RegistryUnavailable
 from diloco_comm.elastic.registry.protocol import MAX_BEAT_BYTES, MAX_RECORD_BYTES
 
 
@@ -21,10 +32,6 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host | EtcdHost]:
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
     return request.node.originalname
-
-
-def open_registry(host: Host | EtcdHost, run: str, timeout_s: float = 20.0) -> Registry:
-    return connect(host.address, run=run, timeout_s=timeout_s)
 
 
 def test_many_clients_increment_a_counter(host: Host, run: str) -> None:
@@ -124,10 +131,10 @@ def test_the_id_of_the_registry_is_compared(host: Host, run: str) -> None:
     registry = open_registry(host, run)
     registry.swap(b"", b"x")
     assert len(registry.registry_id) == 32
-    assert registry.is_durable == (not host.address.startswith("store"))
-    again = connect(host.address, run=run, registry_id=registry.registry_id)
+    assert registry.is_durable == (not host.address.startswith(STORE))
+    again = open_registry(host, run, registry_id=registry.registry_id)
     assert again.read() == b"x"
-    stranger = connect(host.address, run=run, registry_id="ab" * 16)
+    stranger = open_registry(host, run, registry_id="ab" * 16)
     for call in (stranger.read, lambda: stranger.swap(b"x", b"y"), lambda: stranger.beat("", b"")):
         with pytest.raises(RegistryMismatch, match=f"{registry.registry_id}.*{'ab' * 16}"):
             call()
@@ -135,9 +142,11 @@ def test_the_id_of_the_registry_is_compared(host: Host, run: str) -> None:
 
 
 def test_a_registry_that_stands_still_is_unavailable(host: Host, run: str) -> None:
-    hasty, patient = open_registry(host, run), open_registry(host, run)
-    assert hasty.read() == patient.read() == b""
-    hasty.timeout_s = 0.3
+    hasty, patient = open_registry(host, run, 0.3), open_registry(host, run)
+    assert patient.read() == b""
+    while not hasty.registry_id:
+        with suppress(RegistryUnavailable):
+            hasty.read()
     with stopped(host):
         with pytest.raises(RegistryUnavailable, match=r"has not answered"):
             hasty.read()

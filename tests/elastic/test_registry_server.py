@@ -1,48 +1,33 @@
-"""The registry's own server: crashes, full disks, garbage, beats."""
+"""The registry's own server: crashes, full disks, lost answers, garbage, beats."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import secrets
 import signal
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-import zmq
 from async_helpers import wait_until
-from registries import Host, in_threads, increment, serving
+from registries import Host, in_threads, increment, serving, stopped
 from test_registry_journal import disk_of
 
-from diloco_comm.base.log import DoubtfulWrite
-from diloco_comm.base.service.sockets import receive
-from diloco_comm.elastic.registry import RegistryMismatch, RegistryUnavailable, connect
-from diloco_comm.elastic.registry import journal as journal_module
-from diloco_comm.elastic.registry import server as server_module
-from diloco_comm.elastic.registry.client import RegistryClient
-from diloco_comm.elastic.registry.messages import (
-    HEADER,
-    MAGIC,
-    MAX_FRAME,
-    PROTOCOL,
-    Kind,
-    Message,
-    ProtocolError,
-    pack,
-    parse,
+from diloco_comm.elastic.registry import (
+    Registry,
+    RegistryMismatch,
+    RegistryUnavailable,
+    connect,
 )
-from diloco_comm.elastic.registry.server import RegistryServer
-from diloco_comm.elastic.registry.state import Beats, LimitReached, Records
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context]:
-    with zmq.Context() as context:
-        yield context
-        context.destroy(0)
+from diloco_comm.elastic.registry import journal as journal_module
 
 
 def test_sigkill_in_mid_traffic_loses_no_acknowledged_swap(tmp_path: Path) -> None:
@@ -96,14 +81,14 @@ def test_sigkill_in_mid_traffic_loses_no_acknowledged_swap(tmp_path: Path) -> No
 
 def test_a_restart_keeps_the_records_and_forgets_the_beats(tmp_path: Path) -> None:
     host = Host(journal=tmp_path)
-    registry = RegistryClient(host.address, "r", 20.0)
+    registry = connect(host.address, run="r", timeout_s=20)
     assert registry.swap(b"", b"x") and registry.beat("0", b"alive") == {"0": b"alive"}
-    nonce, registry_id = registry.server_nonce, registry.registry_id
+    registry_id = registry.registry_id
     host.send_signal(signal.SIGINT)
     host.kill()
     host.start()
     assert registry.read() == b"x" and registry.beat("", b"") == {}
-    assert registry.server_nonce != nonce and registry.registry_id == registry_id
+    assert registry.registry_id == registry_id
     host.kill()
 
 
@@ -148,199 +133,213 @@ def test_a_full_disk_refuses_swaps_and_nothing_else(tmp_path: Path) -> None:
         assert connect(server.address, run="r").read() == b"z"
 
 
-def test_swaps_share_one_fsync_and_beats_do_not_wait_for_it(
-    tmp_path: Path, context: zmq.Context, monkeypatch: pytest.MonkeyPatch
+class Disk:
+    """Stands in for ``os`` in the journal's module: a swap waits until ``let_go``, or fails.
+
+    Attributes:
+        count: Calls of ``fsync``.
+        error: Number of the error of the waiting call; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.error = 0, 0
+        self.waits, self.let_go = threading.Event(), threading.Event()
+
+    def fsync(self, file: int) -> None:
+        self.count += 1
+        self.waits.set()
+        assert self.let_go.wait(60)
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Disk]:
+    """Put a slow disk under the journals of this process."""
+
+    def put() -> Disk:
+        disk = Disk()
+        monkeypatch.setattr(journal_module.os, "fsync", disk.fsync)
+        return disk
+
+    return put
+
+
+def in_background(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Call a function in a thread; return the thread, and a list for the result or the error."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except RegistryUnavailable as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def test_swaps_share_one_fsync_and_nothing_else_waits_for_it(
+    tmp_path: Path, disk: Callable[[], Disk]
 ) -> None:
-    server = RegistryServer(journal=tmp_path)
-    known = bytes.fromhex(server.registry_id)
-    peers = []
-    for i in range(5):
-        peers.append(context.socket(zmq.DEALER))
-        peers[i].connect(server.address)
-        run = f"run-{i % 4}".encode()
-        peers[i].send_multipart(pack(Message(Kind.SWAP, i, known, parts=(run, b"", b"%d" % i))))
-    beating = context.socket(zmq.DEALER)
-    beating.connect(server.address)
-    beating.send_multipart(pack(Message(Kind.BEAT, 9, parts=(b"run-0", b"m", b"text"))))
-    beating.send_multipart(pack(Message(Kind.READ, 10, parts=(b"run-0",))))
-    during: list[list[Message | None]] = []
+    with serving(journal=tmp_path) as server:
 
-    def answer(peer: zmq.Socket, wait_ms: int) -> Message | None:
-        frames = receive(peer, wait_ms)
-        return None if frames is None else parse([frame.buffer for frame in frames])
+        def opened(run: str) -> Registry:
+            return connect(server.address, run=run, timeout_s=60)
 
-    def fsync(file: int) -> None:
-        during.append([answer(beating, 5000), answer(beating, 5000), answer(peers[0], 50)])
-
-    monkeypatch.setattr(journal_module.os, "fsync", fsync)
-    arrived = [receive(server._socket, 20_000) for _ in range(7)]
-    try:
-        # One turn handles all messages that have arrived.
-        monkeypatch.setattr(
-            server_module, "receive", lambda *_: arrived.pop(0) if arrived else None
-        )
-        server.turn(5000)
-        monkeypatch.undo()
-        told = [answer(peer, 5000) for peer in peers]
-    finally:
-        server.close()
-    assert len(during) == 1
-    beat, read, swapped = during[0]
-    assert beat.parts == (b"m", b"text") and swapped is None
-    assert read.parts == (b"",), "a read must not see what a crash may take back"
+        slow = disk()
+        first = in_background(lambda: opened("run-0").swap(b"", b"0"))
+        assert slow.waits.wait(60)
+        reading = opened("run-0")
+        assert reading.read() == b"", "a read must not see what a crash may take back"
+        assert reading.beat("m", b"text") == {"m": b"text"}
+        later = [
+            in_background(lambda i=i: opened(f"run-{i % 4 + 1}").swap(b"", b"%d" % i))  # type: ignore[misc]
+            for i in range(5)
+        ]
+        # One fsync for all that come meanwhile.
+        time.sleep(1.0)
+        assert reading.read() == b"" and slow.count == 1 and not first[1]
+        slow.let_go.set()
+        for thread, _ in (first, *later):
+            thread.join()
+        assert slow.count < 5
     # The first and the fifth swap compete for one run.
-    outcomes = [message.parts for message in told]
-    assert outcomes[1:4] == [(b"\1",)] * 3 and {*outcomes[::4]} == {(b"\1",), (b"\0",)}
+    outcomes = [found[0] for _, found in later]
+    assert first[1] == [True] and outcomes[1:4] == [True] * 3 and sum(outcomes[::4]) == 1
 
 
-def test_a_doubtful_swap_is_told_apart_from_a_certain_one() -> None:
-    class Disk:
-        registry_id, records = bytes(16), {"a": b"1"}
-
-        def append(self, changes: object) -> None:
-            raise DoubtfulWrite(5, "Input/output error", "journal")
-
-    records = Records(Disk())  # type: ignore[arg-type]
-    told: list[tuple[str, Kind, bytes]] = []
-
-    def note(name: str) -> Callable[[object], None]:
-        return lambda outcome: told.append((name, outcome.kind, outcome.part))
-
-    records.swap("a", b"0", b"2", note("certain"))
-    records.swap("a", b"1", b"2", note("doubtful"))
-    records.swap("a", b"1", b"3", note("depends"))
-    assert records.read("a") == b"1" and told == []
-    records.commit()
-    reason = b"journal cannot be written: Input/output error"
-    assert told == [
-        ("certain", Kind.SWAPPED, b"\0"),
-        ("doubtful", Kind.DOUBTFUL, reason),
-        ("depends", Kind.DOUBTFUL, reason),
-    ]
-    assert records.read("a") == b"1"
+def test_a_doubtful_swap_is_told_apart_from_a_certain_one(
+    tmp_path: Path, disk: Callable[[], Disk]
+) -> None:
+    with serving(journal=tmp_path) as server:
+        one, two, three = (connect(server.address, run="a", timeout_s=60) for _ in range(3))
+        assert one.swap(b"", b"1")
+        failing = disk()
+        failing.error = errno.EIO
+        doubtful = in_background(lambda: one.swap(b"1", b"2"))
+        assert failing.waits.wait(60)
+        # This one depends on the outcome of the swap before.
+        depends = in_background(lambda: two.swap(b"1", b"3"))
+        assert not depends[0].join(1.0) and not depends[1]
+        failing.let_go.set()
+        for thread, found in (doubtful, depends):
+            thread.join()
+            assert "journal cannot be written: Input/output error" in str(found[0])
+        failing.error = 0
+        assert not three.swap(b"0", b"2") and three.read() == b"1"
 
 
-def test_garbage_on_the_port_changes_nothing(context: zmq.Context) -> None:
+class Cutter:
+    """A way to a port that can end a connection in place of passing its next answer on."""
+
+    def __init__(self, port: int) -> None:
+        self._target, self._cuts = port, threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut_next_answer(self) -> None:
+        self._cuts.set()
+
+    def close(self) -> None:
+        # A blocked accept() would keep the socket.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self._listener.accept()
+                there = socket.create_connection(("127.0.0.1", self._target))
+                for ends in ((here, there, False), (there, here, True)):
+                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
+
+    def _copy(self, source: socket.socket, to: socket.socket, has_answers: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if has_answers and self._cuts.is_set():
+                    self._cuts.clear()
+                    break
+                to.sendall(data)
+        for end in (source, to):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_read_whose_answer_is_lost_is_asked_again_and_a_swap_is_not() -> None:
+    with serving() as server:
+        way = Cutter(int(server.address.rpartition(":")[2]))
+        registry = connect(way.address, run="r", timeout_s=20)
+        assert registry.swap(b"", b"x")
+        way.cut_next_answer()
+        assert registry.read() == b"x"
+        way.cut_next_answer()
+        assert registry.beat("m", b"1") == {"m": b"1"}
+        way.cut_next_answer()
+        # The swap happened, which the client cannot know.
+        with pytest.raises(RegistryUnavailable):
+            registry.swap(b"x", b"y")
+        assert registry.read() == b"y" and not registry.swap(b"x", b"z")
+        way.close()
+
+
+def test_garbage_on_the_port_changes_nothing(tmp_path: Path) -> None:
     with serving() as server:
         registry = connect(server.address, run="r", timeout_s=20)
         assert registry.swap(b"", b"x")
-        host, port = server.address.removeprefix("tcp://").split(":")
-        known = bytes.fromhex(server.registry_id)
-        for text in (
-            b"GET / HTTP/1.0\r\n\r\n",
-            secrets.token_bytes(500),
-            b"\xff\0\0\0\0\0\0\0\1\x7f",
-        ):
-            with socket.create_connection((host, int(port))) as raw:
+        place = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+        huge = struct.pack("<Q", 1 << 60) + struct.pack(">Q", 1 << 60)
+        texts = [b"GET / HTTP/1.0\r\n\r\n", b"\xff\0\0\0\0\0\0\0\1\x7f", huge, bytes(4096), b""]
+        texts += [secrets.token_bytes(500) for _ in range(50)]
+        for text in texts:
+            with socket.create_connection(place) as raw, suppress(OSError):
                 raw.sendall(text)
-        header = HEADER.pack(MAGIC, PROTOCOL, Kind.SWAP, 7, known, bytes(16), 0)
-        refused = [
-            ([header], "SWAP has 3 frames after the header, got 0"),
-            ([header, b"r", b"x", bytes(8193)], "a frame of SWAP has 8193 bytes"),
-            ([header, b"a b", b"x", b"y"], "run must have 1 to 100 printable characters"),
-            ([header, b"\xff", b"x", b"y"], "can't decode byte 0xff"),
-            (
-                [HEADER.pack(MAGIC, 9, Kind.SWAP, 7, known, bytes(16), 0), b"r", b"x", b"y"],
-                "protocol version 9 was given, 1 is spoken here",
-            ),
-            ([HEADER.pack(MAGIC, PROTOCOL, 77, 7, known, bytes(16), 0)], "no kind of message 77"),
-            (
-                pack(Message(Kind.RECORD, 7, known, parts=(b"z",))),
-                "RECORD is not for a server",
-            ),
-            (
-                pack(Message(Kind.SWAP, 7, parts=(b"r", b"x", b"y"))),
-                "a swap names the registry that it is for",
-            ),
-            (pack(Message(Kind.BEAT, 7, known, parts=(b"r", b"a b", b"y"))), "member must have"),
-        ]
-        silent = [[b""], [b"x"], [b"", b""], [secrets.token_bytes(HEADER.size)], [header[:-1]]]
-        peer = context.socket(zmq.DEALER)
-        peer.connect(server.address)
-        for frames in silent:
-            peer.send_multipart(frames)
-        for frames, sentence in refused:
-            peer.send_multipart(frames)
-            found = receive(peer, 20_000)
-            assert found is not None
-            answer = parse([frame.buffer for frame in found])
-            assert (answer.kind, answer.number) == (Kind.REFUSED, 7) and sentence in answer.sentence
-        # ZeroMQ ends the connection of this peer.
-        huge = context.socket(zmq.DEALER)
-        huge.connect(server.address)
-        huge.send_multipart([header, b"r", b"x", bytes(MAX_FRAME + 1)])
-        assert receive(huge, 200) is None
+        with socket.create_connection(place) as raw, suppress(OSError):
+            raw.settimeout(60)
+            raw.sendall(huge * 100)
+            # The host ends such a connection.
+            assert raw.recv(1 << 16) == b""
         assert registry.read() == b"x" and registry.swap(b"x", b"y")
 
 
-def test_any_bytes_are_a_message_or_a_protocol_error() -> None:
-    message = pack(Message(Kind.BEATS, 3, b"i" * 16, b"n" * 16, True, (b"m", b"t")))
-    assert parse(message) == Message(Kind.BEATS, 3, b"i" * 16, b"n" * 16, True, (b"m", b"t"))
-    for place in range(HEADER.size):
-        for value in (0, 1, 127, 255):
-            header = message[0][:place] + bytes([value]) + message[0][place + 1 :]
-            for frames in ([header], [header, b"m"], [header, b"m", b"t"]):
-                try:
-                    parse(frames)
-                except ProtocolError as error:
-                    assert error.number is not None or place < 4
-    for frames in ([], [b""], [b"DCRG"]):
-        with pytest.raises(ProtocolError):
-            parse(frames)
-
-
 def test_beats_are_dropped_after_time_in_which_the_server_ran() -> None:
-    beats = Beats(drop_after=10.0)
-
-    def run_for(seconds: float, now: list[float] = [1000.0]) -> None:  # noqa: B006
-        for _ in range(int(seconds * 2)):
-            now[0] += 0.5
-            beats.pass_time(now[0])
-
-    beats.pass_time(1000.0)
-    beats.beat("r", "old", b"1")
-    run_for(8)
-    assert beats.beat("r", "new", b"2") == {"old": b"1", "new": b"2"}
-    # An hour in which the process stood still counts as a second.
-    beats.pass_time(1008.0 + 3600.0)
-    assert set(beats.beat("r", "", b"")) == {"old", "new"}
-    for now in range(4609, 4611):
-        beats.pass_time(float(now))
-    assert beats.beat("r", "", b"") == {"new": b"2"}
-    run_for(0)
-    assert beats.beat("other", "", b"") == {}
+    host = Host(drop_after=2.5)
+    registry = connect(host.address, run="r", timeout_s=20)
+    registry.beat("old", b"1")
+    with stopped(host):
+        # Nobody can beat meanwhile.
+        time.sleep(3.0)
+    assert registry.beat("new", b"2") == {"old": b"1", "new": b"2"}
+    wait_until(lambda: "old" not in registry.beat("new", b"2"), 60)
+    assert registry.beat("", b"") == {"new": b"2"}
+    host.kill()
 
 
-def test_beats_and_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_comm.elastic.registry.state.MAX_MEMBERS", 3)
-    monkeypatch.setattr("diloco_comm.elastic.registry.state.MAX_BEATS", 4)
-    monkeypatch.setattr("diloco_comm.elastic.registry.state.MAX_RUNS", 2)
-    beats = Beats(drop_after=10.0)
-    for name in "abcabc":
-        beats.beat("r", name, b"1")
-    with pytest.raises(LimitReached, match="holds the beats of 3 members, no more fit"):
-        beats.beat("r", "d", b"1")
-    beats.beat("s", "a", b"1")
-    with pytest.raises(LimitReached, match="holds the beats of 4 members"):
-        beats.beat("t", "a", b"1")
-    beats.beat("s", "a", b"")
-    assert beats.beat("t", "a", b"1") == {"a": b"1"}
-    # Members that are gone make room.
-    for now in range(1, 20):
-        beats.pass_time(float(now))
-    assert beats.beat("r", "d", b"1") == {"d": b"1"}
-    records = Records(None)
-    told: list[object] = []
-    records.swap("a", b"", b"1", told.append)
-    records.swap("b", b"", b"1", told.append)
-    with pytest.raises(LimitReached, match="holds 2 runs"):
-        records.swap("c", b"", b"1", told.append)
-    records.commit()
-    records.swap("a", b"1", b"", told.append)
-    records.commit()
-    records.swap("c", b"", b"1", told.append)
-    records.commit()
-    assert len(told) == 4 and records.read("c") == b"1" and records.read("a") == b""
+def test_beats_and_runs_are_bounded() -> None:
+    with serving() as server:
+
+        def opened(run: str) -> Registry:
+            return connect(server.address, run=run, timeout_s=20)
+
+        registry = opened("beats")
+        for number in range(1024):
+            registry.beat(f"m{number}", b"1")
+        with pytest.raises(RegistryUnavailable, match="1024"):
+            registry.beat("more", b"1")
+        assert "more" not in registry.beat("m7", b"")
+        assert registry.beat("more", b"1")["more"] == b"1"
+
+        def swap(number: int, old: bytes, new: bytes) -> bool:
+            with closing(opened(f"run-{number}")) as run:
+                return run.swap(old, new)
+
+        assert all(swap(number, b"", b"1") for number in range(1024))
+        with pytest.raises(RegistryUnavailable, match="1024 runs"):
+            swap(1024, b"", b"1")
+        assert swap(0, b"1", b"") and swap(1024, b"", b"1")
+        assert opened("run-0").read() == b"" and opened("run-1024").read() == b"1"
 
 
 def test_two_clients_increment_while_their_server_hangs_now_and_then(tmp_path: Path) -> None:

@@ -24,4 +24,4 @@ def hosted(keys: list[LinkKeys]) -> Iterator[HostedStore]:
     """A store that lets in the keys of a file's fixture ``keys``; the first of them is its own."""
     found = open_store("127.0.0.1", 0, keys[0])
     yield found
-    found.store.close()  # type: ignore[attr-defined]
+    found.store.close()

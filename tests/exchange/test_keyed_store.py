@@ -1,4 +1,4 @@
-"""A store with keys: as c10d's stores behave, who is let in, and what travels; real connections."""
+"""The project's own store: it behaves as a TCPStore; who is let in; what travels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +25,6 @@ from test_link_keys import Relay
 from workers import Pool
 
 from diloco_comm import _C, DiLoCo, Link, StorePeers
-from diloco_comm.base import store_host
 from diloco_comm.base.service.keys import LinkKeys, allow, remove
 from diloco_comm.base.store_host import HostedStore, dial_store, open_store
 
@@ -40,14 +39,28 @@ def keys(tmp_path: Path) -> list[LinkKeys]:
     return [LinkKeys.read(folder_of(tmp_path, number)) for number in range(3)]
 
 
-@pytest.fixture(params=["client", "host", "plain"])
-def store(request: pytest.FixtureRequest, hosted: HostedStore, keys: list[LinkKeys]) -> dist.Store:
-    """A client of the store with keys; the host's own side; and a TCPStore, which must agree."""
-    if request.param == "client":
+@pytest.fixture
+def plain() -> Iterator[HostedStore]:
+    found = open_store("127.0.0.1", 0)
+    yield found
+    found.store.close()
+
+
+@pytest.fixture(params=["keyed", "plain", "host", "tcpstore"])
+def store(
+    request: pytest.FixtureRequest,
+    hosted: HostedStore,
+    plain: HostedStore,
+    keys: list[LinkKeys],
+) -> dist.Store:
+    """A client with keys, and without; the host's own side; and a TCPStore, which must agree."""
+    if request.param == "keyed":
         return dial_store("127.0.0.1", hosted.port, SOON_S, keys[1])
+    if request.param == "plain":
+        return dial_store("127.0.0.1", plain.port, SOON_S)
     if request.param == "host":
         return hosted.store
-    return open_store("127.0.0.1", 0).store
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def test_all_calls_do_as_a_tcpstore_does(store: dist.Store) -> None:
@@ -73,11 +86,7 @@ def test_all_calls_do_as_a_tcpstore_does(store: dist.Store) -> None:
     assert store.get("large") == large
 
 
-@pytest.mark.parametrize("kind", ["client", "plain"])
-def test_several_keys_at_a_time(kind: str, hosted: HostedStore, keys: list[LinkKeys]) -> None:
-    plain = open_store("127.0.0.1", 0)
-    place = (hosted.port, keys[1]) if kind == "client" else (plain.port, None)
-    store = dial_store("127.0.0.1", place[0], SOON_S, place[1])
+def test_several_keys_at_a_time(store: dist.Store) -> None:
     assert store.has_extended_api()
     store.append("a", "x")
     store.append("a", "y")
@@ -108,7 +117,7 @@ def test_a_wait_ends_when_another_client_sets(hosted: HostedStore, keys: list[Li
 
 
 def test_a_stranger_gets_one_sentence(
-    hosted: HostedStore, keys: list[LinkKeys], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosted: HostedStore, plain: HostedStore, keys: list[LinkKeys]
 ) -> None:
     remove(keys[0].folder, "r2")
     place = ("127.0.0.1", hosted.port)
@@ -120,13 +129,11 @@ def test_a_stranger_gets_one_sentence(
     remove(keys[2].folder, "r0")
     with pytest.raises(dist.DistStoreError, match="which is not among the allowed keys of this"):
         dial_store(*place, SOON_S, LinkKeys.read(keys[2].folder))
-    monkeypatch.setattr(store_host, "_FIRST_TRY_S", 0.5)
     begin = time.monotonic()
     with pytest.raises(dist.DistStoreError, match=r"has keys: give Link\(keys=\.\.\.\), or --keys"):
         dial_store(*place, 60.0)
-    plain = open_store("127.0.0.1", 0)
-    with pytest.raises(dist.DistStoreError, match="does not speak TLS as a store with keys does"):
-        dial_store("127.0.0.1", plain.port, 2.0, keys[1])
+    with pytest.raises(dist.DistStoreError, match="has no keys"):
+        dial_store("127.0.0.1", plain.port, 60.0, keys[1])
     closed = socket.create_server(("127.0.0.1", 0))
     port = closed.getsockname()[1]
     closed.close()
@@ -168,7 +175,7 @@ def test_a_removed_key_ends_its_connections(hosted: HostedStore, keys: list[Link
     first.set("a", "1")
     allow(keys[0].folder, [keys[2].folder / "r2.key"])
     deadline = time.monotonic() + SOON_S
-    while hosted.store.num_clients < 2:  # type: ignore[attr-defined]
+    while hosted.store.num_clients < 2:
         assert time.monotonic() < deadline
         try:
             again = dial_store("127.0.0.1", hosted.port, SOON_S, keys[2])
@@ -200,7 +207,7 @@ def test_strangers_leave_nothing_behind(hosted: HostedStore, keys: list[LinkKeys
     while tasks() > before:
         assert time.monotonic() < deadline, (tasks(), before)
         time.sleep(0.05)
-    assert hosted.store.num_clients == 0  # type: ignore[attr-defined]
+    assert hosted.store.num_clients == 0
 
 
 def test_one_host_of_strangers_keeps_nobody_out(hosted: HostedStore) -> None:
@@ -221,11 +228,8 @@ def test_one_host_of_strangers_keeps_nobody_out(hosted: HostedStore) -> None:
 
 
 @pytest.mark.parametrize("has_keys", [False, True], ids=["plain", "keyed"])
-def test_a_host_that_closes_at_first_is_tried_again(
-    has_keys: bool, keys: list[LinkKeys], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_closes_at_first_is_tried_again(has_keys: bool, keys: list[LinkKeys]) -> None:
     """As a forwarder of ports does, whose store has not started yet."""
-    monkeypatch.setattr(store_host, "_FIRST_TRY_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as forwarder:
         port = forwarder.getsockname()[1]
         forwarder.settimeout(0.1)
@@ -257,7 +261,7 @@ def test_a_host_heeds_no_signal_and_keeps_no_port(keys: list[LinkKeys]) -> None:
             masks[lines["Name"].strip()] = int(lines["SigBlk"], 16)
     # SIGHUP, SIGINT and SIGTERM, which would have the thread wait in accept().
     assert all(masks["diloco-host"] >> (number - 1) & 1 for number in (1, 2, 15))
-    hosted.store.close()  # type: ignore[attr-defined]
+    hosted.store.close()
     with pytest.raises((RuntimeError, ValueError)):
         open_store("127.0.0.1", hosted.port, replace(keys[0], seed=b"short"))
     open_store("127.0.0.1", hosted.port)
@@ -288,7 +292,7 @@ def test_what_is_too_large_or_no_number_is_a_sentence(store: dist.Store) -> None
 def test_a_closed_host_ends_all_waits(hosted: HostedStore, keys: list[LinkKeys]) -> None:
     store = dial_store("127.0.0.1", hosted.port, 60.0, keys[1])
     begin = time.monotonic()
-    threading.Timer(0.2, hosted.store.close).start()  # type: ignore[attr-defined]
+    threading.Timer(0.2, hosted.store.close).start()
     with pytest.raises(dist.DistNetworkError, match="has broken"):
         store.get("never")
     assert time.monotonic() - begin < SOON_S

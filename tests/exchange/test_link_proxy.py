@@ -205,11 +205,13 @@ def test_a_store_that_is_not_there_yet_is_waited_for(keys: list[LinkKeys]) -> No
         late[0].store.close()
 
 
-def test_a_store_without_keys_has_no_proxy() -> None:
-    with pytest.raises(ValueError, match="without keys cannot be reached through a proxy"):
-        connect_store("tcp://127.0.0.1:29400", proxy="http://127.0.0.1:3128")
-    with pytest.raises(ValueError, match="without keys cannot be reached through a proxy"):
-        attach(StorePeers("tcp://127.0.0.1:1", replica=0, of=2), Link("tcp", proxy="http://h:1"))
+def test_a_store_without_keys_is_reached_through_a_proxy() -> None:
+    hosted = open_store("127.0.0.1", 0)
+    with Proxy("http") as proxy:
+        store = connect_store(hosted.address, proxy=proxy.url, timeout=SOON_S)
+        store.set("a", "1")
+        assert hosted.store.get("a") == b"1" and proxy.asked
+    hosted.store.close()
 
 
 # ----------------------------------------------------------------------------------- bad answers

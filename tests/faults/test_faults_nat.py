@@ -20,12 +20,12 @@ from exchange_helpers import folder_of, make_folders
 from fault_replicas import make_model, make_optimizer, take_inner_step
 from frozen_file import collect, differences, in_rotation, run_death
 from frozen_table import POLICIES, WIRES, Setting
+from registries import make_registry_keys
 from workers import Pool
 from zygote import Job, Zygote
 
 from diloco_comm import DiLoCo, Elastic, Link, StorePeers, SyncError, connect_store
 from diloco_comm.base.service.addresses import parse_address
-from diloco_comm.base.service.keys import make_keys
 
 pytestmark = [
     pytest.mark.slow,
@@ -119,11 +119,14 @@ def opened(
         site = Site(made.names, root if keyed else None, root / "packets")
         if keyed:
             make_folders(root, len(made.names) + 1)
-            make_keys(root / "registry", [f"r{replica}" for replica in range(len(made.names))])
+            names = [f"r{rank}" for rank in range(len(made.names))]
+            make_registry_keys(root / "registry", *names)
         start(RECORDER, "records", site.recording)
         place = ["--listen", f"{cut_links.HUB}:0"]
         of_store = ["--keys", site.folder(len(made.names))] if keyed else []
-        of_registry = ["--keys", root / "registry"] if keyed else ["--insecure"]
+        of_registry = (
+            ["--keys", root / "registry" / "server.key_secret"] if keyed else ["--insecure"]
+        )
         site.store = start(SERVER, "tcp://", "store", *place, *of_store)
         site.registry = start(SERVER, "tcp://", "registry", *place, *of_registry)
         site.relay = start(SERVER, "tcp://", "relay", *place)

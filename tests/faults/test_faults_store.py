@@ -62,9 +62,8 @@ def test_a_host_without_an_address_is_one_sentence(capfd: pytest.CaptureFixture[
 
 
 @pytest.mark.nightly("5 s; the store's name has the same check")
-@pytest.mark.parametrize("scheme", ["tcp", "store"])
-def test_a_registry_without_an_address_is_one_sentence(scheme: str) -> None:
-    elastic = Elastic(f"{scheme}://no-such-host.invalid:29400", insecure=True)
+def test_a_registry_without_an_address_is_one_sentence() -> None:
+    elastic = Elastic("tcp://no-such-host.invalid:29400", insecure=True)
     sentence = "the registry is to be at no-such-host.invalid, and this host knows no address"
     with pytest.raises(SyncError, match=sentence) as refused:
         elastic.interface()
@@ -160,7 +159,7 @@ def close_on_a_store_that_hangs(
     replica.train_to(H)
     other.set(f"ready/{rank}", "")
     other.wait(["store is gone"])
-    with pytest.raises(dist.DistError, match="no store answered"):
+    with pytest.raises(dist.DistError, match="not answer"):
         connected_store("tcp://{}:{}".format(*addresses[0]), 0.5)
     replica.diloco.close()
     assert lasting_engine_threads(allowed=["diloco-store"]) == []

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from cli_helpers import check_misuse, help_examples, run_cli
 from workers import Pool
 from zygote import Job, Zygote
 
-from diloco_comm import SGD, DiLoCo, Link, StorePeers, __version__
+from diloco_comm import SGD, DiLoCo, Link, StorePeers, __version__, connect_store
 from diloco_comm.tools.common.hosting import opened_relay
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -96,7 +95,7 @@ def test_store_closes_on_signal(
 
 def test_store_listens_on_its_address_alone(store: tuple[subprocess.Popen[str], str]) -> None:
     port = int(store[1].rsplit(":", 1)[1])
-    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+    client = connect_store(store[1], timeout=20.0)
     client.set("key", "value")
     assert client.get("key") == b"value"
     with pytest.raises(OSError):

@@ -83,10 +83,10 @@ def prepare(rank: int, world: int) -> None:
 def reports(
     pool: Pool, *options: str, status: int = 0, store: HostedStore | None = None
 ) -> dict[str, Any]:
-    """Run doctors, and return the report on which all agree; default: at the pool's store."""
-    place = pool.store if store is None else ("127.0.0.1", store.port)
+    """Run doctors, and return the report on which all agree; default: at a store without keys."""
+    store = store or open_store("127.0.0.1", 0)
     pool.run(prepare)
-    all_ended = pool.run(start, place, options, 0.2)
+    all_ended = pool.run(start, ("127.0.0.1", store.port), options, 0.2)
     assert [(ended.status, ended.err) for ended in all_ended] == [(status, "")] * len(options)
     found = [json.loads(ended.out) for ended in all_ended]
     assert all(report == found[0] for report in found)
@@ -118,6 +118,13 @@ def make_keys(folder: Path, world: int, allowed: Callable[[int, int], bool]) -> 
         others = [r for r in range(world) if allowed(replica, r)]
         allow(folder / str(replica), [folder / str(r) / f"r{r}.key" for r in others])
     return [f"--keys {folder / str(replica)}" for replica in range(world)]
+
+
+@pytest.fixture
+def plain_store() -> Iterator[Address]:
+    hosted = open_store("127.0.0.1", 0)
+    yield "127.0.0.1", hosted.port
+    hosted.store.close()
 
 
 @pytest.fixture
@@ -247,11 +254,11 @@ def test_a_key_that_is_bound_to_another_number_is_named(
 # ------------------------------------------------------------------------------- ends in time
 
 
-def test_a_replica_that_does_not_come_is_named(fresh_workers: Fresh) -> None:
+def test_a_replica_that_does_not_come_is_named(fresh_workers: Fresh, plain_store: Address) -> None:
     pool = fresh_workers(3, init_group=False)
     options = ["--listen 127.0.0.1:0 --timeout 3"] * 3
     pool.run(prepare)
-    pool.submit(start, pool.store, options, 0.2, ranks=[0, 2])
+    pool.submit(start, plain_store, options, 0.2, ranks=[0, 2])
     for ended in [one for one in pool.collect() if one is not None]:
         assert (ended.status, ended.out) == (1, "")
         assert ended.err.endswith(
@@ -316,11 +323,11 @@ def _interrupted(rank: int, world: int, store: Address) -> Ended:
         return start(rank, world, store, ["--listen 127.0.0.1:0"] * 2, 5.0)
 
 
-def test_ctrl_c_ends_all_with_a_sentence(fresh_workers: Fresh) -> None:
+def test_ctrl_c_ends_all_with_a_sentence(fresh_workers: Fresh, plain_store: Address) -> None:
     pool = fresh_workers(2, init_group=False)
     pool.run(prepare)
     begin = time.monotonic()
-    other, interrupted = pool.run(_interrupted, pool.store)
+    other, interrupted = pool.run(_interrupted, plain_store)
     assert time.monotonic() - begin < 30
     said = "diloco-comm: ended by SIGINT\n"
     assert (interrupted.status, interrupted.out, interrupted.err) == (130, "", said)
@@ -351,12 +358,12 @@ def test_impossible_requests_are_one_sentence(arguments: list[object], named: st
     check_misuse(run_cli("doctor", *arguments), named)
 
 
-def test_a_port_that_is_taken_is_one_sentence(fresh_workers: Fresh) -> None:
+def test_a_port_that_is_taken_is_one_sentence(fresh_workers: Fresh, plain_store: Address) -> None:
     pool = fresh_workers(2, init_group=False)
     with ExitStack() as stack:
         taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        pool.submit(start, pool.store, [f"--listen {place}"] * 2, 0.2, ranks=[0])
+        pool.submit(start, plain_store, [f"--listen {place}"] * 2, 0.2, ranks=[0])
         ended = next(one for one in pool.collect() if one is not None)
     assert (ended.status, ended.out) == (1, "")
     assert ended.err.startswith(f"diloco-comm: {place}: ")
@@ -370,9 +377,9 @@ HOST = """
 import sys
 import cut_links
 cut_links.enter(sys.argv[1])
-import torch.distributed as dist
-store = dist.TCPStore(cut_links.HUB, 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
+from diloco_comm.base.store_host import open_store
+hosted = open_store(cut_links.HUB, 0)
+print(hosted.port, flush=True)
 sys.stdin.read()
 """
 DROPS = (
@@ -539,6 +546,9 @@ def test_a_replica_behind_a_proxy_dials_through_the_proxy(
         report = reports(fresh_workers(2, init_group=False), *options, store=store)
         (pair,) = report["pairs"]
         assert (pair["way"], pair["dialled_by"], pair["link"]) == ("direct", 1, "")
-        places = {report["replicas"][0]["address"].removeprefix("tcp://"), f"127.0.0.1:{store.port}"}
+        places = {
+            report["replicas"][0]["address"].removeprefix("tcp://"),
+            f"127.0.0.1:{store.port}",
+        }
         # The link at the end has a port of its own.
         assert places < set(proxy.asked) and "sesame" not in json.dumps(report)

@@ -31,6 +31,7 @@ def test_pairs_are_made_allowed_shown_and_removed(tmp_path: Path) -> None:
         "schema": 1,
         "own": [{"name": "paris", "curve": paris.curve, "link": paris.link, "secret": True}],
         "allowed": [{"name": "tokyo", "curve": tokyo.curve, "link": tokyo.link, "replicas": None}],
+        "readers": [],
     }
     lines = printed("list", keys)
     assert lines == [
@@ -70,6 +71,25 @@ def test_keys_are_bound_to_replicas(tmp_path: Path) -> None:
         check_misuse(run_cli("keys", "allow", keys, files[0], "--replica", number), text)
 
 
+def test_keys_that_read_only(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_pairs(keys, ["paris"])
+    make_pairs(tmp_path, ["monitor"])
+    file = tmp_path / "monitor.key"
+    assert printed("allow", keys, file, "--reads-only") == [f"{keys}/readers/monitor.key"]
+    (row,) = json.loads(printed("list", keys, "--json")[0])["readers"]
+    found = Keys.read(file)
+    assert row == {"name": "monitor", "curve": found.curve, "link": found.link}
+    assert printed("list", keys)[3:] == [
+        *("monitor: may only read", f"  curve {found.curve}", f"  link  {found.link}"),
+        "nobody is allowed",
+    ]
+    both = run_cli("keys", "allow", keys, file, "--reads-only", "--replica", 1)
+    check_misuse(both, "a key that only reads is no replica, got replica 1")
+    assert printed("remove", keys, "monitor") == [f"{keys}/readers/monitor.key"]
+    assert json.loads(printed("list", keys, "--json")[0])["readers"] == []
+
+
 def test_json_of_the_files(tmp_path: Path) -> None:
     made = json.loads(printed("make", tmp_path, "paris", "tokyo", "--json")[0])
     names = ("paris.key", "paris.key_secret", "tokyo.key", "tokyo.key_secret")
@@ -107,7 +127,7 @@ def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name != "keys make":
             make_pairs(Path("keys"), ["paris"])
             os.mkdir("keys/allowed")
-            make_pairs(Path(), ["tokyo", "lima"])
+            make_pairs(Path(), ["tokyo", "lima", "monitor"])
         if name == "keys remove":
             shutil.copy("tokyo.key", "keys/allowed")
         for line in lines:

@@ -13,7 +13,18 @@ from choice_groups import grouped
 from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
-from diloco_comm import Blocking, DiLoCo, HeavyBall, Nesterov, Streaming, Wire, fedavg, local_sgd
+from diloco_comm import (
+    Blocking,
+    DiLoCo,
+    HeavyBall,
+    Nesterov,
+    Streaming,
+    Wire,
+    connect_store,
+    fedavg,
+    local_sgd,
+)
+from diloco_comm.base.store_host import open_store
 
 # -------------------------------------------------------------------------------- the surface
 
@@ -217,10 +228,9 @@ def test_replicas_along_one_dimension_of_a_mesh(workers) -> None:
     assert results[0] == results[2] and results[1] == results[3] and results[0] != results[1]
 
 
-def over_store(rank: int, world: int, address: tuple[str, int]) -> str:
+def over_store(rank: int, world: int, address: str) -> str:
     assert not dist.is_initialized()
-    host, port = address
-    store = dist.TCPStore(host, port, is_master=False) if rank == 0 else f"tcp://{host}:{port}"
+    store = connect_store(address) if rank == 0 else address
     model = Regression(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     arguments = {"replica": 5 + rank, "members": [5, 6]}
@@ -232,8 +242,9 @@ def over_store(rank: int, world: int, address: tuple[str, int]) -> str:
 
 
 def test_separate_jobs_meet_at_a_store(fresh_workers) -> None:
+    hosted = open_store("127.0.0.1", 0)
     pool = fresh_workers(2, init_group=False)
-    first, second = pool.run(over_store, pool.store)
+    first, second = pool.run(over_store, hosted.address)
     assert first == second
 
 

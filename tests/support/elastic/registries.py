@@ -18,20 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from diloco_comm.base.service.keys import allow, make_pairs
 from diloco_comm.elastic.registry import Registry, RegistryUnavailable, connect
 from diloco_comm.elastic.registry.server import RegistryServer
-from diloco_comm.tools.common.store import host_store
 from diloco_comm.tools.common.workers import free_port
 
-KINDS = ("tcp", "store", "etcd")
+# The project's own server, without keys and with keys; a TCPStore of the program's own; etcd.
+KINDS = ("tcp", "keyed", "store", "etcd")
+
+# Before the port of a host that is a TCPStore.
+STORE = "a TCPStore at port "
 
 # Children are forked from a process that has imported torch, which takes seconds.
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [
         "diloco_comm.elastic.registry.server",
-        "diloco_comm.tools.common.store",
         "diloco_comm.training.presets",
         "pytest",
     ]
@@ -45,7 +49,9 @@ def serve_main(out: Connection, address: str, options: dict[str, Any]) -> None:
 
 
 def store_main(out: Connection, address: str, options: dict[str, Any]) -> None:
-    host_store("127.0.0.1", 0, lambda address: out.send(address.replace("tcp", "store")))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    out.send(f"{STORE}{store.port}")
+    signal.pause()
 
 
 class Host:
@@ -54,7 +60,13 @@ class Host:
     Args:
         main: ``serve_main`` or ``store_main``.
         address: Where to listen, by default at a port that stays free while no process listens.
+        options: Arguments of the server.
+
+    Attributes:
+        key: The key of a client; None where the server has no keys.
     """
+
+    key: Path | None = None
 
     def __init__(
         self,
@@ -167,12 +179,37 @@ def hosting(kind: str) -> Iterator[Host | EtcdHost]:
             host = EtcdHost(Path(folder))
         elif kind == "store":
             host = Host(store_main)
+        elif kind == "keyed":
+            keys = make_registry_keys(Path(folder, "keys"), "member")
+            host = Host(journal=Path(folder, "journal"), keys=keys / "server.key_secret")
+            host.key = keys / "member.key_secret"
         else:
             host = Host(journal=Path(folder))
         try:
             yield host
         finally:
             host.kill()
+
+
+def make_registry_keys(folder: Path, *names: str) -> Path:
+    """Make the pairs of a server and its clients in one folder, where each lets the others in."""
+    make_pairs(folder, ["server", *names])
+    allow(folder, [folder / f"{name}.key" for name in ("server", *names)])
+    return folder
+
+
+def place_of(host: Host | EtcdHost) -> Any:
+    """Return what a client is given: the address, or an own connection to a TCPStore."""
+    if not host.address.startswith(STORE):
+        return host.address
+    port = int(host.address.removeprefix(STORE))
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def open_registry(
+    host: Host | EtcdHost, run: str, timeout_s: float = 20.0, **options: Any
+) -> Registry:
+    return connect(place_of(host), run=run, timeout_s=timeout_s, key=host.key, **options)
 
 
 @contextmanager
