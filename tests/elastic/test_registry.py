@@ -148,11 +148,11 @@ def test_a_registry_that_stands_still_is_unavailable(host: Host, run: str) -> No
         with suppress(RegistryUnavailable):
             hasty.read()
     with stopped(host):
-        with pytest.raises(RegistryUnavailable, match=r"has not answered"):
+        with pytest.raises(RegistryUnavailable, match="not answer"):
             hasty.read()
-        with pytest.raises(RegistryUnavailable, match=r"has not answered"):
+        with pytest.raises(RegistryUnavailable, match="not answer"):
             hasty.beat("0", b"x")
-        with pytest.raises(RegistryUnavailable, match=r"has not answered"):
+        with pytest.raises(RegistryUnavailable, match="not answer"):
             hasty.swap(b"", b"late")
     # The outcome of that swap is unknown until the record has changed.
     found = patient.read()

@@ -64,7 +64,7 @@ def test_a_registry_is_hosted_ended_and_found_again(tmp_path: Path) -> None:
         assert one.swap(b"", b"x")
         port = address.rpartition(":")[2]
         taken = run_cli("registry", "--listen", f"127.0.0.1:{port}")
-        assert taken.status == 1 and f"cannot listen on tcp://127.0.0.1:{port}" in taken.err
+        assert taken.status == 1 and f": cannot listen on 127.0.0.1:{port}: Addr" in taken.err
         taken = run_cli("registry", "--listen", "127.0.0.1:0", "--journal", tmp_path / "j")
         assert taken.status == 1 and "belongs to another server, process" in taken.err
         server.send_signal(signal.SIGTERM)
@@ -178,7 +178,7 @@ def test_a_registry_that_is_not_there_is_a_sentence() -> None:
     arguments = ("--registry", "tcp://127.0.0.1:1", "--run", "r", "--timeout", "0.2")
     ended = run_cli("members", *arguments)
     assert (ended.status, ended.out) == (1, "")
-    assert "did not answer within 200 ms: Connection refused" in ended.err
+    assert "Connection refused" in ended.err
     assert ended.err.count("\n") == 1
 
 

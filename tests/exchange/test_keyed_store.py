@@ -132,8 +132,8 @@ def test_a_stranger_gets_one_sentence(
     begin = time.monotonic()
     with pytest.raises(dist.DistStoreError, match=r"has keys: give Link\(keys=\.\.\.\), or --keys"):
         dial_store(*place, 60.0)
-    with pytest.raises(dist.DistStoreError, match="has no keys"):
-        dial_store("127.0.0.1", plain.port, 60.0, keys[1])
+    with pytest.raises(dist.DistStoreError, match="does not speak TLS as a store with keys does"):
+        dial_store("127.0.0.1", plain.port, 2.0, keys[1])
     closed = socket.create_server(("127.0.0.1", 0))
     port = closed.getsockname()[1]
     closed.close()
@@ -162,26 +162,25 @@ def test_a_removed_key_ends_its_connections(hosted: HostedStore, keys: list[Link
     def wait() -> None:
         try:
             second.get("never")
-        except dist.DistNetworkError as error:
+        except dist.DistStoreError as error:
             ended.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
     remove(keys[0].folder, "r2")
     thread.join(SOON_S)
-    assert "has broken" in str(ended[0])
-    with pytest.raises(dist.DistNetworkError, match="has broken"):
+    assert "does not let in the key of this process" in str(ended[0])
+    with pytest.raises(dist.DistStoreError, match="does not let in the key of this process"):
         second.set("a", "1")
     first.set("a", "1")
     allow(keys[0].folder, [keys[2].folder / "r2.key"])
     deadline = time.monotonic() + SOON_S
     while hosted.store.num_clients < 2:
         assert time.monotonic() < deadline
-        try:
-            again = dial_store("127.0.0.1", hosted.port, SOON_S, keys[2])
-            assert again.get("a") == b"1"
-        except dist.DistStoreError:
-            time.sleep(0.05)
+        # The same object dials anew.
+        with suppress(dist.DistStoreError):
+            assert second.get("a") == b"1"
+        time.sleep(0.05)
 
 
 def test_strangers_leave_nothing_behind(hosted: HostedStore, keys: list[LinkKeys]) -> None:
@@ -213,7 +212,7 @@ def test_strangers_leave_nothing_behind(hosted: HostedStore, keys: list[LinkKeys
 def test_one_host_of_strangers_keeps_nobody_out(hosted: HostedStore) -> None:
     early = socket.create_connection(("127.0.0.1", hosted.port))
     many = []
-    for _ in range(100):
+    for _ in range(320):
         one = socket.socket()
         one.bind(("127.0.0.9", 0))
         one.connect(("127.0.0.1", hosted.port))
@@ -293,7 +292,7 @@ def test_a_closed_host_ends_all_waits(hosted: HostedStore, keys: list[LinkKeys])
     store = dial_store("127.0.0.1", hosted.port, 60.0, keys[1])
     begin = time.monotonic()
     threading.Timer(0.2, hosted.store.close).start()
-    with pytest.raises(dist.DistNetworkError, match="has broken"):
+    with pytest.raises(dist.DistNetworkError, match="has gone: Connection refused"):
         store.get("never")
     assert time.monotonic() - begin < SOON_S
 

@@ -150,7 +150,7 @@ def test_a_training_through_a_proxy_survives_a_death(fresh_workers: Fresh, tmp_p
         first, _, second = pool.collect(expect_exit={1})
         assert first == second
         assert set(proxy.asked) == {f"{NAME}:{port}", f"127.0.0.1:{hosted.port}"}
-    hosted.store.close()  # type: ignore[attr-defined]
+    hosted.store.close()
 
 
 # ------------------------------------------------------------------------------------ the store
@@ -183,8 +183,8 @@ def test_a_proxy_that_refuses_ends_the_dial_of_a_store(keys: list[LinkKeys]) -> 
         with pytest.raises(torch.distributed.DistStoreError) as caught:
             dial_store(NAME, 29400, 1000.0, keys[1], known)
     assert str(caught.value) == (
-        f"the store at {NAME}:29400 cannot be reached: the proxy at {proxy.place} does not accept "
-        "this user and password"
+        f"the store at tcp://{NAME}:29400 cannot be reached: the proxy at {proxy.place} does not "
+        "accept this user and password"
     )
 
 
@@ -319,7 +319,7 @@ def test_a_password_is_told_to_nobody(
         peers = StorePeers(f"tcp://127.0.0.1:{hosted.port}", replica=0, of=1)
         with attach(peers, link) as diloco:
             said += [json.dumps(diloco.config()), repr(vars(diloco.exchange))]
-        said += [repr(hosted.store.get(key)) for key in hosted.store.list_keys()]  # type: ignore[attr-defined]
+        said += [repr(hosted.store.get(key)) for key in hosted.store.list_keys()]
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrong: list[dict[str, Any]] = [{"link": Link("gloo", proxy=proxy.url)}, {"proxy": proxy.url}]

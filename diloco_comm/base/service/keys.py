@@ -268,9 +268,7 @@ def allow(
     texts: dict[Path, str] = {}
     numbers = {integer("replica", number, 0, most=MOST_INT32) for number in replicas}
     if numbers and reads_only:
-        raise ValueError(
-            f"a key that only reads is no replica, got {named(sorted(numbers))}"
-        )
+        raise ValueError(f"a key that only reads is no replica, got {named(sorted(numbers))}")
     binding = f'replicas = "{", ".join(map(str, sorted(numbers)))}"\n' if numbers else ""
     for file in files:
         if file.suffix != PUBLIC:

@@ -28,6 +28,8 @@ from .protocol import (
 
 T = TypeVar("T")
 
+# A call in less time would say that the time is over, and nothing of the server.
+_LEAST_S = 0.1
 _FORMS = (
     'tcp://host:port, such as "tcp://192.0.2.1:29400", or etcd://host:port or etcds://host:port, '
     "or a torch.distributed.Store"
@@ -163,15 +165,22 @@ class RegistryClient:
                 f"another thread has asked the registry {self.address} for {self.timeout_s:g} s"
             )
         try:
-            client = self._client = self._client or self._given or self._open()
-            try:
-                return ask(client, deadline - time.monotonic())
-            except dist.DistError as error:
-                raise self._failure(client, str(error).splitlines()[0]) from None
-            finally:
-                self.registry_id = client.table_id
+            return self._ask(ask, deadline)
         finally:
             self._lock.release()
+
+    def _ask(self, ask: Callable[[_C.StoreClient, float], T], deadline: float) -> T:
+        client = self._client = self._client or self._given or self._open()
+        while True:
+            try:
+                return ask(client, max(0.0, deadline - time.monotonic()))
+            except dist.DistError as error:
+                # Nothing was asked where nobody listens: the server may be about to come back.
+                is_absent = isinstance(error, dist.DistNetworkError) and not _is_other(client)
+                if not is_absent or time.monotonic() + _LEAST_S > deadline:
+                    raise self._failure(client, str(error).splitlines()[0]) from None
+            finally:
+                self.registry_id = client.table_id
 
     def _open(self) -> _C.StoreClient:
         return _C.StoreClient(
@@ -183,7 +192,7 @@ class RegistryClient:
         )
 
     def _failure(self, client: _C.StoreClient, sentence: str) -> Exception:
-        if client.found_id not in ("", client.table_id):
+        if _is_other(client):
             return RegistryMismatch(
                 f"the registry at {self.address} is {client.found_id}, and the run {self.run!r} "
                 f"belongs to the registry {client.table_id}: was the server started with another "
@@ -192,5 +201,10 @@ class RegistryClient:
         if client.is_refused:
             # Another client knows the keys that are allowed then.
             self._client = None
-            return KeyRefused(f"the registry {self.address} is refused, or refuses: {sentence}")
+            return KeyRefused(f"the registry {self.address}: {sentence}")
         return RegistryUnavailable(f"the registry {self.address}: {sentence}")
+
+
+def _is_other(client: _C.StoreClient) -> bool:
+    """Whether another registry than the expected one has answered."""
+    return client.found_id not in ("", client.table_id)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...base.checks import number
 from ...base.log import DoubtfulWrite
-from ...base.service.addresses import address_to_bind, parse_address
+from ...base.service.addresses import address_to_bind, name_of_place, parse_address
 from ...base.service.keys import link_keys
 from ...base.store_host import listen_at, serve_store
 from .journal import Change, Journal
@@ -72,12 +72,12 @@ class RegistryServer:
         address = address_to_bind(listen, keys, insecure, maker="diloco-comm keys make")
         table: dict[str, Any] = {"drop_after_s": _check_drop_after(drop_after)}
         own = link_keys(keys)
-        host, _ = parse_address("listen", address, listens=True)
+        host, port = parse_address("listen", address, listens=True)
         self._stop = threading.Event()
         self._journal: Journal | None = None
         self._has_trouble = False
         # Listen first: a server whose address is taken changes nothing on the disk.
-        with _listen(address) as listener:
+        with _listen(host, port) as listener:
             if journal is not None:
                 self._journal = Journal(Path(journal))
                 table["table_id"] = self._journal.registry_id.hex()
@@ -133,14 +133,14 @@ class RegistryServer:
         self._host.settle()
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        return listen_at(*parse_address("listen", address, listens=True))
+        return listen_at(host, port)
     except OSError as error:
         # Negative numbers come from the resolver of names.
         code = error.errno or 0
         reason = os.strerror(code) if code > 0 else error.strerror or error
-        raise OSError(error.errno, f"cannot listen on {address}: {reason}") from None
+        raise OSError(f"cannot listen on {name_of_place(host, port)}: {reason}") from None
 
 
 def _check_drop_after(value: Any) -> float:
