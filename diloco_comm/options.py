@@ -101,8 +101,8 @@ class Link:
         proxy: With "tcp", "http://host:port" or "socks5://host:port", for a process whose firewall
             lets connections out through a proxy alone; "user:password@" may stand before the host.
             Then the proxy makes all connections that this process dials for its link: to other
-            processes, to the relay, and to a store that is given by its address, which needs
-            ``keys``. The proxy looks names of hosts up.
+            processes, to the relay, and to a store that is given by its address. The proxy looks
+            names of hosts up.
     """
 
     backend: Backend | None = None

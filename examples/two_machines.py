@@ -37,7 +37,7 @@ parser.add_argument("--join", action="store_true")  # the other replica trains a
 parser.add_argument("--listen", metavar="HOST:PORT")  # such as 0.0.0.0:29700
 parser.add_argument("--advertise", metavar="HOST:PORT")  # "": nobody can dial this machine
 parser.add_argument("--relay", metavar="HOST:PORT")  # for two machines that nobody can dial
-parser.add_argument("--proxy", metavar="URL")  # http://host:port or socks5://...; needs --keys
+parser.add_argument("--proxy", metavar="URL")  # http://host:port or socks5://...
 parser.add_argument("--keys", metavar="FOLDER")  # made by `diloco-comm keys make`
 parser.add_argument("--steps", type=int, default=1500)
 parser.add_argument("--sync-every", type=int, default=25)

@@ -72,7 +72,7 @@ COMMANDS = {"kubernetes": in_kubernetes, "compose": in_compose, "systemd": in_un
 
 
 @pytest.mark.parametrize(
-    ("where", "number"), [("kubernetes", 4), ("compose", 15), ("systemd", len(UNITS))]
+    ("where", "number"), [("kubernetes", 4), ("compose", 17), ("systemd", len(UNITS))]
 )
 def test_each_command_has_options_that_exist(where: str, number: int) -> None:
     commands = list(COMMANDS[where]())
@@ -155,7 +155,10 @@ def test_the_keys_that_a_command_reads_are_mounted() -> None:
                 key = Path(option(words, "--key"))
                 assert str(key.parent) == mount["mountPath"] and key.name in paths
         folder = "--keys" if name == "registry/StatefulSet" else "--key"
-        assert option(container["args"], folder).startswith(mount["mountPath"])
+        key = Path(option(container["args"], folder))
+        paths = [item["path"] for item in secrets[mount["name"]]["items"]]
+        assert str(key.parent) == mount["mountPath"] and key.name in paths
+        assert "allowed/server.key" in paths
 
 
 def test_each_volume_of_a_container_exists() -> None:
