@@ -142,6 +142,21 @@ def test_a_key_that_reads_only_changes_nothing(tmp_path: Path) -> None:
         wait_until(lambda: not is_answered(looking), 60)
 
 
+def test_a_connection_of_the_program_leads_to_the_same_registry(tmp_path: Path) -> None:
+    keys = make_registry_keys(tmp_path, "paris")
+    with serving(keys=keys / "server.key_secret") as server:
+        own = connect_store(server.address, keys=keys / "paris.key_secret", timeout=20.0)
+        over_store = connect(own, run="r", timeout_s=20)
+        by_address = connect(server.address, run="r", timeout_s=20, key=keys / "paris.key_secret")
+        assert over_store.swap(b"", b"x") and by_address.read() == b"x"
+        assert by_address.beat("0", b"b") == {"0": b"b"} == over_store.beat("", b"")
+        assert over_store.registry_id == server.registry_id and not over_store.is_durable
+        over_store.close()
+        # The program's own data lie beside the records, under any name.
+        own.set("diloco-comm/r/record", "y")
+        assert by_address.read() == b"x"
+
+
 def is_answered(registry: Registry) -> bool:
     try:
         registry.read()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import zmq
 
 # Plain integers: operations on zmq's enum flags cost more than a small message.
-NOBLOCK, POLLIN, POLLOUT = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.POLLOUT)
+NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 EVENTS = int(zmq.EVENTS)
 
 
