@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from async_helpers import wait_until
-from registries import Host, in_threads, increment, serving, stopped
+from registries import Host, in_threads, increment, make_registry_keys, serving, stopped
 from test_registry_journal import disk_of
 
 from diloco_comm.elastic.registry import (
@@ -30,14 +30,20 @@ from diloco_comm.elastic.registry import (
 from diloco_comm.elastic.registry import journal as journal_module
 
 
-def test_sigkill_in_mid_traffic_loses_no_acknowledged_swap(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_keys", [False, True], ids=["plain", "keyed"])
+def test_sigkill_in_mid_traffic_loses_no_acknowledged_swap(tmp_path: Path, has_keys: bool) -> None:
     """The record counts each client's swaps; a client adds to its own count only."""
-    host = Host(journal=tmp_path)
+    options: dict[str, Any] = {"journal": tmp_path / "journal"}
+    key = None
+    if has_keys:
+        keys = make_registry_keys(tmp_path / "keys", "member")
+        options["keys"], key = keys / "server.key_secret", keys / "member.key_secret"
+    host = Host(**options)
     ends_at = threading.Event()
     told: dict[int, tuple[int, int]] = {}
 
     def work(client: int) -> None:
-        registry = connect(host.address, run="r", timeout_s=0.3)
+        registry = connect(host.address, run="r", timeout_s=0.3, key=key)
         acknowledged = doubtful = 0
         while not ends_at.is_set():
             try:
@@ -72,7 +78,7 @@ def test_sigkill_in_mid_traffic_loses_no_acknowledged_swap(tmp_path: Path) -> No
     in_threads(lambda i: work(i) if i < 4 else kill(), 5)
     host.kill()
     host.start()
-    counts = json.loads(connect(host.address, run="r").read())
+    counts = json.loads(connect(host.address, run="r", key=key).read())
     host.kill()
     assert len(told) == len(counts)
     for client, (acknowledged, doubtful) in told.items():
