@@ -31,8 +31,8 @@ NUM_KERNELS = {"encode": 51, "reduce": 51, "outer_step": 42, "decode": 26, "dige
 # The kernels of whole tiles for int8 and int4, rounded to nearest: their registers at most, and the
 # warps of a multiprocessor for which these leave room, at least.
 WHOLE_TILES = {"encode": (48, 40), "reduce": (56, 36), "decode": (32, 56)}
-# Where that many registers are too few, by begin of the architecture's name, file and argument of the
-# template.
+# Where that many registers are too few, by begin of the architecture's name, file and argument of
+# the template.
 MORE_REGISTERS = {
     ("sm_8", "decode", "FormatE5E"): (40, 48),
     ("sm_8", "reduce", "FormatE5E"): (64, 32),
@@ -40,8 +40,8 @@ MORE_REGISTERS = {
 }
 # Warps of a multiprocessor; 64 elsewhere. Where they are fewer, each lane has more registers.
 MOST_WARPS = {"sm_86": 48, "sm_89": 48, "sm_120": 48}
-# Bytes of stack, and of spilled stores and loads together, by architecture, file and name: kernels of
-# small tiles spill one register. No device has measured the cost.
+# Bytes of stack, and of spilled stores and loads together, by architecture, file and name: kernels
+# of small tiles spill one register. No device has measured the cost.
 KNOWN_STACKS = {
     ("sm_80", "encode", "encode_kernel"): 2 * [(8, 8)],
     ("sm_86", "encode", "encode_kernel"): 2 * [(8, 8)],
