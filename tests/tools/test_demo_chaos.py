@@ -80,7 +80,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert process.returncode == 130
-    assert "interrupted" in errors and "Traceback" not in errors
+    assert "ended by SIGINT" in errors and "Traceback" not in errors
     assert not psutil.wait_procs(children, timeout=20)[1]
 
 
