@@ -206,7 +206,7 @@ void test_a_host_that_forgot_is_not_followed() {
     store->set("a", kOne);
     hosted.store->close();
     const std::string gone = error_of<c10::DistNetworkError>([&] { store->set("a", kTwo); });
-    EXPECT(has(gone, "has gone: Connection refused") && store->is_lost());
+    EXPECT(has(gone, "is not there any more: Connection refused") && store->is_lost());
     const Hosted other = host({}, hosted.port);
     const std::string why = error_of<c10::DistNetworkError>([&] { store->set("a", kTwo); });
     EXPECT(has(why, "was started again and has forgotten everything") && store->is_lost());
@@ -338,7 +338,8 @@ void test_swaps_wait_for_the_journal() {
     const std::string why =
         error_of<c10::DistStoreError>([&] { store->swap_record("run", "200", "201", 5s); });
     EXPECT(has(why, "the disk is full; whether a crash would leave the swap is unknown"));
-    // What the journal does not hold is not there; a swap of another record fails in any case.
+    // A record that the journal does not hold is not there; a swap of another one fails in any
+    // case.
     EXPECT(store->read_record("run", 5s).first == "200");
     EXPECT(!store->swap_record("run", "7", "8", 5s));
     is_over = true;

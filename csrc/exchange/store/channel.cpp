@@ -57,6 +57,20 @@ class Reader {
 
 }  // namespace
 
+bool changes_values(Request request) {
+    switch (request) {
+        case Request::kSet:
+        case Request::kCompareSet:
+        case Request::kAdd:
+        case Request::kDelete:
+        case Request::kAppend:
+        case Request::kMultiSet:
+            return true;
+        default:
+            return false;
+    }
+}
+
 std::string random_name() {
     constexpr char kDigits[] = "0123456789abcdef";
     std::array<uint8_t, 16> bytes{};

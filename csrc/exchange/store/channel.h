@@ -25,7 +25,7 @@ inline Clock::time_point after(std::chrono::milliseconds time) {
 // A request or an answer.
 struct Packet {
     static constexpr uint64_t kMostBytes = uint64_t{64} << 20;
-    // Of a request. A host ends the connection of a client that sends more.
+    // A host ends the connection of a client whose request has more.
     static constexpr size_t kMostParts = 1 << 16;
 
     uint8_t kind = 0;
@@ -33,7 +33,7 @@ struct Packet {
     std::vector<std::string> parts{};
 };
 
-// A request that changes values has a last part more: its number among those of the client, as
+// A request that changes values has a last part more: the number that its client has given it, as
 // text. The host answers a number that it knows as before, and does nothing.
 enum class Request : uint8_t {
     kHello,       // both sides begin with it; parts: kProtocol, random name of the client
@@ -53,6 +53,8 @@ enum class Request : uint8_t {
     kBeat,        // parts: run, member or "", text
     kWatch,       // parts: run, known revision as text; number: milliseconds for another one
 };
+
+bool changes_values(Request request);
 
 enum class Answer : uint8_t {
     kDone,    // number or parts
@@ -121,7 +123,7 @@ class Incoming {
     Channel::Outcome read(Channel& channel);
     // Throws std::runtime_error for what is no packet, or has more parts.
     Packet take(size_t most_parts);
-    // Of this packet so far.
+    // The bytes of this packet that have come so far.
     size_t num_bytes() const { return at_; }
     size_t capacity() const { return bytes_.capacity(); }
 

@@ -22,13 +22,11 @@ namespace {
 using std::chrono::milliseconds;
 using store::after;
 using store::Answer;
-using store::bytes_of;
 using store::Channel;
 using store::Clock;
 using store::kForever;
 using store::Packet;
 using store::Request;
-using store::text_of;
 
 // Between two attempts to connect.
 constexpr milliseconds kPause{100};
@@ -41,7 +39,7 @@ constexpr char kNoStore[] =
     "address): ";
 // Where nobody listens any more, a call tries for so long.
 constexpr milliseconds kRefused{1000};
-// Of a longer wait the host is asked again so often: a router may forget a silent connection.
+// A longer wait is asked for again so often: a router may forget a silent connection.
 constexpr milliseconds kLongest{10000};
 // A host without any byte of an answer for so long is asked once more, over another connection.
 constexpr milliseconds kLeastSilence{1000}, kMostSilence{20000};
@@ -110,34 +108,20 @@ bool speaks_zeromq(const Channel& channel, Clock::time_point end) {
     return recv(channel.fd(), &first, 1, MSG_PEEK | MSG_DONTWAIT) == 1 && first == kZeroMq;
 }
 
-bool changes_once(Request request) {
-    switch (request) {
-        case Request::kSet:
-        case Request::kCompareSet:
-        case Request::kAdd:
-        case Request::kDelete:
-        case Request::kAppend:
-        case Request::kMultiSet:
-            return true;
-        default:
-            return false;
-    }
-}
-
 }  // namespace
 
 // --------------------------------------------------------------------------------- connection
 
 StoreClient::StoreClient(Place place, milliseconds timeout, const std::string& table_id,
                          bool connects)
-    : Store(timeout), wire_(std::make_shared<Wire>()) {
+    : Values(timeout), wire_(std::make_shared<Wire>()) {
     wire_->place = std::move(place);
     wire_->table_id = table_id;
     if (connects) connect(after(timeout_), Clock::time_point::max());
 }
 
 StoreClient::StoreClient(std::shared_ptr<Wire> wire, milliseconds timeout, milliseconds limit)
-    : Store(timeout), wire_(std::move(wire)), limit_(limit) {}
+    : Values(timeout), wire_(std::move(wire)), limit_(limit) {}
 
 c10::intrusive_ptr<StoreClient> StoreClient::with_limit(milliseconds limit) {
     return c10::intrusive_ptr<StoreClient>::unsafe_steal_from_new(
@@ -194,7 +178,7 @@ void StoreClient::connect(Clock::time_point end, Clock::time_point refused_end) 
         }
         if (wire_->channel) break;
         const auto next = Clock::now() + kPause;
-        if (!patience && next > refused_end) lose("has gone: " + trouble);
+        if (!patience && next > refused_end) lose("is not there any more: " + trouble);
         if (next > patience.value_or(end)) {
             const auto waited = std::chrono::ceil<milliseconds>(end - begin).count();
             give_up(patience
@@ -320,8 +304,7 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
                                             std::to_string(question.parts.size()));
     }
     const bool is_swap = question.request == Request::kSwap;
-    const std::vector<std::string> keys = question.parts;
-    if (changes_once(question.request)) {
+    if (store::changes_values(question.request)) {
         question.parts.push_back(std::to_string(++wire.last_number));
     }
     std::optional<store::Outgoing> bytes;
@@ -359,77 +342,18 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
     return answer;
 }
 
-Packet StoreClient::ask_for(Question question, milliseconds time) {
+Packet StoreClient::wait_for(Request request, const store::Keys& keys, milliseconds time) {
     const auto end = after(time);
     while (true) {
         const auto left = std::chrono::ceil<milliseconds>(end - Clock::now());
         const milliseconds part = std::clamp<milliseconds>(left, milliseconds(0), kLongest);
-        question.number = part.count();
-        Packet answer = ask(question, part + own_limit());
+        Packet answer = ask({request, keys, part.count()}, part + own_limit());
         if (answer.kind != static_cast<uint8_t>(Answer::kLate)) return answer;
         if (Clock::now() >= end) {
-            C10_THROW_ERROR(DistStoreError, store::words_of_late(question.parts, time.count()));
+            C10_THROW_ERROR(DistStoreError, store::words_of_late(keys, time.count()));
         }
     }
 }
-
-void StoreClient::set(const std::string& key, const Bytes& value) {
-    ask(Request::kSet, {key, text_of(value)});
-}
-
-StoreClient::Bytes StoreClient::compareSet(const std::string& key, const Bytes& expected,
-                                           const Bytes& desired) {
-    const Packet answer = ask(Request::kCompareSet, {key, text_of(expected), text_of(desired)});
-    return bytes_of(answer.parts.at(0));
-}
-
-std::vector<std::string> StoreClient::get_all(const std::vector<std::string>& keys) {
-    // As with a store of another kind, the limit is of the whole call.
-    const Packet answer = ask_for({Request::kGet, keys}, limit_.value_or(timeout_));
-    TORCH_CHECK_WITH(DistStoreError, answer.parts.size() == keys.size(),
-                     "the store has answered for other keys");
-    return answer.parts;
-}
-
-StoreClient::Bytes StoreClient::get(const std::string& key) {
-    return bytes_of(get_all({key}).front());
-}
-
-int64_t StoreClient::add(const std::string& key, int64_t value) {
-    return ask(Request::kAdd, {key}, value).number;
-}
-
-bool StoreClient::deleteKey(const std::string& key) {
-    return ask(Request::kDelete, {key}).number != 0;
-}
-
-bool StoreClient::check(const std::vector<std::string>& keys) {
-    return ask(Request::kCheck, keys).number != 0;
-}
-
-int64_t StoreClient::getNumKeys() { return ask(Request::kCount, {}).number; }
-
-void StoreClient::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
-
-void StoreClient::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
-    ask_for({Request::kWait, keys}, timeout);
-}
-
-void StoreClient::append(const std::string& key, const Bytes& value) {
-    ask(Request::kAppend, {key, text_of(value)});
-}
-
-std::vector<StoreClient::Bytes> StoreClient::multiGet(const std::vector<std::string>& keys) {
-    std::vector<Bytes> values;
-    for (const std::string& text : get_all(keys)) values.push_back(bytes_of(text));
-    return values;
-}
-
-void StoreClient::multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) {
-    ask(Request::kMultiSet, store::pairs_of(keys, values));
-}
-
-std::vector<std::string> StoreClient::listKeys() { return ask(Request::kListKeys, {}).parts; }
 
 // ------------------------------------------------------------------------------ runs' records
 

@@ -15,23 +15,17 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "exchange/link/proxy.h"
-#include "exchange/store/channel.h"
+#include "exchange/store/table.h"
 
 namespace diloco {
 
-class StoreClient : public c10d::Store {
+class StoreClient : public store::Values {
   public:
-    using Bytes = std::vector<uint8_t>;
-    using milliseconds = std::chrono::milliseconds;
-    using c10d::Store::compareSet;
-    using c10d::Store::set;
-
     // Where the host is, the keys that it may have, and the proxy that leads to the host.
     struct Place {
         std::string host;
@@ -40,7 +34,7 @@ class StoreClient : public c10d::Store {
         std::set<link::PublicKey> allowed{};
         std::optional<link::Proxy> proxy{};
     };
-    // What the host that answered last has said of itself.
+    // The host that answered last has said this of itself.
     struct Facts {
         std::string table_id{}, process{};
         bool is_durable = false;
@@ -63,23 +57,9 @@ class StoreClient : public c10d::Store {
     // All calls throw c10::DistStoreError where the host refuses or does not answer in time, or a
     // key does not come in time, and c10::DistNetworkError where nobody listens at the address, or
     // another table answers.
-    void set(const std::string& key, const Bytes& value) override;
-    Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override;
-    Bytes get(const std::string& key) override;
-    int64_t add(const std::string& key, int64_t value) override;
-    bool deleteKey(const std::string& key) override;
-    bool check(const std::vector<std::string>& keys) override;
-    int64_t getNumKeys() override;
-    void wait(const std::vector<std::string>& keys) override;
-    void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
-    void append(const std::string& key, const Bytes& value) override;
-    std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override;
-    void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
-    bool hasExtendedApi() const override { return true; }
-    // A function of c10d::Store in newer versions of torch.
-    std::vector<std::string> listKeys();
 
-    // Of a run. A swap whose answer is lost has an unknown outcome, and throws.
+    // The record and the beats of a run. A swap whose answer is lost has an unknown outcome, and
+    // throws.
     Record read_record(const std::string& run, milliseconds limit);
     bool swap_record(const std::string& run, const std::string& old, const std::string& next,
                      milliseconds limit);
@@ -101,7 +81,7 @@ class StoreClient : public c10d::Store {
         Place place;
         const pid_t owner = getpid();
         std::timed_mutex turn{};
-        // Of whoever has the turn.
+        // The caller that has the turn uses these.
         std::unique_ptr<store::Channel> channel{};  // null: the next call dials
         std::string name = store::random_name();
         int64_t last_number = 0;
@@ -128,13 +108,14 @@ class StoreClient : public c10d::Store {
     std::string name_of_host() const;
 
     store::Packet ask(Question question, milliseconds limit);
-    store::Packet ask(store::Request request, std::vector<std::string> parts, int64_t number = 0) {
+    store::Packet ask(store::Request request, store::Keys parts, int64_t number) override {
         return ask({request, std::move(parts), number}, own_limit());
     }
-    // Asks again and again, until the answer is another one than `late`.
-    store::Packet ask_for(Question question, milliseconds time);
+    store::Packet wait_for(store::Request request, const store::Keys& keys,
+                           milliseconds time) override;
+    // As with a store of another kind, the limit is of the whole call.
+    milliseconds limit_of_get() const override { return limit_.value_or(timeout_); }
     milliseconds own_limit() const { return limit_.value_or(std::max(timeout_, kLeast)); }
-    std::vector<std::string> get_all(const std::vector<std::string>& keys);
 
     // Nothing but the way to the host makes a call wait, whatever the timeout of waits is.
     static constexpr milliseconds kLeast{10000};

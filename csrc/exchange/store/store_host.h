@@ -14,7 +14,6 @@
 #include <set>
 #include <string>
 #include <thread>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
 #include "exchange/link/tls.h"
@@ -22,13 +21,9 @@
 
 namespace diloco {
 
-class StoreHost : public c10d::Store {
+class StoreHost : public store::Values {
   public:
-    using Bytes = std::vector<uint8_t>;
-    using milliseconds = std::chrono::milliseconds;
     using PublicKeys = std::set<link::PublicKey>;
-    using c10d::Store::compareSet;
-    using c10d::Store::set;
 
     struct Options {
         Descriptor listener{};                       // a socket that listens
@@ -58,25 +53,13 @@ class StoreHost : public c10d::Store {
     void settle(const std::string& sentence, bool is_doubtful);
 
     c10::intrusive_ptr<c10d::Store> clone();
-    void set(const std::string& key, const Bytes& value) override;
-    Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override;
-    Bytes get(const std::string& key) override;
-    int64_t add(const std::string& key, int64_t value) override;
-    bool deleteKey(const std::string& key) override;
-    bool check(const std::vector<std::string>& keys) override;
-    int64_t getNumKeys() override;
-    void wait(const std::vector<std::string>& keys) override;
-    void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
-    void append(const std::string& key, const Bytes& value) override;
-    std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override;
-    void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
-    bool hasExtendedApi() const override { return true; }
-    std::vector<std::string> listKeys();
 
   private:
     class Server;
 
-    store::Keys wait_for(const store::Keys& keys, milliseconds timeout);
+    store::Packet ask(store::Request request, store::Keys parts, int64_t number) override;
+    store::Packet wait_for(store::Request request, const store::Keys& keys,
+                           milliseconds time) override;
 
     const std::shared_ptr<Server> server_;
     const pid_t process_ = getpid();

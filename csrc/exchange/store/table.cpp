@@ -1,5 +1,7 @@
 #include "exchange/store/table.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cstring>
@@ -135,6 +137,36 @@ Keys Table::list() const {
     return keys;
 }
 
+Packet Table::answer(const Packet& request) {
+    const Keys& parts = request.parts;
+    const auto done = [](int64_t number, Keys found = {}) {
+        return Packet{static_cast<uint8_t>(Answer::kDone), number, std::move(found)};
+    };
+    switch (static_cast<Request>(request.kind)) {
+        case Request::kSet:
+        case Request::kMultiSet:
+            set(parts);
+            return done(0);
+        case Request::kCompareSet:
+            return done(0, {compare_set(parts.at(0), parts.at(1), parts.at(2))});
+        case Request::kAdd:
+            return done(add(parts.at(0), request.number));
+        case Request::kAppend:
+            append(parts.at(0), parts.at(1));
+            return done(0);
+        case Request::kDelete:
+            return done(remove(parts.at(0)));
+        case Request::kCheck:
+            return done(has(parts));
+        case Request::kCount:
+            return done(static_cast<int64_t>(list().size()));
+        case Request::kListKeys:
+            return done(0, list());
+        default:
+            refuse("the store knows no request of kind " + std::to_string(request.kind));
+    }
+}
+
 std::optional<Keys> Table::wait(const Keys& keys, Clock::time_point end) {
     std::unique_lock<std::mutex> lock(mutex_);
     while (missing_of(keys) != nullptr) {
@@ -162,6 +194,55 @@ Keys Table::take_fresh() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::exchange(fresh_, {});
 }
+
+// ---------------------------------------------------------------------------- values for torch
+
+void Values::set(const std::string& key, const Bytes& value) {
+    ask(Request::kSet, {key, text_of(value)});
+}
+
+Values::Bytes Values::compareSet(const std::string& key, const Bytes& expected,
+                                 const Bytes& desired) {
+    const Packet answer = ask(Request::kCompareSet, {key, text_of(expected), text_of(desired)});
+    return bytes_of(answer.parts.at(0));
+}
+
+Values::Bytes Values::get(const std::string& key) { return multiGet({key}).front(); }
+
+int64_t Values::add(const std::string& key, int64_t value) {
+    return ask(Request::kAdd, {key}, value).number;
+}
+
+bool Values::deleteKey(const std::string& key) { return ask(Request::kDelete, {key}).number != 0; }
+
+bool Values::check(const Keys& keys) { return ask(Request::kCheck, keys).number != 0; }
+
+int64_t Values::getNumKeys() { return ask(Request::kCount, {}).number; }
+
+void Values::wait(const Keys& keys) { wait(keys, timeout_); }
+
+void Values::wait(const Keys& keys, const milliseconds& timeout) {
+    wait_for(Request::kWait, keys, timeout);
+}
+
+void Values::append(const std::string& key, const Bytes& value) {
+    ask(Request::kAppend, {key, text_of(value)});
+}
+
+std::vector<Values::Bytes> Values::multiGet(const Keys& keys) {
+    const Packet answer = wait_for(Request::kGet, keys, limit_of_get());
+    TORCH_CHECK_WITH(DistStoreError, answer.parts.size() == keys.size(),
+                     "the store has answered for other keys");
+    std::vector<Bytes> values;
+    for (const std::string& text : answer.parts) values.push_back(bytes_of(text));
+    return values;
+}
+
+void Values::multiSet(const Keys& keys, const std::vector<Bytes>& values) {
+    ask(Request::kMultiSet, pairs_of(keys, values));
+}
+
+Keys Values::listKeys() { return ask(Request::kListKeys, {}).parts; }
 
 // ----------------------------------------------------------------------------------- records
 

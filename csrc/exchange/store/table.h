@@ -1,4 +1,4 @@
-// What a store's host holds: values by key, the record of each run, and the members' beats.
+// The contents of a store's host: values by key, the record of each run, and the members' beats.
 //
 // Values are for c10d. Records change by compare-and-swap alone, and with a journal a swap counts
 // when the journal holds it. Beats are in memory.
@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -44,6 +45,8 @@ class Table {
     bool remove(const std::string& key);
     bool has(const Keys& keys) const;
     Keys list() const;
+    // Does what a request asks for that waits for nothing.
+    Packet answer(const Packet& request);
     // Returns the values once all are there; null when `end` has passed.
     std::optional<Keys> wait(const Keys& keys, Clock::time_point end);
 
@@ -175,5 +178,39 @@ class Beats {
 // Throws std::invalid_argument unless a text has 1 to 400 bytes of UTF-8 without space and control
 // characters; the name of a run has no slash either.
 void check_name(const char* what, const std::string& name);
+
+// Values as torch's stores have them: each call is a request.
+class Values : public c10d::Store {
+  public:
+    using Bytes = std::vector<uint8_t>;
+    using milliseconds = std::chrono::milliseconds;
+    using c10d::Store::compareSet;
+    using c10d::Store::set;
+
+    using c10d::Store::Store;
+
+    void set(const std::string& key, const Bytes& value) override;
+    Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override;
+    Bytes get(const std::string& key) override;
+    int64_t add(const std::string& key, int64_t value) override;
+    bool deleteKey(const std::string& key) override;
+    bool check(const Keys& keys) override;
+    int64_t getNumKeys() override;
+    void wait(const Keys& keys) override;
+    void wait(const Keys& keys, const milliseconds& timeout) override;
+    void append(const std::string& key, const Bytes& value) override;
+    std::vector<Bytes> multiGet(const Keys& keys) override;
+    void multiSet(const Keys& keys, const std::vector<Bytes>& values) override;
+    bool hasExtendedApi() const override { return true; }
+    // A function of c10d::Store in newer versions of torch.
+    Keys listKeys();
+
+  protected:
+    // Both return the answer kDone, or throw.
+    virtual Packet ask(Request request, Keys parts, int64_t number = 0) = 0;
+    virtual Packet wait_for(Request request, const Keys& keys, milliseconds time) = 0;
+    // The time in which get() answers.
+    virtual milliseconds limit_of_get() const { return timeout_; }
+};
 
 }  // namespace diloco::store
