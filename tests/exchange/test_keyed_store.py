@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -286,6 +289,87 @@ def test_what_is_too_large_or_no_number_is_a_sentence(store: dist.Store) -> None
     store.set_timeout(timedelta(0))
     store.set("soon", "1")
     assert store.check(["soon"])
+
+
+def packet(kind: int, number: int, *parts: bytes) -> bytes:
+    """A request as a client of the store writes it."""
+    body = struct.pack("<Bq", kind, number)
+    body += b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+    return struct.pack("<Q", len(body)) + body
+
+
+def resident_mib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) // 1024
+
+
+@pytest.mark.nightly("1.6 GB; tests in C++ have strangers, and one client that waits")
+@pytest.mark.timeout(300)
+def test_clients_that_read_nothing_hold_half_a_gibibyte_at_most() -> None:
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", "store", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline().rpartition(":")[2])
+            store = dial_store("127.0.0.1", port, SOON_S)
+            store.set("large", b"x" * (40 << 20))  # type: ignore[arg-type]
+            before = resident_mib(process.pid)
+            deaf = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+            for number, one in enumerate(deaf):
+                one.sendall(packet(0, 0, b"diloco store 2", b"deaf %d" % number))
+                one.sendall(packet(3, 1000, b"large"))
+            ended, deadline = 0, time.monotonic() + 60
+            while ended < 20 and time.monotonic() < deadline:
+                ended = sum(is_cut(one) for one in deaf)
+                assert resident_mib(process.pid) < before + 900
+                assert store.check(["large"])
+                time.sleep(0.05)
+            assert ended >= 20
+            assert len(store.get("large")) == 40 << 20
+        finally:
+            process.kill()
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Whether the other side has ended a connection of which nothing is read."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return any(events & (select.POLLRDHUP | select.POLLHUP) for _, events in poll.poll(0))
+
+
+_IDLE = """
+import socket, sys, time
+held = []
+for _ in range(10_000):
+    one = socket.socket()
+    one.bind(("127.0.0.9", 0))
+    one.connect(("127.0.0.1", int(sys.argv[1])))
+    held.append(one)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.nightly("11,000 connections; tests in C++ have 800")
+@pytest.mark.timeout(300)
+def test_a_thousand_clients_beside_ten_thousand_idle_connections(keys: list[LinkKeys]) -> None:
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (16384, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    hosted = open_store("127.0.0.1", 0, keys[0])
+    command = f"ulimit -n 16384; exec {sys.executable} -c '{_IDLE}' {hosted.port}"
+    with subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, text=True) as idle:
+        try:
+            clients = [dial_store("127.0.0.1", hosted.port, 60.0, keys[1]) for _ in range(1000)]
+            assert idle.stdout is not None and idle.stdout.readline() == "held\n"
+            assert hosted.store.num_clients == 1000
+            for number, client in enumerate(clients):
+                assert client.add("n", 1) == number + 1
+            # All of the idle ones that the host still holds fit into its bound.
+            assert len(os.listdir("/proc/self/fd")) < 2000 + 256 + 100
+        finally:
+            idle.kill()
+    hosted.store.close()
 
 
 def test_a_closed_host_ends_all_waits(hosted: HostedStore, keys: list[LinkKeys]) -> None:

@@ -362,6 +362,11 @@ void StoreHost::Server::end_a_stranger() {
 
 void StoreHost::Server::end(Client& client) {
     if (client.stage == Stage::kEnded) return;
+    if (client.stage == Stage::kWriting) {
+        // The kernel would keep the rest for a client that reads nothing.
+        const linger at_once{1, 0};
+        setsockopt(client.channel->fd(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+    }
     client.stage = Stage::kEnded;
     stop_waiting(client);
     set_deadline(client, Clock::time_point::max());
