@@ -287,13 +287,24 @@ void StoreClient::take_facts(const Packet& hello) {
 
 // ---------------------------------------------------------------------------------- questions
 
+std::shared_ptr<void> StoreClient::take_turn(Clock::time_point end) {
+    std::unique_lock<std::mutex> lock(wire_->mutex);
+    if (!wire_->turn_ends.wait_until(lock, end, [&] { return !wire_->has_turn; })) return nullptr;
+    wire_->has_turn = true;
+    return {wire_.get(), [wire = wire_](void*) {
+                const std::lock_guard<std::mutex> again(wire->mutex);
+                wire->has_turn = false;
+                wire->turn_ends.notify_one();
+            }};
+}
+
 Packet StoreClient::ask(Question question, milliseconds limit) {
     Wire& wire = *wire_;
     if (getpid() != wire.owner) {
         give_up("is connected to the parent of this process: a forked child connects anew");
     }
     const auto end = after(limit);
-    const std::unique_lock<std::timed_mutex> turn(wire.turn, end);
+    const std::shared_ptr<void> turn = take_turn(end);
     if (!turn) {
         give_up("is asked by another thread for " + std::to_string(limit.count()) + " ms");
     }

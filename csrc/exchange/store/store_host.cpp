@@ -517,6 +517,10 @@ void StoreHost::Server::heard(Client& client) {
     if (client.is_stranger && kind != Request::kHello) {
         throw std::runtime_error("a client of a store begins with its hello");
     }
+    // The key may have been removed since the last look at all clients.
+    if (client.channel->has_keys() && !is_allowed(client.channel->peer())) {
+        throw std::runtime_error("the key of this client was removed");
+    }
     try {
         const bool changes = changes_values(kind) || kind == Request::kSwap ||
                              (kind == Request::kBeat && !request.parts.at(1).empty());
