@@ -1,11 +1,15 @@
-// Strangers: connections that came, and whose peers have not shown yet that they may come in.
+// Strangers: connections that came, and whose peers have not shown yet that they may come in. And
+// the descriptors of a process that listens, which strangers take.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
-#include <utility>
+#include <vector>
+
+#include "exchange/link/sockets.h"
 
 namespace diloco::link {
 
@@ -17,36 +21,21 @@ namespace diloco::link {
 class Strangers {
   public:
     // `origin`: the address of the peer's host, without the port.
-    void add(uint64_t id, std::string origin) { all_[id].origin = std::move(origin); }
+    void add(uint64_t id, std::string origin);
     void remove(uint64_t id) { all_.erase(id); }
 
     // A byte of this stranger has come. Returns whether the stranger counted as silent before.
-    bool has_spoken(uint64_t id) {
-        const auto found = all_.find(id);
-        return found != all_.end() && !std::exchange(found->second.has_spoken, true);
-    }
+    bool hear(uint64_t id);
 
+    bool empty() const { return all_.empty(); }
     size_t size() const { return all_.size(); }
     // 0 where there is no stranger.
     uint64_t oldest() const { return all_.empty() ? 0 : all_.begin()->first; }
 
-    // Of the host with most strangers the oldest silent one, or the oldest one where all of them
-    // have spoken. Of equal hosts the one with a silent stranger loses. 0 where there is no
+    // The host with most strangers loses its oldest silent one, or its oldest one where all of them
+    // have spoken; where several hosts have most, a host with a silent one. 0 where there is no
     // stranger.
-    uint64_t choose() const {
-        std::map<std::string, Host> hosts;
-        for (const auto& [id, stranger] : all_) {
-            Host& host = hosts[stranger.origin];
-            ++host.count;
-            uint64_t& oldest = stranger.has_spoken ? host.spoken : host.silent;
-            if (oldest == 0) oldest = id;
-        }
-        Host worst;
-        for (const auto& [origin, host] : hosts) {
-            if (host.is_worse_than(worst)) worst = host;
-        }
-        return worst.chosen();
-    }
+    uint64_t choose() const;
 
   private:
     struct Stranger {
@@ -59,14 +48,36 @@ class Strangers {
         uint64_t silent = 0, spoken = 0;  // the oldest of each; 0 where there is none
 
         uint64_t chosen() const { return silent != 0 ? silent : spoken; }
-        bool is_worse_than(const Host& other) const {
-            if (count != other.count) return count > other.count;
-            if ((silent != 0) != (other.silent != 0)) return silent != 0;
-            return chosen() < other.chosen();
-        }
+        bool is_worse_than(const Host& other) const;
     };
 
     std::map<uint64_t, Stranger> all_;  // by age
+};
+
+// The address of a connection's peer, without port and brackets; "" where the peer is gone.
+std::string origin_of(int fd);
+
+// Whether a call has failed because this process, or this machine, has no descriptor or no memory
+// left.
+inline bool is_exhausted(int error) {
+    return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
+
+// Raises the number of descriptors that this process may have as far as allowed, and returns the
+// number.
+int64_t raise_descriptors();
+
+// Descriptors for the time when no other descriptor is left. A process that listens still takes
+// some connections then, and so sees which of the strangers speak.
+class Reserve {
+  public:
+    // Opens what is missing, as far as this process may.
+    void fill();
+    // Gives one descriptor back to the kernel; false where the reserve is empty.
+    bool release();
+
+  private:
+    std::vector<Descriptor> kept_;
 };
 
 }  // namespace diloco::link
