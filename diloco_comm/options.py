@@ -99,8 +99,9 @@ class Link:
             that nobody can dial: two such processes meet there, and the relay copies their bytes.
             Other processes are dialled directly.
         proxy: With "tcp", "http://host:port" or "socks5://host:port", for a process whose firewall
-            lets connections out through a proxy alone; "user:password@" may stand before the host.
-            Then the proxy makes all connections that this process dials for its link: to other
+            lets connections out through a proxy alone. "user:password@" may stand before the host,
+            or "user@" with the password in the environment, as DILOCO_COMM_PROXY_PASSWORD. The
+            proxy makes all connections that this process dials for its link: to other
             processes, to the relay, and to a store that is given by its address. The proxy looks
             names of hosts up.
     """

@@ -14,6 +14,7 @@
 | ``DILOCO_COMM_RUN`` | name of the run, for ``Elastic`` (default "default") |
 | ``DILOCO_COMM_KEY`` | keys of the connection to the registry, for ``Elastic`` |
 | ``DILOCO_COMM_INSECURE`` | 1: another machine's registry without keys, for ``Elastic`` |
+| ``DILOCO_COMM_PROXY_PASSWORD`` | password of a proxy that is given with a user alone |
 | ``DILOCO_COMM_STATE_DIR`` | folder of this replica; set by ``diloco-comm launch`` |
 | ``DILOCO_COMM_CONFIG`` | JSON file of arguments for ``DiLoCo``, as ``config=`` |
 | ``DILOCO_COMM_BACKEND_WIRE`` | wire of large all-reduces of the backend "diloco" (int8) |
@@ -30,6 +31,7 @@ import os
 
 PREFIX = "DILOCO_COMM_"
 IMPL = PREFIX + "IMPL"
+PROXY_PASSWORD = PREFIX + "PROXY_PASSWORD"
 
 
 def impl() -> str:
@@ -99,6 +101,11 @@ def registry_key() -> str | None:
 def is_insecure() -> bool:
     """Return whether another machine's registry may be used without keys."""
     return os.environ.get(PREFIX + "INSECURE", "0") == "1"
+
+
+def proxy_password() -> str:
+    """Return the password of the proxy, or ""."""
+    return os.environ.get(PROXY_PASSWORD, "")
 
 
 def state_dir() -> str:

@@ -239,6 +239,22 @@ def test_what_is_no_proxy_is_shown_without_the_password(text: str, shown: str) -
     assert str(caught.value).endswith(f"stand before the host, got {shown!r}")
 
 
+def test_the_environment_has_the_password_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_COMM_PROXY_PASSWORD", "p%40/s:")
+    assert proxy_of("http://u@h:1") == ("http", "h", 1, "u", "p%40/s:")
+    # A password in the text counts, also an empty one; without a user there is none.
+    assert proxy_of("http://u:q@h:1") == ("http", "h", 1, "u", "q")
+    assert proxy_of("http://u:@h:1") == ("http", "h", 1, "u", "")
+    assert proxy_of("http://h:1") == ("http", "h", 1, None, "")
+    monkeypatch.setenv("DILOCO_COMM_PROXY_PASSWORD", "sesame\n")
+    with pytest.raises(ValueError) as caught:
+        proxy_of("http://u@h:1")
+    assert str(caught.value) == (
+        "the password in DILOCO_COMM_PROXY_PASSWORD must have at most 255 bytes, and no control "
+        "characters"
+    )
+
+
 def test_the_user_of_a_proxy_has_limits() -> None:
     for text in ("http://u:a%0Ab@h:1", f"socks5://{'u' * 256}:p@h:1"):
         with pytest.raises(ValueError, match="at most 255 bytes, and no control characters"):

@@ -8,6 +8,8 @@ import re
 import resource
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +22,7 @@ import zmq.auth
 from diloco_comm import _C
 from diloco_comm.base.service.keys import (
     Allowed,
+    AllowedWatch,
     Guard,
     Keys,
     LinkKeys,
@@ -514,6 +517,66 @@ def test_a_secret_that_others_may_use_is_refused_at_each_door(
         read(tmp_path)
 
 
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("wrong", [0o770, 0o702, 0o1777])
+def test_a_folder_that_others_may_change_is_refused_at_each_door(
+    tmp_path: Path, read: Callable[[Path], object], wrong: int
+) -> None:
+    folder = tmp_path / "keys"
+    make_keys(folder, ["tokyo"])
+    for each in [folder] if read is _of_a_client else [folder, folder / "allowed"]:
+        read(folder)
+        before = mode(each)
+        each.chmod(wrong)
+        with pytest.raises(ValueError) as caught:
+            read(folder)
+        assert str(caught.value) == (
+            f"others than the owner may write {each}, which has mode {wrong:03o}: run `chmod go-w "
+            f"{each}`"
+        )
+        each.chmod(before)
+
+
+def test_a_public_key_of_a_server_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    public = tmp_path / "server.key"
+    public.chmod(0o664)
+    with pytest.raises(
+        ValueError, match=f"may write {public}, which has mode 664: run `chmod go-w"
+    ):
+        _of_a_client(tmp_path)
+
+
+# A client lets nobody in.
+READ = [(read, name) for read in READERS for name in (".", "server.key_secret")]
+READ += [(_of_a_link, "allowed"), (_of_a_server, "allowed")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of another owner need root")
+@pytest.mark.parametrize(("read", "name"), READ)
+def test_what_belongs_to_another_user_is_refused_at_each_door(
+    tmp_path: Path, read: Callable[[Path], object], name: str
+) -> None:
+    make_keys(tmp_path, ["tokyo"])
+    os.chown(tmp_path / name, 10001, 10001)
+    with pytest.raises(ValueError) as caught:
+        read(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / name} belongs to user 10001, and must belong to root or to user 0, whom this "
+        f"process runs as: run `chown 0 {tmp_path / name}`"
+    )
+
+
+def test_the_umask_opens_no_folder(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        make_keys(tmp_path / "keys", ["tokyo"])
+    finally:
+        os.umask(before)
+    for read in READERS:
+        read(tmp_path / "keys")
+
+
 def _as_user(user: int, groups: list[int], what: Callable[[], object]) -> str:
     """Return the error of a function that a child process of another user calls, "" for none."""
     ours, theirs = os.pipe()
@@ -565,6 +628,32 @@ def test_a_secret_as_kubernetes_mounts_it_is_taken(tmp_path: Path) -> None:
     os.chown(secret, 10001, 10001)
     refused = _as_user(10001, [], lambda: read_secret(secret))
     assert f"others than the owner may use {secret}, which has mode 440" in refused
+
+
+MOUNTED = """
+mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" || exit 7
+exec "$2" -c '
+import sys
+from pathlib import Path
+from diloco_comm.base.service.keys import LinkKeys
+LinkKeys.read(Path(sys.argv[1]) / "server.key_secret")' "$1"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount needs root")
+@pytest.mark.fresh_interpreter
+def test_the_mode_of_a_folder_does_not_count_where_nobody_can_write(tmp_path: Path) -> None:
+    """Kubernetes mounts a Secret at a folder of mode 1777, and read-only."""
+    make_keys(tmp_path, ["tokyo"])
+    for folder in (tmp_path, tmp_path / "allowed"):
+        folder.chmod(0o1777)
+    with pytest.raises(ValueError, match="others than the owner may write"):
+        _of_a_link(tmp_path)
+    command = ["unshare", "--mount", "sh", "-c", MOUNTED, "sh", str(tmp_path), sys.executable]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if ended.returncode == 7 or "unshare" in ended.stderr:
+        pytest.skip("this system lets nobody mount")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # --------------------------------------------------------- a folder that cannot be read for now
@@ -620,8 +709,9 @@ def test_a_key_that_is_removed_while_no_descriptor_is_left_counts_at_once(
         folder.rename(tmp_path / "away")
         assert len(in_allowed.present(at_once=True)) == 1
         (tmp_path / "away").rename(folder)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"the folder {folder} cannot be read (Too many open files)")
+    busy, gone = [record.getMessage() for record in caplog.records]
+    assert busy.startswith(f"the folder {folder} cannot be read (Too many open files)")
+    assert gone.startswith(f"the folder {folder} is gone: the clients that it named before stay")
     after = in_allowed.present(at_once=True)
     assert len(after) == 2 and not after & before
 
@@ -648,6 +738,43 @@ def test_a_key_whose_file_cannot_be_read_again_stays_and_holds_no_other_up(
     shutil.copy(tmp_path / "lima.key", folder)
     assert in_allowed.present(at_once=True) == left
     assert len(caplog.records) == 2
+
+
+def test_a_folder_that_others_may_change_keeps_its_last_keys(
+    in_allowed: Allowed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "allowed"
+    before = in_allowed.present(at_once=True)
+    make_pairs(tmp_path / "other", ["oslo"])
+    folder.chmod(0o775)
+    shutil.copy(tmp_path / "other" / "oslo.key", folder)
+    for _ in range(3):
+        assert in_allowed.present(at_once=True) == before
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"others than the owner may write {folder}, which has mode 775: run `ch")
+    assert line.endswith("; until then the last keys stay")
+    folder.chmod(0o755)
+    assert len(in_allowed.present(at_once=True)) == 4
+
+
+def test_an_allowed_key_that_others_may_change_lets_nobody_in(
+    in_allowed: Allowed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "allowed"
+    before = in_allowed.present(at_once=True)
+    make_pairs(tmp_path / "other", ["oslo", "tokyo"])
+    for name in ("oslo.key", "tokyo.key"):
+        shutil.copy(tmp_path / "other" / name, folder)
+        (folder / name).chmod(0o664)
+    for _ in range(3):
+        assert in_allowed.present(at_once=True) == before
+    oslo, tokyo = [record.getMessage() for record in caplog.records]
+    assert oslo.endswith(f"run `chmod go-w {folder}/oslo.key`; until then this file lets nobody in")
+    assert tokyo.endswith(f"run `chmod go-w {folder}/tokyo.key`; until then its last keys stay")
+    for name in ("oslo.key", "tokyo.key"):
+        (folder / name).chmod(0o644)
+    after = in_allowed.present(at_once=True)
+    assert len(after) == 4 and len(after & before) == 2
 
 
 def test_trouble_that_comes_and_goes_is_said_once_until_it_is_over(
@@ -678,18 +805,36 @@ def test_trouble_that_comes_and_goes_is_said_once_until_it_is_over(
         assert said_at(begin + 29.0, is_readable=True) == []
 
 
+def _looks_of_a_link(folder: Path) -> Callable[[], frozenset[bytes]]:
+    keys = LinkKeys.read(folder / "lima.key_secret")
+    link = _C.Link("127.0.0.1:0", "127.0.0.1:0", keys.seed)
+    watch = AllowedWatch(keys, link, "keys")
+    # The watch holds no link.
+    return lambda link=link: watch.look()  # type: ignore[misc]
+
+
+def _looks_of_a_server(folder: Path) -> Callable[[], frozenset[bytes]]:
+    guard = Guard(zmq.Context(), folder / "allowed")
+    return lambda: guard.allowed.present(at_once=True)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process of another user needs root")
-def test_the_last_keys_stay_while_a_folder_above_is_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("looks_of", [_looks_of_a_link, _looks_of_a_server])
+@pytest.mark.parametrize("closed", ["keys", "keys/allowed"])
+def test_the_last_keys_stay_while_a_folder_is_closed(
+    tmp_path: Path, looks_of: Callable[[Path], Callable[[], frozenset[bytes]]], closed: str
+) -> None:
     open_to_all(tmp_path)
-    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "keys", ["lima", "tokyo"])
 
     def look() -> None:
-        allowed = Allowed(tmp_path / "keys" / "allowed", curve)
-        assert len(allowed.present()) == 1
-        (tmp_path / "keys").chmod(0)
-        assert len(allowed.present(at_once=True)) == 1
+        present = looks_of(tmp_path / "keys")
+        before = present()
+        assert len(before) == 2
+        (tmp_path / closed).chmod(0)
+        assert present() == before
 
-    for path in (tmp_path, tmp_path / "keys"):
+    for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, 10001, 10001)
     assert _as_user(10001, [], look) == ""
 

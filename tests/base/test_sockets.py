@@ -1,7 +1,9 @@
-"""Messages to the peers of one socket."""
+"""Messages to the peers of one socket, and the descriptors of a process that listens."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -58,3 +60,31 @@ def test_messages_for_a_peer_that_does_not_read_are_dropped(context: zmq.Context
     while receive(peer, 200) is not None:
         num_received += 1
     assert num_received < 100
+
+
+LISTENERS = {
+    "link": "from diloco_comm._C import Link; Link('127.0.0.1:0', '127.0.0.1:0').close()",
+    "relay": "from diloco_comm.base.service.relay import Relay; Relay('127.0.0.1', 0)",
+    "server": (
+        "from diloco_comm.asynchronous.server.listener import Listener\n"
+        "Listener('tcp://127.0.0.1:0', None, 10.0).close()"
+    ),
+}
+
+
+@pytest.mark.fresh_interpreter
+@pytest.mark.parametrize("kind", LISTENERS)
+def test_who_listens_may_have_as_many_descriptors_as_allowed(kind: str) -> None:
+    """Strangers take descriptors, too."""
+    code = f"""
+import resource
+
+import torch
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 2000))
+{LISTENERS[kind]}
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == ["2000", "2000"], ended.stderr

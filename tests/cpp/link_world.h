@@ -258,14 +258,22 @@ inline void reset_socket(int fd) {
 // A socket that has connected to a link. Where links have keys, greet() begins with TLS.
 class Stranger {
   public:
-    explicit Stranger(const std::string& address) {
+    Stranger() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) { EXPECT(fd_ >= 0); }
+    explicit Stranger(const std::string& address, const char* from = "127.0.0.1") : Stranger() {
+        connect(address, from);
+    }
+
+    // From an address of loopback.
+    void connect(const std::string& address, const char* from = "127.0.0.1") {
+        sockaddr_in own{};
+        own.sin_family = AF_INET;
+        inet_pton(AF_INET, from, &own.sin_addr);
+        EXPECT(bind(fd_, reinterpret_cast<sockaddr*>(&own), sizeof(own)) == 0);
         sockaddr_in to{};
         to.sin_family = AF_INET;
         to.sin_port =
             htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
         inet_pton(AF_INET, "127.0.0.1", &to.sin_addr);
-        fd_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        EXPECT(fd_ >= 0);
         EXPECT(::connect(fd_, reinterpret_cast<sockaddr*>(&to), sizeof(to)) == 0);
         const timeval limit{60, 0};
         setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
@@ -348,11 +356,20 @@ class Stranger {
     diloco::link::Answer greet(const std::string& nonce, uint32_t version = 1,
                                const std::string& own = std::string(32, '5')) {
         if (is_keyed && !session_) EXPECT(begin_tls());
+        EXPECT(write(hello(nonce, version, own)));
+        return answer();
+    }
+
+    static diloco::link::Hello hello(const std::string& nonce, uint32_t version = 1,
+                                     const std::string& own = std::string(32, '5')) {
         diloco::link::Hello hello;
         hello.version = version;
         hello.own = nonce_of(own);
         hello.wanted = nonce_of(nonce);
-        EXPECT(write(hello));
+        return hello;
+    }
+
+    diloco::link::Answer answer() const {
         diloco::link::Answer answer;
         EXPECT(read(&answer, sizeof(answer)));
         return answer;

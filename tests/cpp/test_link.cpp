@@ -642,44 +642,82 @@ void test_strangers() {
         EXPECT(slow.write("DILOL", 5));
         EXPECT(silent.is_closed() && slow.is_closed());
     }
-    std::vector<std::unique_ptr<Stranger>> many;
-    for (int i = 0; i < 200; ++i) many.push_back(std::make_unique<Stranger>(link->address()));
-    for (int i = 0; i < 100; ++i) EXPECT(many[static_cast<size_t>(i)]->is_closed());
-    many.clear();
-    // Those that the link had no room for wait in the kernel's queue.
-    for (int i = 0; i < 3000 && link->counters().at("strangers") < 2204; ++i) {
+    for (int i = 0; i < 3000 && link->counters().at("strangers") < 2004; ++i) {
         std::this_thread::sleep_for(10ms);
     }
-    EXPECT(link->counters().at("strangers") == 2204);
+    EXPECT(link->counters().at("strangers") == 2004);
     wait_for_descriptors(before);
     EXPECT(link->counters().at("open") == 0);
 }
 
-// More connections than the process may have: the link waits, and goes on.
+bool is_welcome(Stranger& stranger, const LinkPtr& link, const char* own) {
+    return stranger.greet(link->nonce(), 1, std::string(32, own[0])).status ==
+           static_cast<uint32_t>(Status::kWelcome);
+}
+
+void test_who_has_to_go() {
+    diloco::link::Strangers strangers;
+    EXPECT(strangers.choose() == 0);
+    for (const uint64_t id : {1, 2}) strangers.add(id, "quiet");
+    for (const uint64_t id : {3, 4, 5}) strangers.add(id, "busy");
+    EXPECT(strangers.hear(3) && !strangers.hear(3) && !strangers.hear(6));
+    // The oldest silent one of the busiest host, and then all others of that host as well.
+    EXPECT(strangers.choose() == 4);
+    strangers.remove(4);
+    // Both hosts have two, and the silent one of the other host is older.
+    EXPECT(strangers.choose() == 1);
+    for (const uint64_t id : {1, 2}) strangers.hear(id);
+    EXPECT(strangers.choose() == 5);
+    strangers.hear(5);
+    EXPECT(strangers.choose() == 1);
+    strangers.remove(1);
+    EXPECT(strangers.choose() == 3 && strangers.oldest() == 2 && strangers.size() == 3);
+}
+
+// Far more silent connections of one host than a link keeps: whoever speaks comes in.
+void test_silent_strangers() {
+    constexpr char kBusy[] = "127.0.0.9";
+    const LinkPtr link = open_link(kAnyPort, kAnyPort, {60s, 60s});
+    Stranger early(link->address(), kBusy);
+    if (is_keyed) EXPECT(early.begin_tls());
+    const Hello hello = Stranger::hello(link->nonce(), 1, std::string(32, '3'));
+    constexpr size_t kFirst = 8;
+    EXPECT(early.write(&hello, kFirst));
+    std::vector<std::unique_ptr<Stranger>> silent;
+    for (int i = 0; i < 2000; ++i) {
+        silent.push_back(std::make_unique<Stranger>(link->address(), kBusy));
+    }
+    Stranger other(link->address()), same(link->address(), kBusy);
+    EXPECT(is_welcome(other, link, "1") && is_welcome(same, link, "2"));
+    // The oldest ones are closed, and none of those that have spoken.
+    for (size_t i = 0; i < 1000; ++i) EXPECT(silent[i]->is_closed());
+    EXPECT(early.write(reinterpret_cast<const uint8_t*>(&hello) + kFirst, sizeof(hello) - kFirst));
+    EXPECT(early.answer().status == static_cast<uint32_t>(Status::kWelcome));
+    EXPECT(link->counters().at("open") == 3);
+}
+
+// More connections than the process may have: a silent one goes for each that comes.
 void test_no_descriptors_left() {
     const LinkPtr link = open_link();
-    std::vector<int> fds;
-    std::vector<std::unique_ptr<Stranger>> strangers;
-    for (int i = 0; i < 3; ++i) strangers.push_back(std::make_unique<Stranger>(link->address()));
-    std::this_thread::sleep_for(50ms);
+    std::vector<Stranger> silent(100);
+    Stranger late;
     rlimit former{};
     EXPECT(getrlimit(RLIMIT_NOFILE, &former) == 0);
     rlimit tight = former;
-    Stranger late(link->address());
     tight.rlim_cur = static_cast<rlim_t>(num_descriptors());
     EXPECT(setrlimit(RLIMIT_NOFILE, &tight) == 0);
+    std::vector<int> fds;
     while (true) {
         const int fd = dup(0);
         if (fd < 0) break;
         fds.push_back(fd);
     }
-    strangers[0]->close();
-    strangers.push_back(std::make_unique<Stranger>(link->address()));
-    std::this_thread::sleep_for(150ms);
+    for (Stranger& stranger : silent) stranger.connect(link->address());
+    late.connect(link->address());
+    EXPECT(is_welcome(late, link, "1"));
+    EXPECT(silent[0].is_closed());
     for (const int fd : fds) close(fd);
     EXPECT(setrlimit(RLIMIT_NOFILE, &former) == 0);
-    EXPECT(strangers.back()->greet(link->nonce()).status ==
-           static_cast<uint32_t>(Status::kWelcome));
 }
 
 void test_greetings() {
@@ -805,6 +843,8 @@ void test_all() {
     test_arguments();
     test_lanes_differ();
     test_strangers();
+    test_who_has_to_go();
+    test_silent_strangers();
     test_no_descriptors_left();
     test_greetings();
     test_greedy_peer();

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -40,7 +40,7 @@ def read(stream: socket.socket, size: int) -> bytes:
 
 def meet(links: list[_C.Link], token: str, lanes: int = 1) -> list[list[Any]]:
     """Return the groups of both links."""
-    peers = [(link.nonce, link.address) for link in links]
+    peers = [(link.nonce, link.address, link.public_key.hex()) for link in links]
     other: list[Any] = []
     end = threading.Thread(
         target=lambda: other.extend(links[1].groups(token, 1, peers, lanes, LIMIT_S))
@@ -99,8 +99,8 @@ class Router:
 def links() -> Iterator[Callable[..., _C.Link]]:
     made: list[_C.Link] = []
 
-    def make(listen: str = ANY_PORT, advertise: str = ANY_PORT) -> _C.Link:
-        made.append(_C.Link(listen, advertise))
+    def make(listen: str = ANY_PORT, advertise: str = ANY_PORT, seed: bytes = b"") -> _C.Link:
+        made.append(_C.Link(listen, advertise, seed))
         return made[-1]
 
     yield make
@@ -147,6 +147,30 @@ def test_a_stranger_does_not_hear_the_nonce(links: Callable[..., _C.Link]) -> No
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(GREETING + struct.pack("<I", 0) + os.urandom(16) + bytes(16))
         assert read(stranger, 32)[16:] == bytes(16)
+
+
+@pytest.mark.parametrize("is_keyed", [False, True], ids=["plain", "keyed"])
+def test_silent_connections_of_one_host_keep_no_link_out(
+    is_keyed: bool, links: Callable[..., _C.Link]
+) -> None:
+    seeds = [os.urandom(32) if is_keyed else b"" for _ in range(2)]
+    # Nobody can dial the second link, which so depends on its own dial.
+    pair = [links(seed=seeds[0]), links("", "", seeds[1])]
+    if is_keyed:
+        for link in pair:
+            link.allow([one.public_key for one in pair])
+    host, port = pair[0].address.split(":")
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.socket()) for _ in range(2000)]
+        for one in silent:
+            one.bind(("127.0.0.9", 0))
+            one.connect((host, int(port)))
+        carry(meet(pair, "beside"), 1)
+        # The oldest connection had to go, and the link still holds the newest one.
+        assert silent[0].recv(1) == b""
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
 
 
 def test_two_fragments_at_once_do_not_write_past_the_end(links: Callable[..., _C.Link]) -> None:

@@ -35,6 +35,8 @@ Address = tuple[str, int]
 # How long what takes no time may take on a loaded machine.
 PATIENCE_S = 20.0
 NONCE = bytes(range(16))
+# The host of many strangers.
+BUSY = "127.0.0.9"
 
 
 @pytest.fixture
@@ -111,8 +113,10 @@ def test_replicas_without_an_address_meet_at_the_relay(
     until(lambda: relay.num_pairs == 0, "the pairs end with the replicas")
 
 
-def relay_process(port: int) -> tuple[subprocess.Popen[str], str]:
-    command = [
+def relay_process(port: int, *, descriptors: int = 0) -> tuple[subprocess.Popen[str], str]:
+    """Start the command; with ``descriptors`` the process may have so many and no more."""
+    command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
+    command += [
         sys.executable,
         "-m",
         "diloco_comm.tools.cli",
@@ -444,18 +448,40 @@ def test_silent_strangers_keep_nobody_out(
     monkeypatch.setattr(relays, "_RECORD_S", PATIENCE_S)
     with ExitStack() as stack:
         relay = started(stack)
-        early = stack.enter_context(say(relay.address, b"D"))
-        for _ in range(200):
-            stranger = stack.enter_context(socket.socket())
-            stranger.bind(("127.0.0.9", 0))
-            stranger.connect(place_of(relay.address))
-        with connected(relay.address) as (dialler, other), dialler, other:
-            dialler.sendall(b"hello")
-            assert other.recv(5) == b"hello"
-        # Another host's connection is older, and stays.
-        early.sendall(record(Kind.SEAT, NONCE)[1:])
-        assert read(early) == (Kind.SEATED, NONCE)
+        early = [
+            stack.enter_context(from_host(host, relay.address)) for host in (BUSY, "127.0.0.1")
+        ]
+        for one in early:
+            one.sendall(b"D")
+        silent = [stack.enter_context(from_host(BUSY, relay.address)) for _ in range(2000)]
+        carries(relay.address)
+        assert is_closed(silent[0])
+        # Older connections have spoken, also one of that host, and stay.
+        for one in early:
+            one.sendall(record(Kind.SEAT, NONCE)[1:])
+            assert read(one) == (Kind.SEATED, NONCE)
     assert [one.message for one in caplog.records if "connections that say nothing" in one.message]
+
+
+def test_a_relay_without_a_descriptor_ends_silent_strangers() -> None:
+    process, address = relay_process(0, descriptors=64)
+    with ExitStack() as stack:
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        silent = [stack.enter_context(from_host(BUSY, address)) for _ in range(200)]
+        carries(address)
+        assert is_closed(silent[0])
+
+
+def from_host(host: str, address: str) -> socket.socket:
+    """Connect to a relay from an address of loopback."""
+    return socket.create_connection(place_of(address), PATIENCE_S, (host, 0))
+
+
+def carries(address: str) -> None:
+    with connected(address) as (dialler, other), dialler, other:
+        dialler.sendall(b"hello")
+        assert other.recv(5) == b"hello"
 
 
 def test_a_dialler_that_hangs_up_frees_its_place() -> None:

@@ -93,6 +93,14 @@ def facts_with(**changes: Any) -> dict[str, Any]:
     return facts
 
 
+def test_the_password_of_a_proxy_is_no_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_COMM_PROXY_PASSWORD", "sesame")
+    facts = doctor.examine()
+    assert facts["settings"]["environment"]["DILOCO_COMM_PROXY_PASSWORD"] == "***"
+    assert "sesame" not in json.dumps(facts)
+    assert not [one for one in doctor.judge(facts) if "PASSWORD" in one.what]
+
+
 # ------------------------------------------------------------------------ the command
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import socket
@@ -71,6 +72,7 @@ def start(rank: int, world: int, store: Address, options: Sequence[str], seconds
         mock.patch.object(links_report, "LANES_GAIN", 100.0),
         mock.patch.object(links_report, "SLOW_GBPS", 0.0),
         mock.patch.object(links_report, "LONG_TRIP_MS", 1e4),
+        mock.patch.dict(os.environ, {"DILOCO_COMM_PROXY_PASSWORD": "sesame"}),
     ):
         return run_cli("doctor", "--links", "--json", *arguments, *shlex.split(options[rank]))
 
@@ -352,10 +354,20 @@ def test_ctrl_c_ends_all_with_a_sentence(fresh_workers: Fresh, plain_store: Addr
             ],
             "needs --listen with the port to which that address leads",
         ),
+        (
+            [
+                *("--links", "--store", "tcp://127.0.0.1:1", "--replica", 0, "--of", 2),
+                *("--proxy", "http://alice:sesame@192.0.2.1:3128"),
+            ],
+            "--proxy must have no password on the command line, which other users of this machine "
+            "can read: give user@host:port, and the password in DILOCO_COMM_PROXY_PASSWORD",
+        ),
     ],
 )
 def test_impossible_requests_are_one_sentence(arguments: list[object], named: str) -> None:
-    check_misuse(run_cli("doctor", *arguments), named)
+    ended = run_cli("doctor", *arguments)
+    check_misuse(ended, named)
+    assert "sesame" not in ended.err
 
 
 def test_a_port_that_is_taken_is_one_sentence(fresh_workers: Fresh, plain_store: Address) -> None:
@@ -540,15 +552,13 @@ def test_a_replica_behind_a_proxy_dials_through_the_proxy(
     with Proxy("http", "alice", "sesame") as proxy:
         options = [
             f"--listen 127.0.0.1:0 --lanes 1 {keys[0]}",
-            f"--advertise '' --proxy {proxy.url} --lanes 1 {keys[1]}",
+            f"--advertise '' --proxy http://alice@{proxy.place} --lanes 1 {keys[1]}",
         ]
         store = keyed_store(2)
         report = reports(fresh_workers(2, init_group=False), *options, store=store)
         (pair,) = report["pairs"]
         assert (pair["way"], pair["dialled_by"], pair["link"]) == ("direct", 1, "")
-        places = {
-            report["replicas"][0]["address"].removeprefix("tcp://"),
-            f"127.0.0.1:{store.port}",
-        }
+        listener = report["replicas"][0]["address"].removeprefix("tcp://")
         # The link at the end has a port of its own.
-        assert places < set(proxy.asked) and "sesame" not in json.dumps(report)
+        assert {listener, f"127.0.0.1:{store.port}"} < set(proxy.asked)
+        assert "sesame" not in json.dumps(report)

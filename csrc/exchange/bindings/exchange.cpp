@@ -17,6 +17,7 @@
 #include "exchange/link/group.h"
 #include "exchange/link/proxy.h"
 #include "exchange/link/sockets.h"
+#include "exchange/link/strangers.h"
 #include "exchange/store/store_client.h"
 #include "exchange/store/store_host.h"
 #include "exchange/transport/pages.h"
@@ -156,6 +157,21 @@ void register_link(py::module_& m) {
     m.def("dial_through", &dial_through, py::arg("proxy"), py::arg("host"), py::arg("port"),
           py::arg("limit_s"),
           "A connection that a proxy has made, as a descriptor of the caller's; ConnectionError.");
+    m.def("raise_descriptors", &link::raise_descriptors,
+          "Raises the limit of open files as far as allowed, and returns the limit.");
+    py::class_<link::Reserve>(m, "Reserve", "Descriptors for the time when no other one is left.")
+        .def(py::init<>())
+        .def("fill", &link::Reserve::fill)
+        .def("release", &link::Reserve::release, "Frees one descriptor; False where none is left.");
+    py::class_<link::Strangers>(m, "Strangers", "Connections that have not shown who they are.")
+        .def(py::init<>())
+        .def("__len__", &link::Strangers::size)
+        .def("add", &link::Strangers::add, py::arg("id"), py::arg("origin"))
+        .def("hear", &link::Strangers::hear, py::arg("id"),
+             "A byte has come; whether this stranger counted as silent before.")
+        .def("remove", &link::Strangers::remove, py::arg("id"))
+        .def("choose", &link::Strangers::choose,
+             "The stranger that goes when there are too many; 0 where there is none.");
     py::class_<LinkGroup, c10d::Backend, c10::intrusive_ptr<LinkGroup>>(m, "LinkGroup");
     py::class_<Link, std::shared_ptr<Link>>(m, "Link")
         .def(py::init([](const std::string& listen, const std::string& advertise,

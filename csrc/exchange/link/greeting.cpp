@@ -22,7 +22,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr size_t kMostStrangers = 64;
+constexpr size_t kMostStrangers = 256;
 // Connections of processes that no group of this process has yet.
 constexpr size_t kMostIdle = 256;
 constexpr int kMostAcceptsAPass = 64;
@@ -33,8 +33,6 @@ constexpr milliseconds kPingPeriod{5000};
 // Many proxies end a connection over which nothing has come for a minute.
 constexpr milliseconds kProxyPeriod{20000};
 constexpr milliseconds kEndPatience{1000};
-// So old a stranger gives way to newer ones, when there are too many.
-constexpr milliseconds kStrangerAge{1000};
 
 std::string hex_of(const Nonce& nonce) {
     constexpr char kDigits[] = "0123456789abcdef";
@@ -106,7 +104,11 @@ Link::Link(const std::string& listen, const std::string& advertise, Limits limit
       nonce_text_(hex_of(nonce_)),
       proxy_(proxy) {
     if (seed) identity_ = link::Identity::open(*seed);
-    if (!listen.empty()) listener_ = open_listener(listen);
+    if (!listen.empty()) {
+        link::raise_descriptors();
+        listener_ = open_listener(listen);
+        reserve_.fill();
+    }
     address_ = published(advertise, listener_ ? name_of_socket(listener_.get()) : "");
     epoll_ = Descriptor([] { return epoll_create1(EPOLL_CLOEXEC); });
     wakeup_ = Descriptor([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
@@ -151,46 +153,50 @@ Link::ConnectionPtr Link::add_connection(Descriptor fd, State state) {
 
 void Link::accept_some(Lock& lock) {
     for (int i = 0; i < kMostAcceptsAPass; ++i) {
-        if (!make_room(lock)) return pause_accepting();
         Descriptor fd([&] {
             return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
         });
-        if (!fd) {
-            const int error = errno;
-            if (error == EAGAIN) return;
-            if (error != EMFILE && error != ENFILE && error != ENOBUFS && error != ENOMEM) continue;
-            return pause_accepting();
+        const int error = fd ? 0 : errno;
+        if (error == EAGAIN) return;
+        if (fd) {
+            add_stranger(lock, std::move(fd));
+        } else if (link::is_exhausted(error) && !reserve_.release()) {
+            // The next pass has the descriptor of the stranger that ends.
+            return strangers_.empty() ? pause_accepting() : end_a_stranger(lock);
         }
-        add_stranger(std::move(fd));
     }
 }
 
-// Whether one more stranger may come; an old one gives way.
-bool Link::make_room(Lock& lock) {
-    if (strangers_.size() < kMostStrangers) return true;
-    const auto arrived = strangers_.front()->deadline - limits_.greeting;
-    if (Clock::now() - arrived < kStrangerAge) return false;
-    refuse_stranger(lock, strangers_.front());
-    return true;
-}
-
-void Link::add_stranger(Descriptor fd) {
+void Link::add_stranger(Lock& lock, Descriptor fd) {
+    if (strangers_.size() >= kMostStrangers) end_a_stranger(lock);
     const ConnectionPtr connection =
         add_connection(std::move(fd), identity_ ? State::kSecuring : State::kAsked);
     if (!connection) return;
     connection->deadline = Clock::now() + limits_.greeting;
-    strangers_.push_back(connection);
+    strangers_.add(connection->id, link::origin_of(connection->fd.get()));
+}
+
+// Makes room for a newcomer.
+void Link::end_a_stranger(Lock& lock) {
+    while (true) {
+        const ConnectionPtr chosen = connections_.at(strangers_.choose());
+        uint8_t first = 0;
+        const bool has_bytes = recv(chosen->fd.get(), &first, 1, MSG_PEEK | MSG_DONTWAIT) > 0;
+        // The first byte of this one may have come in this very pass.
+        if (has_bytes && strangers_.hear(chosen->id)) continue;
+        return refuse_stranger(lock, chosen);
+    }
 }
 
 void Link::adopt(Descriptor fd) {
     check_process();
     Lock lock(mutex_);
-    if (is_closing_ || !make_room(lock)) return;
-    add_stranger(std::move(fd));
+    if (is_closing_) return;
+    add_stranger(lock, std::move(fd));
     wake();
 }
 
-// Connections stay in the kernel's queue: do not ask for them again at once.
+// Newcomers stay in the kernel's queue: do not ask for them again at once.
 void Link::pause_accepting() {
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
     is_accepting_ = false;
@@ -231,6 +237,7 @@ void Link::greet(Lock& lock, const ConnectionPtr& connection) {
         const iovec part{it.staging.data() + it.end, size - it.end};
         const link::Moved moved = it.receive(&part, 1);
         it.end += moved.num_bytes;
+        if (it.end > 0) strangers_.hear(it.id);
         if (moved.is_blocked) it.can_read = false;
         const size_t known = std::min(it.end, link::kGreeting.size());
         if (std::memcmp(it.staging.data(), link::kGreeting.data(), known) != 0) {
@@ -305,8 +312,7 @@ void Link::on_hello(Lock& lock, const ConnectionPtr& connection) {
     const auto known = peers_.find(id);
     const bool is_member = known != peers_.end() && known->second->num_users > 0;
     if (num_idle >= kMostIdle && !is_member) return refuse_stranger(lock, connection);
-    strangers_.erase(std::remove(strangers_.begin(), strangers_.end(), connection),
-                     strangers_.end());
+    strangers_.remove(connection->id);
     connection->peer = peer_of(id, "a process at " + name_of_peer(connection->fd.get()));
     connection->lane = static_cast<int>(hello.lane);
     settle(lock, connection, false);
@@ -502,8 +508,10 @@ void Link::stop_dial(Lock& lock, link::Lane& lane) {
 // -------------------------------------------------------------------------------------- timers
 
 void Link::run_timers(Lock& lock, Clock::time_point now) {
-    while (!strangers_.empty() && strangers_.front()->deadline <= now) {
-        refuse_stranger(lock, strangers_.front());
+    while (!strangers_.empty()) {
+        const ConnectionPtr oldest = connections_.at(strangers_.oldest());
+        if (oldest->deadline > now) break;
+        refuse_stranger(lock, oldest);
     }
     for (const auto& dial : std::vector(dials_)) {
         const ConnectionPtr connection = dial->connection;
@@ -519,6 +527,7 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
     if (std::exchange(has_new_keys_, false)) end_removed_keys(lock);
     if (next_sweep_ > now) return;
     next_sweep_ = now + kSweepPeriod;
+    if (listener_) reserve_.fill();
     sweep(lock, now);
 }
 

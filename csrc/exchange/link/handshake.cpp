@@ -70,6 +70,7 @@ bool Link::hear(Lock& lock, const ConnectionPtr& connection) {
         return false;
     }
     it.has_heard = true;
+    strangers_.hear(it.id);
     if (first == link::kTlsHandshake || (it.dial && first == link::kTlsAlert)) return true;
     const bool is_link = first == link::kGreeting[0];
     if (it.dial) {

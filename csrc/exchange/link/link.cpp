@@ -562,8 +562,7 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
     const bool was_open = std::exchange(it.state, State::kClosed) == State::kOpen;
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, it.fd.get(), nullptr);
     connections_.erase(it.id);
-    strangers_.erase(std::remove(strangers_.begin(), strangers_.end(), connection),
-                     strangers_.end());
+    strangers_.remove(it.id);
     if (was_open && !it.is_writing) it.say_bye();
     shutdown(it.fd.get(), SHUT_RDWR);
     if (const auto dial = std::exchange(it.dial, nullptr)) {

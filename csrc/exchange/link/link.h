@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "exchange/link/channel.h"
+#include "exchange/link/strangers.h"
 
 namespace diloco {
 
@@ -208,8 +209,8 @@ class Link : public std::enable_shared_from_this<Link> {
     // greeting.cpp: strangers, greetings and dials.
     ConnectionPtr add_connection(Descriptor fd, link::Connection::State state);
     void accept_some(Lock& lock);
-    bool make_room(Lock& lock);
-    void add_stranger(Descriptor fd);
+    void add_stranger(Lock& lock, Descriptor fd);
+    void end_a_stranger(Lock& lock);
     void pause_accepting();
     void greet(Lock& lock, const ConnectionPtr& connection);
     void on_hello(Lock& lock, const ConnectionPtr& connection);
@@ -281,7 +282,8 @@ class Link : public std::enable_shared_from_this<Link> {
     uint64_t last_id_ = 1;
     std::unordered_map<uint64_t, ConnectionPtr> connections_;
     std::deque<ConnectionPtr> ready_;
-    std::deque<ConnectionPtr> strangers_;  // that have not greeted yet, oldest first
+    link::Strangers strangers_;  // that have not greeted yet
+    link::Reserve reserve_;
     std::map<link::PeerId, PeerPtr> peers_;
     std::condition_variable shake_due_;  // for the thread for handshakes
     std::deque<ConnectionPtr> shakes_;   // own dials before strangers

@@ -234,7 +234,7 @@ void StoreHost::Server::run() {
                 [[maybe_unused]] const auto got = ::read(wake_.get(), &times, sizeof(times));
             } else if (const auto found = clients_.find(static_cast<int>(id));
                        found != clients_.end()) {
-                strangers_.has_spoken(id);
+                strangers_.hear(id);
                 pump(*found->second);
             }
         }
@@ -354,7 +354,7 @@ void StoreHost::Server::end_a_stranger() {
         char byte = 0;
         // A byte may have come since the last look.
         const bool speaks = recv(client.channel->fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0;
-        if (speaks && strangers_.has_spoken(id)) continue;
+        if (speaks && strangers_.hear(id)) continue;
         end(client);
         return;
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import zmq
 
+from ... import _C
 from ...base.service.keys import Guard, protect_server
 from ...base.service.sockets import beat
 from ..protocol.connections import Connections
@@ -30,6 +31,7 @@ class Listener:
     """
 
     def __init__(self, address: str, keys: str | Path | None, lost_after: float) -> None:
+        _C.raise_descriptors()
         self._context = zmq.Context()
         self.guard: Guard | None = None
         self.socket = self._context.socket(zmq.ROUTER)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from .. import env
+
 # "host:port"; a host with colons of its own, as IPv6 has, stands in brackets.
 _PLACE = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:/@\s]+)):([0-9]{1,5})")
 _MOST_PORT = 65535
@@ -115,7 +117,8 @@ def proxy_of(text: str | None) -> Proxy | None:
     """Return the parts of ``http://host:port`` or ``socks5://host:port``; None for None.
 
     ``user:password@`` may stand before the host; other characters than letters, digits and
-    ``-._~`` are written there as ``%`` and two hexadecimal digits.
+    ``-._~`` are written there as ``%`` and two hexadecimal digits. The environment has the password
+    of a user without one, written as the password is.
 
     Raises:
         ValueError: If the text is not of that form; the message has no password.
@@ -134,19 +137,34 @@ def proxy_of(text: str | None) -> Proxy | None:
             f"stand before the host, got {shown_proxy(text)!r}"
         )
     user = None if found[2] is None else unquote(found[2])
-    password = unquote(found[3] or "")
-    for name, value in (("user", user or ""), ("password", password)):
+    where = f"of proxy={shown_proxy(text)!r}"
+    password, place_of_password = unquote(found[3] or ""), where
+    if user is not None and found[3] is None:
+        password, place_of_password = env.proxy_password(), f"in {env.PROXY_PASSWORD}"
+    for name, value in (
+        (f"user {where}", user or ""),
+        (f"password {place_of_password}", password),
+    ):
         if len(value.encode()) > _MOST_CREDENTIAL or not value.isprintable():
             raise ValueError(
-                f"the {name} of proxy={shown_proxy(text)!r} must have at most {_MOST_CREDENTIAL} "
-                "bytes, and no control characters"
+                f"the {name} must have at most {_MOST_CREDENTIAL} bytes, and no control characters"
             )
     if user is not None and ":" in user and found[1] == "http":
-        raise ValueError(
-            f"the user of proxy={shown_proxy(text)!r} has a colon, which no user of an HTTP proxy "
-            "can have"
-        )
+        raise ValueError(f"the user {where} has a colon, which no user of an HTTP proxy can have")
     return Proxy(found[1], place[1] or place[2], port, user, password)
+
+
+def check_no_password(proxy: str | None) -> None:
+    """Make sure that a proxy on a command line has no password, which other users could read there.
+
+    Raises:
+        ValueError: If the proxy has a password.
+    """
+    if ":" in (proxy or "").partition("://")[2].rpartition("@")[0]:
+        raise ValueError(
+            "proxy must have no password on the command line, which other users of this machine "
+            f"can read: give user@host:port, and the password in {env.PROXY_PASSWORD}"
+        )
 
 
 def shown_proxy(text: str) -> str:

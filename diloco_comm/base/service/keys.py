@@ -282,7 +282,8 @@ def allow(
         # first line holds no key, so that no key loses its binding.
         rest = "".join(line for line in lines if not _binds(line))
         present[target], texts[target] = keys, binding + rest
-    target_folder.mkdir(exist_ok=True)
+    # The umask of some systems would let the user's group in.
+    target_folder.mkdir(mode=0o755, exist_ok=True)
     for target, text in texts.items():
         _write(target, text, 0o644)
     return list(texts)
@@ -339,7 +340,8 @@ class Allowed:
     A file that is gone loses its keys at the next look: ``stat`` needs no descriptor, so strangers
     that use up the descriptors of a server hold no removal up. A new file, or a changed one, waits
     until this process has a descriptor. A file that cannot be read keeps its last keys, and no
-    other file waits for that one. If the folder itself is gone or unreadable, all last keys stay.
+    other file waits for that one. If the folder itself is gone or unreadable, all last keys stay. A
+    file or a folder that others may change keeps its last keys, too.
 
     Args:
         folder: With a file ``NAME.key`` for each client.
@@ -373,7 +375,11 @@ class Allowed:
 
     def _look(self) -> None:
         try:
+            check_writers(self._folder)
             paths = _public_files(self._folder)
+        except OpenToOthers as error:
+            self._note(self._folder, f"{error}; until then the last keys stay")
+            return
         except OSError as error:
             if error.errno == errno.ENOENT and self._may_be_missing and not self._files:
                 return
@@ -392,7 +398,7 @@ class Allowed:
         """Return the stamp and the keys of a file; None for a file that is gone or never read."""
         known = self._files.get(path)
         try:
-            stamp = _stamp(path)
+            stamp = _stamp(check_writers(path))
             if known is not None and known[0] == stamp:
                 return known
             return stamp, Keys.read(path)
@@ -400,6 +406,10 @@ class Allowed:
             if known is None:
                 self._note(path, f"{path} lets nobody in: {error}")
             return None
+        except OpenToOthers as error:
+            effect = "its last keys stay" if known else "this file lets nobody in"
+            self._note(path, f"{error}; until then {effect}")
+            return known
         except ValueError as error:
             logger.warning("%s lets nobody in: %s", path, error)
             return stamp, None
@@ -480,6 +490,7 @@ class LinkKeys:
         if seed is None:
             raise ValueError(f"{path} holds no link-secret: restore the file, or make a new pair")
         folder = path.parent
+        _check_folder(folder / READERS)
         readers = Allowed(folder / READERS, _link_key, may_be_missing=True)
         return cls(folder, bytes.fromhex(seed), _allowed_in_link(folder / ALLOWED), readers)
 
@@ -521,28 +532,76 @@ class LinkKeys:
             raise ValueError(why)
 
 
+class OpenToOthers(ValueError):
+    """Others than this user and root may change a file or a folder, or use a secret file."""
+
+
 def read_secret(path: Path) -> Keys:
-    """Read a file of secret keys; whatever the keys are for, nobody else may use the file.
+    """Read a file of secret keys.
+
+    Raises:
+        ValueError: If the file cannot be read or is no file of keys; see ``check_secret``.
+    """
+    try:
+        keys = Keys.read(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    check_secret(path)
+    return keys
+
+
+def check_secret(path: Path) -> None:
+    """Make sure that nobody else may use a secret file, or change the file or its folder.
 
     Mode 0440 is taken for a file of root's: for a process of root whatever the group of the file,
     and for another process if the group of the file is one of the process. The other members of
     that group may read the file, too.
 
     Raises:
-        ValueError: If the file cannot be read, is no file of keys, or may be used by others.
+        OpenToOthers: If others may use the file, or change the file or its folder.
+        ValueError: If there is no such file, or this process cannot see the file.
     """
     try:
-        found, keys = path.stat(), Keys.read(path)
+        found = path.stat()
+        mode = stat.S_IMODE(found.st_mode)
+        if mode & (stat.S_IRWXG | stat.S_IRWXO) and not (mode == _OF_A_SECRET and _is_roots(found)):
+            raise OpenToOthers(
+                f"others than the owner may use {path}, which has mode {mode:03o}: run `chmod 600 "
+                f"{path}`, or give the volume of a Secret in Kubernetes `defaultMode: 0440`, and "
+                "the pod fsGroup"
+            )
+        check_writers(path)
+        check_writers(path.parent)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    mode = stat.S_IMODE(found.st_mode)
-    if mode & (stat.S_IRWXG | stat.S_IRWXO) and not (mode == _OF_A_SECRET and _is_roots(found)):
-        raise ValueError(
-            f"others than the owner may use {path}, which has mode {mode:03o}: run `chmod 600 "
-            f"{path}`, or give the volume of a Secret in Kubernetes `defaultMode: 0440`, and the "
-            "pod fsGroup"
+
+
+def check_writers(path: Path) -> os.stat_result:
+    """Make sure that this user and root alone may change a file or a folder.
+
+    The mode does not count where the file system is read-only, as the volume of a Secret in
+    Kubernetes is: that volume's own folder has mode 777.
+
+    Returns:
+        The result of ``stat`` for the path.
+
+    Raises:
+        OpenToOthers: If others may change the file or the folder.
+        OSError: If this process cannot see the path.
+    """
+    found, user = path.stat(), os.geteuid()
+    if found.st_uid not in (0, user):
+        raise OpenToOthers(
+            f"{path} belongs to user {found.st_uid}, and must belong to root or to user {user}, "
+            f"whom this process runs as: run `chown {user} {path}`"
         )
-    return keys
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise OpenToOthers(
+            f"others than the owner may write {path}, which has mode {mode:03o}: run `chmod go-w "
+            f"{path}`"
+        )
+    return found
 
 
 def _is_roots(found: os.stat_result) -> bool:
@@ -633,7 +692,7 @@ def _link_key(keys: Keys) -> bytes:
 
 def _allowed_in_link(folder: Path) -> Allowed:
     allowed = Allowed(folder, _link_key)
-    if not folder.is_dir() or not allowed.present():
+    if not _check_folder(folder) or not allowed.present():
         raise ValueError(
             f"{folder} holds no key of a link, so that nobody could connect: copy the public file "
             f"NAME{PUBLIC} of each other replica, and run `diloco-comm keys allow {folder.parent} "
@@ -642,8 +701,23 @@ def _allowed_in_link(folder: Path) -> Allowed:
     return allowed
 
 
-def _stamp(path: Path) -> object:
-    found = path.stat()
+def _check_folder(folder: Path) -> bool:
+    """Whether there is a folder of allowed keys.
+
+    Raises:
+        ValueError: If others may change the folder, or this process cannot read the folder.
+    """
+    try:
+        check_writers(folder)
+        os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error.strerror}") from None
+    return True
+
+
+def _stamp(found: os.stat_result) -> object:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -691,7 +765,7 @@ def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> Gu
     """
     _need_curve()
     public, secret = _curve_pair(folder, SERVER)
-    if not any((folder / ALLOWED).glob(f"*{PUBLIC}")):
+    if not _check_folder(folder / ALLOWED) or not _public_files(folder / ALLOWED):
         raise ValueError(f"{folder / ALLOWED} holds no *.key: no worker could get in")
     guard = Guard(context, folder / ALLOWED)
     socket.curve_publickey, socket.curve_secretkey = public, secret
@@ -732,6 +806,7 @@ def _expect(path: Path) -> None:
 def _load(path: Path) -> Keys:
     _expect(path)
     try:
+        check_writers(path)
         return Keys.read(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None

@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import errno
+import itertools
 import logging
 import os
 import secrets
@@ -22,7 +24,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,11 +42,15 @@ PING_S = 10.0
 # Seconds for the first record, for the answer to a call, and for the second half of a pair after
 # the first half has ended.
 _RECORD_S, _CALL_S, _HALF_S = 5.0, 10.0, 30.0
-_ACCEPT_PAUSE_S = 0.1
+# Seconds to wait where no descriptor is left, and no stranger has one; and between two looks at
+# whether the reserve of descriptors is full.
+_ACCEPT_PAUSE_S, _RESERVE_S = 0.1, 1.0
+# Error numbers where this process, or this machine, has no descriptor or no memory left.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # Seconds between two looks at whether the dialler of a call still waits.
 _LOOK_S = 1.0
-# Connections without a record.
-_MOST_STRANGERS = 64
+# Connections without a record, and those that the kernel has and this process has not seen yet.
+_MOST_STRANGERS, _BACKLOG = 256, 4096
 # Bytes of a pair that the relay holds, in each direction.
 _BUFFER_BYTES = 128 * 1024
 # Calls that a seat has not been told of, and calls that a process answers at a time.
@@ -114,6 +119,12 @@ class _Seat:
 
 
 @dataclass(frozen=True)
+class _Stranger:
+    connection: socket.socket
+    task: asyncio.Task[None]
+
+
+@dataclass(frozen=True)
 class _Call:
     dialler: socket.socket
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -136,16 +147,20 @@ class Relay:
     """
 
     def __init__(self, host: str, port: int, *, most: int = 1024) -> None:
+        _C.raise_descriptors()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=most)
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.address = tcp_address(host, self._listener.getsockname()[1])
         self.num_pairs = 0
         self._most, self._num_held, self._is_full = most, 0, False
         self._seats: dict[bytes, _Seat] = {}
         self._calls: dict[bytes, _Call] = {}
-        # Connections without a record, by age, and the addresses of their hosts.
-        self._strangers: dict[socket.socket, str] = {}
+        # Connections without a record, numbered by age, and which of them goes first.
+        self._strangers: dict[int, _Stranger] = {}
+        self._choice, self._numbers = _C.Strangers(), itertools.count(1)
+        self._reserve = _C.Reserve()
+        self._reserve.fill()
         self._loop = asyncio.new_event_loop()
         self._is_stopped = asyncio.Event()
 
@@ -163,9 +178,14 @@ class Relay:
             self._loop.call_soon_threadsafe(self._is_stopped.set)
 
     async def _serve(self) -> None:
-        accepting = self._loop.create_task(self._accept())
+        tasks = [self._loop.create_task(body) for body in (self._accept(), self._keep_reserve())]
         await self._is_stopped.wait()
-        await _end(accepting)
+        await _end(*tasks)
+
+    async def _keep_reserve(self) -> None:
+        while True:
+            await asyncio.sleep(_RESERVE_S)
+            self._reserve.fill()
 
     async def _accept(self) -> None:
         tasks: set[asyncio.Task[None]] = set()
@@ -174,28 +194,36 @@ class Relay:
                 try:
                     connection, (host, *_) = await self._loop.sock_accept(self._listener)
                 except OSError as error:
-                    # No descriptor is left, or the connection has ended.
-                    self._tell_full(str(error))
-                    await asyncio.sleep(_ACCEPT_PAUSE_S)
+                    if error.errno not in _EXHAUSTED:  # the connection has ended
+                        await asyncio.sleep(_ACCEPT_PAUSE_S)
+                    elif not self._reserve.release():
+                        self._tell_full(str(error))
+                        await self._end_a_stranger()
                     continue
                 if len(self._strangers) >= _MOST_STRANGERS:
-                    self._end_a_stranger()
-                self._strangers[connection] = host
-                task = self._loop.create_task(self._attend(connection))
+                    self._tell_full(f"{_MOST_STRANGERS} connections that say nothing")
+                    await self._end_a_stranger()
+                stranger = next(self._numbers)
+                task = self._loop.create_task(self._attend(connection, stranger))
+                self._strangers[stranger] = _Stranger(connection, task)
+                self._choice.add(stranger, host)
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+                # Where the next connection is there already, nothing above waits: the others' turn.
+                await asyncio.sleep(0)
         finally:
             await _end(*tasks)
 
-    async def _attend(self, connection: socket.socket) -> None:
+    async def _attend(self, connection: socket.socket, stranger: int) -> None:
         """Do what the first record of a connection asks for, and close the connection."""
         with connection, contextlib.suppress(OSError, asyncio.TimeoutError):
             connection.setblocking(False)
             keep_alive(connection)
             try:
-                first = await asyncio.wait_for(self._first(connection), _RECORD_S)
+                first = await asyncio.wait_for(self._first(connection, stranger), _RECORD_S)
             finally:
-                self._strangers.pop(connection, None)
+                del self._strangers[stranger]
+                self._choice.remove(stranger)
             try:
                 kind, number = parse_record(first)
             except OtherVersion:
@@ -213,27 +241,28 @@ class Relay:
             finally:
                 self._num_held -= 1
 
-    def _end_a_stranger(self) -> None:
-        """End the oldest stranger of the host that has most: one host keeps nobody out."""
-        (busiest, _), *_ = Counter(self._strangers.values()).most_common(1)
-        oldest = next(one for one, host in self._strangers.items() if host == busiest)
-        del self._strangers[oldest]
-        with contextlib.suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)
-        self._tell_full(f"{_MOST_STRANGERS} connections that say nothing")
+    async def _end_a_stranger(self) -> None:
+        """Make room for a newcomer, or wait a moment where there is no stranger."""
+        while stranger := self._choice.choose():
+            chosen = self._strangers[stranger]
+            # The first byte may have come just now.
+            if not (_next_byte(chosen.connection) and self._choice.hear(stranger)):
+                return await _end(chosen.task)
+        await asyncio.sleep(_ACCEPT_PAUSE_S)
 
     def _tell_full(self, reason: str) -> None:
         if not self._is_full:
             self._is_full = True
             _log.warning("the relay at %s is full (%s): it closes others", self.address, reason)
 
-    async def _first(self, connection: socket.socket) -> bytes:
+    async def _first(self, connection: socket.socket, stranger: int) -> bytes:
         """Read the first record, and nothing after the record."""
         data = b""
         while len(data) < RECORD.size:
             more = await self._loop.sock_recv(connection, RECORD.size - len(data))
             if not more:
                 raise ConnectionError("the connection has ended")
+            self._choice.hear(stranger)
             data += more
         return data
 
@@ -274,7 +303,8 @@ class Relay:
             while number in self._calls:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(call.is_over.wait(), _LOOK_S)
-                if number in self._calls and (self._loop.time() > end or _has_left(dialler)):
+                is_late = self._loop.time() > end
+                if number in self._calls and (is_late or _next_byte(dialler) == b""):
                     return
             await call.is_over.wait()
         finally:
@@ -318,14 +348,14 @@ class Relay:
             await _end(*tasks)
 
 
-def _has_left(connection: socket.socket) -> bool:
-    """Whether the peer has closed a connection before anybody has read from it."""
+def _next_byte(connection: socket.socket) -> bytes | None:
+    """Return what the peer has sent and nobody has read; empty where the peer has closed."""
     try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
+        return connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
-        return False
+        return None
     except OSError:
-        return True
+        return b""
 
 
 def _has_failed(*tasks: asyncio.Task[None]) -> bool:

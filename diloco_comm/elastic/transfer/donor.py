@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 from torch import Tensor
 
+from ... import _C
 from ...base.service.sockets import beat, receive, send_to_peer
 from ...ops.digests import digest_of
 from ...rounds.part import SyncedFragment
@@ -67,6 +68,7 @@ class Donor:
         self.served_bytes = 0
         self._seen: dict[bytes, float] = {}
         self._stop = threading.Event()
+        _C.raise_descriptors()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._guard = keys.protect_server(self._context, self._socket, allowed)

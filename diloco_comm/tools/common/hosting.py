@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import signal
 import sys
 import threading
@@ -64,7 +63,9 @@ def serve_until_signal(server: Server, announce: Callable[[str], None]) -> None:
     Raises:
         Stopped: After the signal, when the server has ended.
     """
-    raise_descriptors()
+    from ... import _C
+
+    _C.raise_descriptors()
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -113,9 +114,11 @@ def relay_beside(listen: str, port: int | None) -> Iterator[None]:
     if port is None:
         yield
         return
+    from ... import _C
+
     # The other server keeps most of the descriptors.
     host, _ = place_of(listen)
-    server = opened_relay(name_of_place(host, port), raise_descriptors() // 16)
+    server = opened_relay(name_of_place(host, port), _C.raise_descriptors() // 16)
     thread = threading.Thread(target=server.serve, name="relay", daemon=True)
     thread.start()
     print(f"diloco-comm: a relay listens at {server.address}", file=sys.stderr)
@@ -136,27 +139,19 @@ def place_of(listen: str) -> tuple[str, int]:
 
 def opened_relay(listen: str, connections: int) -> Relay:
     """Listen at once, or end the command with a sentence."""
+    from ... import _C
     from ...base.service.relay import Relay
 
-    place = place_of(listen)
+    place, descriptors = place_of(listen), _C.raise_descriptors()
     # A pair has two connections, and strangers and the process itself need descriptors, too.
-    most = min(connections, raise_descriptors() // 4)
+    most = min(connections, descriptors // 4)
     if most < connections:
         print(
             f"diloco-comm: the relay takes {most} connections, because this process may have "
-            f"{raise_descriptors()} open files",
+            f"{descriptors} open files",
             file=sys.stderr,
         )
     try:
         return Relay(*place, most=most)
     except OSError as error:
         fail(f"cannot listen on {listen}: {error.strerror or error}")
-
-
-def raise_descriptors() -> int:
-    """Raise the limit of open files as far as allowed, and return the limit that holds then."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

@@ -76,7 +76,10 @@ def doctor(
     ] = None,
     proxy: Annotated[
         str | None,
-        typer.Option(help="With --links: http://host:port or socks5://..., as Link(proxy=...)."),
+        typer.Option(
+            help="With --links: http://host:port or socks5://..., as Link(proxy=...). The password "
+            "is in DILOCO_COMM_PROXY_PASSWORD."
+        ),
     ] = None,
     lanes: Annotated[
         int,
@@ -156,7 +159,7 @@ def _links(given: dict[str, str], options: dict[str, Any], timeout_s: float, as_
 
 def _request(options: dict[str, Any], timeout_s: float) -> Request:
     """Check the options of --links, and connect to the store."""
-    from ...base.service.addresses import check_link, proxy_of, with_scheme
+    from ...base.service.addresses import check_link, check_no_password, proxy_of, with_scheme
     from ...base.service.keys import link_keys
     from ...rounds.handshake import connected_store
     from .links import Request
@@ -165,6 +168,7 @@ def _request(options: dict[str, Any], timeout_s: float) -> Request:
         misuse(f"--replica must be from 0 to {options['of'] - 1}, got {options['replica']}")
     places = [options[name] for name in ("listen", "advertise", "keys", "relay", "proxy")]
     try:
+        check_no_password(options["proxy"])
         check_link("tcp", *places)
         keys, proxy = link_keys(options["keys"]), proxy_of(options["proxy"])
         if keys is not None:

@@ -143,10 +143,10 @@ def _settings() -> dict[str, Any]:
         timeout_s: float | None = env.timeout_s()
     except ValueError:
         timeout_s = None
-    return {
-        "timeout_s": timeout_s,
-        "environment": {k: v for k, v in sorted(os.environ.items()) if wanted.match(k)},
-    }
+    found = {name: value for name, value in sorted(os.environ.items()) if wanted.match(name)}
+    if env.PROXY_PASSWORD in found:
+        found[env.PROXY_PASSWORD] = "***"
+    return {"timeout_s": timeout_s, "environment": found}
 
 
 def _judge_extension(facts: dict[str, Any]) -> list[Finding]:
