@@ -537,6 +537,16 @@ def test_a_folder_that_others_may_change_is_refused_at_each_door(
         each.chmod(before)
 
 
+def test_a_folder_of_readers_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    folder = link_folder(tmp_path)
+    make_pairs(tmp_path / "there", ["lima"])
+    allow(folder, [tmp_path / "there" / "lima.key"], reads_only=True)
+    assert len(LinkKeys.read(folder).readers.present()) == 1
+    (folder / "readers").chmod(0o775)
+    with pytest.raises(ValueError, match=f"write {folder}/readers, which has mode 775: run `chmod"):
+        LinkKeys.read(folder)
+
+
 def test_a_public_key_of_a_server_that_others_may_change_is_refused(tmp_path: Path) -> None:
     make_keys(tmp_path)
     public = tmp_path / "server.key"
