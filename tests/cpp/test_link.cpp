@@ -698,7 +698,7 @@ void test_silent_strangers() {
 
 // More connections than the process may have: a silent one goes for each that comes.
 void test_no_descriptors_left() {
-    const LinkPtr link = open_link();
+    const LinkPtr link = open_link(kAnyPort, kAnyPort, {60s, 60s});
     std::vector<Stranger> silent(100);
     Stranger late;
     rlimit former{};
