@@ -65,6 +65,10 @@ def test_messages_for_a_peer_that_does_not_read_are_dropped(context: zmq.Context
 LISTENERS = {
     "link": "from diloco_comm._C import Link; Link('127.0.0.1:0', '127.0.0.1:0').close()",
     "relay": "from diloco_comm.base.service.relay import Relay; Relay('127.0.0.1', 0)",
+    "store": (
+        "from diloco_comm.base.store_host import open_store\n"
+        "open_store('127.0.0.1', 0).store.close()"
+    ),
     "server": (
         "from diloco_comm.asynchronous.server.listener import Listener\n"
         "Listener('tcp://127.0.0.1:0', None, 10.0).close()"

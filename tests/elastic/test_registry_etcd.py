@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -78,5 +79,18 @@ def test_tls(tmp_path: Path) -> None:
         assert registry.swap(b"", b"x") and registry.read() == b"x"
         with pytest.raises(RegistryUnavailable, match="certificate verify failed"):
             connect(host.address, run="r", timeout_s=20).read()
+        # etcd asks for no certificate, and takes the one of the client.
+        assert host.key is not None
+        made, secret = tmp_path / "data" / "fixtures" / "client", host.key / "client-key.pem"
+        shutil.copy(made / "cert.pem", host.key / "client.pem")
+        shutil.copy(made / "key.pem", secret)
+        secret.chmod(0o600)
+        assert connect(host.address, run="r", timeout_s=20, key=host.key).read() == b"x"
+        secret.chmod(0o644)
+        with pytest.raises(ValueError) as caught:
+            connect(host.address, run="r", timeout_s=20, key=host.key)
+        assert str(caught.value).startswith(
+            f"others than the owner may use {secret}, which has mode"
+        )
     finally:
         host.kill()

@@ -194,7 +194,22 @@ void register_link(py::module_& m) {
             "adopt", [](Link& link, int fd) { link.adopt(Descriptor([fd] { return fd; })); },
             py::arg("fd"), release(), "Takes a connection that a peer has dialled at a relay.")
         .def("close", &Link::close, release())
-        .def("counters", &Link::counters, release());
+        .def("counters", &Link::counters, release())
+        .def(
+            "lanes",
+            [](const Link& link, const std::string& nonce) {
+                py::list lanes;
+                for (const auto& [is_own, trouble, tcp] :
+                     without_gil([&] { return link.lanes(nonce); })) {
+                    lanes.append(py::make_tuple(is_own, trouble, tcp.congestion, tcp.num_segments,
+                                                tcp.num_sent_again));
+                }
+                return lanes;
+            },
+            py::arg("nonce"),
+            "For each lane to a process: whether this process has dialled the connection; why its "
+            "dial has failed; the connection's congestion control; and its segments with data, "
+            "sent and sent again.");
 }
 
 void register_store_client(py::module_& m) {

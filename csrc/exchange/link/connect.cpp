@@ -18,7 +18,6 @@ namespace {
 
 // So long an own dial is waited for while the peer's connection is there already.
 constexpr milliseconds kOwnDialPatience{1000};
-constexpr milliseconds kAnswerPatience{1000};
 constexpr milliseconds kShortestShare{200};
 constexpr milliseconds kAskPeriod{250};
 constexpr milliseconds kLookUpPeriod{1000};
@@ -369,24 +368,26 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
             return name + " cannot be reached: " + proxy_->unreachable("its host has no address");
         }
         if (call.found[rank].empty()) return name + " has an address that is not known here";
-        std::string why = unreachable("no answer");
-        if (proxy_ && lane.dial && !lane.dial->connection) why = proxy_->silent();
-        if (lane.dial && !lane.dial->trouble.empty()) why = lane.dial->trouble;
-        if (lane.dial && lane.dial->connection &&
-            lane.dial->connection->state != link::Connection::State::kConnecting) {
-            // An attempt that has just begun says less than the one before.
-            if (lane.dial->trouble.empty() || Clock::now() - lane.dial->begin() > kAnswerPatience) {
-                why = silent(*lane.dial->connection);
-            }
-        }
-        if (call.are_relayed[rank] && link::is_just_closed(why)) {
-            why =
-                "the relay has closed the connection: that process may have ended or stand still, "
-                "or the relay is full";
-        }
+        const std::string why = lane.dial ? trouble_of(*lane.dial) : unreachable("no answer");
         return name + " cannot be reached: " + why;
     }
     return "";
+}
+
+std::vector<link::LaneFacts> Link::lanes(const std::string& nonce) const {
+    check_process();
+    const auto wanted = bytes_of<Nonce>("a nonce", nonce);
+    const Lock lock(mutex_);
+    std::vector<link::LaneFacts> facts;
+    for (const auto& [id, peer] : peers_) {
+        if (id.first != wanted) continue;
+        for (const link::Lane& lane : peer->lanes) {
+            const bool is_own = lane.own != nullptr;
+            facts.push_back({is_own, is_own ? "" : lane.trouble,
+                             lane.chosen ? tcp_facts_of(lane.chosen->fd.get()) : TcpFacts()});
+        }
+    }
+    return facts;
 }
 
 // The others learn of it at once.

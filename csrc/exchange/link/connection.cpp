@@ -1,6 +1,6 @@
 #include "exchange/link/connection.h"
 
-#include <netinet/tcp.h>
+#include <linux/tcp.h>
 
 #include <algorithm>
 #include <cerrno>

@@ -251,6 +251,7 @@ struct Lane {
     ConnectionPtr theirs{};  // that the peer dialled
     ConnectionPtr chosen{};
     std::shared_ptr<Dial> dial{};
+    std::string trouble{};  // why the last dial of this process was given up
     Clock::time_point theirs_since{};
 };
 

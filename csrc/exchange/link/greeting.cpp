@@ -432,6 +432,21 @@ std::string Link::silent(const link::Connection& connection) const {
     return "it does not answer, and may be stopped";
 }
 
+// Why a dial has not led to a connection.
+std::string Link::trouble_of(const Dial& dial) const {
+    constexpr milliseconds kAnswerPatience{1000};
+    const bool has_begun = dial.connection && dial.connection->state != State::kConnecting;
+    std::string why = dial.trouble;
+    if (why.empty()) why = proxy_ && !dial.connection ? proxy_->silent() : unreachable("no answer");
+    // An attempt that has just begun says less than the one before.
+    if (has_begun && (dial.trouble.empty() || Clock::now() - dial.begin() > kAnswerPatience)) {
+        why = silent(*dial.connection);
+    }
+    if (!dial.is_relayed || !link::is_just_closed(why)) return why;
+    return "the relay has closed the connection: that process may have ended or stand still, or "
+           "the relay is full";
+}
+
 // A connection to the peer, or to its relay, is there.
 void Link::begin_dialled(Lock& lock, const ConnectionPtr& connection) {
     if (connection->dial->is_relayed) {
@@ -498,6 +513,7 @@ void Link::dial_failed(Dial& dial, const std::string& trouble) {
 void Link::stop_dial(Lock& lock, link::Lane& lane) {
     const auto dial = std::exchange(lane.dial, nullptr);
     if (!dial) return;
+    if (!lane.own) lane.trouble = trouble_of(*dial);
     dials_.erase(std::remove(dials_.begin(), dials_.end(), dial), dials_.end());
     const ConnectionPtr connection = std::exchange(dial->connection, nullptr);
     if (!connection) return;

@@ -71,6 +71,13 @@ class Keyring {
     std::set<PublicKey> keys_;
 };
 
+// How this process sends to a peer over a lane.
+struct LaneFacts {
+    bool is_own = false;    // this process has dialled the connection
+    std::string trouble{};  // why the dial of this process has failed
+    TcpFacts tcp{};         // of the connection
+};
+
 // How the others find a process: 32 hexadecimal digits, host:port or "", the public key as 64
 // hexadecimal digits or "", and host:port of the relay where a process without an address waits.
 struct Place {
@@ -137,6 +144,8 @@ class Link : public std::enable_shared_from_this<Link> {
     void close();
 
     std::map<std::string, int64_t> counters() const;
+    // By lane; empty where this process knows none of the nonce.
+    std::vector<link::LaneFacts> lanes(const std::string& nonce) const;
 
     // False in a forked child, where the link's thread does not exist and its descriptors are
     // closed.
@@ -227,6 +236,7 @@ class Link : public std::enable_shared_from_this<Link> {
     void begin_dialled(Lock& lock, const ConnectionPtr& connection);
     std::string unreachable(const std::string& why) const;
     std::string silent(const link::Connection& connection) const;
+    std::string trouble_of(const link::Dial& dial) const;
     void ask(Lock& lock, const ConnectionPtr& connection);
     void dial_failed(link::Dial& dial, const std::string& trouble);
     void stop_dial(Lock& lock, link::Lane& lane);

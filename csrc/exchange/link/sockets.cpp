@@ -1,6 +1,7 @@
 #include "exchange/link/sockets.h"
 
 #include <ifaddrs.h>
+#include <linux/tcp.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <poll.h>
@@ -181,6 +182,20 @@ Descriptor::Descriptor(const std::function<int()>& open)
 void Descriptor::reset() {
     if (fd_ >= 0 && pid_ == getpid()) Table::instance().close(fd_);
     fd_ = -1;
+}
+
+TcpFacts tcp_facts_of(int fd) {
+    TcpFacts facts;
+    char name[16] = {};
+    socklen_t size = sizeof(name) - 1;
+    if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size) == 0) facts.congestion = name;
+    tcp_info info{};
+    size = sizeof(info);
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0) {
+        facts.num_segments = info.tcpi_data_segs_out;
+        facts.num_sent_again = info.tcpi_total_retrans;
+    }
+    return facts;
 }
 
 bool is_ready(int fd, short event, std::chrono::steady_clock::time_point end) {

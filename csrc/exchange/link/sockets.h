@@ -78,6 +78,14 @@ class Descriptor {
     pid_t pid_ = -1;
 };
 
+// The kernel's view of a TCP connection; empty and 0 where the kernel does not know.
+struct TcpFacts {
+    std::string congestion{};   // the name of its congestion control
+    uint32_t num_segments = 0;  // with data, that were sent
+    uint32_t num_sent_again = 0;
+};
+TcpFacts tcp_facts_of(int fd);
+
 // Waits until a descriptor is ready for an event of poll(); false where `end` comes first.
 bool is_ready(int fd, short event, std::chrono::steady_clock::time_point end);
 

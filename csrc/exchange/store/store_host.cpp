@@ -178,6 +178,7 @@ class StoreHost::Server {
     int last_id_ = 0;
     std::map<int, std::unique_ptr<Client>> clients_;
     link::Strangers strangers_;
+    link::Reserve reserve_;
     std::set<int> ready_;  // with more to do than one turn
     std::vector<int> ended_;
     std::set<std::pair<Clock::time_point, int>> deadlines_;
@@ -211,6 +212,8 @@ StoreHost::Server::Server(Options options)
     };
     add(listener_.get(), kListener);
     add(wake_.get(), kWake);
+    link::raise_descriptors();
+    reserve_.fill();
 }
 
 void StoreHost::Server::run() {
@@ -243,6 +246,7 @@ void StoreHost::Server::run() {
         finish_swaps();
         end_late();
         remove_ended();
+        reserve_.fill();
         if (deaf_until_ && *deaf_until_ <= Clock::now()) be_deaf(false);
     }
     ::shutdown(listener_.get(), SHUT_RDWR);
@@ -302,7 +306,8 @@ void StoreHost::Server::accept_all() {
             return accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
         });
         const int error = fd ? 0 : errno;
-        if (error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS) {
+        if (link::is_exhausted(error)) {
+            if (reserve_.release()) continue;
             // A stranger's descriptor is free at the next look. Without strangers the caller waits
             // in the kernel's queue until this process has room.
             end_a_stranger();

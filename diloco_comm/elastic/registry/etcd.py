@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...base.service.addresses import is_loopback, parse_address
+from ...base.service.keys import check_secret
 from .gateway import Gateway, GatewayError, Json, Refused
 from .protocol import (
     DROP_AFTER_S,
@@ -222,6 +223,7 @@ def _tls(key: str | Path | None) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=folder / "ca.pem")
         if (folder / "client.pem").exists():
+            check_secret(folder / "client-key.pem")
             context.load_cert_chain(folder / "client.pem", folder / "client-key.pem")
     except OSError as error:  # ssl.SSLError too
         raise ValueError(

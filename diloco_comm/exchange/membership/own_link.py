@@ -284,14 +284,15 @@ class Dial:
             try:
                 return self.own.link.groups(self.token, rank, peers, lanes, timeout)
             except (RuntimeError, ValueError) as error:
-                # The link knows ranks.
-                why = re.sub(
-                    r"\brank (\d+)", lambda r: f"replica {self.members[int(r[1])]}", str(error)
-                )
-                cause = error
+                why, cause = with_replicas(str(error), self.members), error
         raise SyncError(
             f"{name} could not be connected: {why}",
             stage="connect",
             seconds=time.monotonic() - started,
             cuts=[(replica, member) for member in refused],
         ) from cause
+
+
+def with_replicas(why: str, members: Sequence[int]) -> str:
+    """Return an error of a link, which knows ranks, with the numbers of the replicas."""
+    return re.sub(r"\brank (\d+)", lambda rank: f"replica {members[int(rank[1])]}", why)

@@ -29,7 +29,7 @@ diloco-comm doctor --links --store tcp://192.0.2.1:29400 --replica 0 --of 2 --li
 # The options that go with --links alone, and those that do not go with --links.
 _OF_LINKS = ("store", "replica", "of", "listen", "advertise", "keys", "relay", "proxy", "lanes")
 _NOT_OF_LINKS = ("self_test", "replicas", "megabytes")
-# More connections than a link of any training has; each needs two threads here.
+# More connections than a link of any training has.
 _MOST_LANES = 64
 
 
@@ -142,9 +142,8 @@ def _links(given: dict[str, str], options: dict[str, Any], timeout_s: float, as_
     request = _request(options, timeout_s)
     try:
         report = examine_links(request, note)
-    except (RuntimeError, OSError) as error:
-        place = "" if isinstance(error, RuntimeError) else f"{options['listen']}: "
-        fail(place + " ".join(str(error).split()))
+    except RuntimeError as error:
+        fail(" ".join(str(error).split()))
     findings = judge_links(report)
     report["findings"] = findings_as_json(findings)
     if as_json:

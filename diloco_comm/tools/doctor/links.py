@@ -1,8 +1,9 @@
 """``diloco-comm doctor --links``: who reaches whom, and how fast, by the doctors of all replicas.
 
-The doctors meet at the store of the run. Every doctor goes through the same list of pairs, one pair
-after the other. The two doctors of a pair connect as the link would, measure, and put what they saw
-into the store, where all doctors read it. At the end each pair connects once by the link itself.
+The doctors meet at the store of the run, and each opens the link that its replica would have. Every
+doctor goes through the same list of pairs, one pair after the other. The two doctors of a pair
+connect by their links, send messages, and put what they saw into the store, where all doctors read
+the results.
 """
 
 from __future__ import annotations
@@ -11,31 +12,39 @@ import contextlib
 import hashlib
 import itertools
 import json
-import secrets
-import socket
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ... import _C
-from ...base import env
-from ...base.errors import SyncError, named
-from ...base.service.addresses import Proxy, link_places
+from ...base.errors import named
+from ...base.service.addresses import Proxy, with_scheme
 from ...base.service.keys import LinkKeys
-from ...exchange.membership.own_link import Dial, OwnLink
-from . import sockets
+from ...exchange.membership.own_link import Dial, OwnLink, with_replicas
 
 PREFIX = "diloco_comm doctor links"
 # A doctor that has not written for GONE_S has ended; each doctor writes once in BEAT_S.
 GONE_S, BEAT_S = 15.0, 1.0
 _POLL_S = 0.05
-# Time in which a pair connects by the link; the pair has connected plainly before.
+# Time in which a pair connects. A packet that is dropped is sent again after 1 s and after 3 s.
 LINK_S = 10.0
+PINGS, PING_S = 20, 3.0
+# Seconds in which bytes are counted, after a start of ten round trips within these bounds.
+RATE_S, LEAST_START_S, MOST_START_S = 2.0, 0.5, 2.0
+# How long a peer may take for a word; 2 s of queue in each direction fit several times.
+_WORD_TIME = timedelta(seconds=20)
+_WORDS, _BULK = 1, 2  # tags
+# Messages that each lane has under way in a direction: a long way holds some megabytes.
+_MESSAGES, _MESSAGE_BYTES, _LOOK_S = 32, 1024 * 1024, 0.001
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
 
@@ -105,7 +114,7 @@ class Meeting:
                 say_at = end + 1
                 say(f"waiting for {named(missing)}")
             time.sleep(_POLL_S)
-        nonces = [self.ways[n]["nonce"] for n in range(self._request.of)]
+        nonces = [self.ways[n]["link"] for n in range(self._request.of)]
         self._session = hashlib.sha256(" ".join(nonces).encode()).hexdigest()
 
     def token(self, *names: object) -> bytes:
@@ -116,23 +125,16 @@ class Meeting:
         """Tell the others something, once."""
         self._store.set(f"{self._session}/{key}/{self._request.replica}", json.dumps(value))
 
-    def wait(self, key: str, replica: int, unless: str = "") -> Any:
+    def wait(self, key: str, replica: int) -> Any:
         """Return what another doctor has told.
 
         Raises:
             Ended: If that doctor is gone.
-            ConnectionError: If the doctor has told ``unless`` in its place.
         """
         name = f"{self._session}/{key}/{replica}"
         while not self._store.check([name]):
-            has_told = unless and self._store.check([f"{self._session}/{unless}/{replica}"])
-            is_gone = not has_told and not self._is_alive(replica)
-            # The awaited word may have come meanwhile, before the other word or the end.
-            if (has_told or is_gone) and self._store.check([name]):
-                break
-            if has_told:
-                raise ConnectionError(f"the doctor of replica {replica} gave up")
-            if is_gone:
+            # The awaited word may have come meanwhile, before the end.
+            if not self._is_alive(replica) and not self._store.check([name]):
                 raise Ended(f"the doctor of replica {replica} has ended before all was measured")
             time.sleep(_POLL_S)
         return json.loads(self._store.get(name))
@@ -170,7 +172,7 @@ class Meeting:
         before = self._seen.get(replica)
         record = self._look(replica)
         if replica == self._request.replica:
-            if record is not None and record["nonce"] != self._own["nonce"]:
+            if record is not None and record["link"] != self._own["link"]:
                 raise Ended(f"there are two doctors with --replica {replica}: each has its own")
             self.ways[replica] = self._own
             return True
@@ -186,7 +188,7 @@ class Meeting:
 
     def _is_alive(self, replica: int) -> bool:
         record = self._look(replica)
-        if record is None or record["nonce"] != self.ways[replica]["nonce"]:
+        if record is None or record["link"] != self.ways[replica]["link"]:
             return False
         return time.monotonic() - self._seen[replica][1] < GONE_S
 
@@ -199,60 +201,64 @@ def examine_links(request: Request, say: Callable[[str], None]) -> dict[str, Any
 
     Raises:
         Ended: If another doctor does not come, or ends.
-        OSError, RuntimeError: If this process cannot listen, or the relay or store is lost.
+        RuntimeError: If this process cannot listen, or the relay or store is lost.
     """
-    places = link_places(
-        request.listen,
-        request.advertise,
-        lambda: _C.own_host(env.gloo_interface()),
-        request.relay,
-    )
-    nonce = secrets.token_hex(16)
-    door = sockets.Door(places[0], request.relay, nonce, request.proxy)
-    with contextlib.closing(door):
-        address = sockets.place_behind(*places, door.port)
-        own = {
-            "nonce": nonce,
-            "of": request.of,
-            "address": address,
-            "relay": request.relay or "",
-            "keys": request.keys is not None,
-            "available": _AVAILABLE.read_text().split() if _AVAILABLE.exists() else [],
-        }
-        with Meeting(request, own) as meeting:
-            meeting.gather(say)
-            numbers = range(request.of)
-            door.tokens = frozenset(
-                meeting.token(*pair) for pair in itertools.permutations(numbers, 2)
-            )
-            pairs = [
-                _measured(meeting, door, request, low, high)
-                for low, high in itertools.combinations(numbers, 2)
-            ]
-            door.close()
-            _connect_links(meeting, request, places, pairs)
-            replicas = [
-                {
-                    "replica": n,
-                    **{key: way[key] for key in ("address", "relay", "keys", "available")},
-                }
-                for n, way in sorted(meeting.ways.items())
-            ]
+    own = OwnLink(request.listen, request.advertise, request.keys, request.relay, request.proxy)
+    record = {
+        **own.ways(),
+        "of": request.of,
+        "keys": request.keys is not None,
+        "available": _AVAILABLE.read_text().split() if _AVAILABLE.exists() else [],
+    }
+    with contextlib.closing(own), Meeting(request, record) as meeting:
+        meeting.gather(say)
+        pairs = [
+            _measured(meeting, own, request, pair)
+            for pair in itertools.combinations(range(request.of), 2)
+        ]
+        replicas = [
+            {
+                "replica": n,
+                **{key: _place(way[key]) for key in ("address", "relay")},
+                **{key: way[key] for key in ("keys", "available")},
+            }
+            for n, way in sorted(meeting.ways.items())
+        ]
     return {"schema": 1, "replicas": replicas, "pairs": pairs}
+
+
+def _place(text: str) -> str:
+    """Return the address of a link as addresses are printed."""
+    return text and with_scheme(text)
 
 
 # --------------------------------------------------------------------------------- one pair
 
 
 def _measured(
-    meeting: Meeting, door: sockets.Door, request: Request, low: int, high: int
+    meeting: Meeting, own: OwnLink, request: Request, pair: tuple[int, int]
 ) -> dict[str, Any]:
     """Return what both doctors of a pair have seen; they measure meanwhile."""
-    key = f"{low}-{high}"
-    if request.replica in (low, high):
-        meeting.post(f"{key}/result", _Pair(meeting, door, request, low, high).run())
-    seen = {n: meeting.wait(f"{key}/result", n) for n in (low, high)}
-    first, second = seen[low], seen[high]
+    key = "{}-{}".format(*pair)
+    if request.replica in pair:
+        # The side keeps its groups to the end: a group that is dropped ends the peer's measurement.
+        side = _Side(meeting, own, request, pair)
+        meeting.post(f"{key}/result", side.run())
+    first, second = (meeting.wait(f"{key}/result", n) for n in pair)
+    ways = [meeting.ways[n] for n in pair]
+    way = "relay" if all(one["relay"] and not one["address"] for one in ways) else "address"
+    refused = [
+        {
+            **{"from": pair[i], "to": pair[1 - i], "place": _place(ways[1 - i][way]), "way": way},
+            "reason": seen["trouble"],
+        }
+        for i, seen in enumerate((first, second))
+        if seen["trouble"] and not seen["has_dialled"] and ways[1 - i][way]
+    ]
+    why, failure = (first[key] or second[key] for key in ("refusal", "failure"))
+    if failure and not refused and any(one[way] for one in ways):
+        why = failure
+    is_connected = not (why or failure)
     rates = [
         {
             "lanes": there["lanes"],
@@ -263,178 +269,149 @@ def _measured(
         for back, there in zip(first["rates"], second["rates"], strict=False)
     ]
     return {
-        "replicas": [low, high],
-        "way": first["way"],
-        "dialled_by": first["dialled_by"],
-        "refused": first["refused"],
+        "replicas": list(pair),
+        "way": ("relay" if way == "relay" else "direct") if is_connected else None,
+        "dialled_by": pair[0 if first["has_dialled"] else 1] if is_connected else None,
+        # Two who meet at a relay need one way there.
+        "refused": [] if is_connected and way == "relay" else refused,
         "round_trip_ms": first["round_trip_ms"],
         "rates": rates,
         "congestion": [first["congestion"], second["congestion"]],
         "error": first["error"] or second["error"],
-        "link": None,
+        "link": why or ("" if is_connected else None),
     }
 
 
-class _Pair:
+class _Side:
     """One side of a pair."""
 
     def __init__(
-        self, meeting: Meeting, door: sockets.Door, request: Request, low: int, high: int
+        self, meeting: Meeting, own: OwnLink, request: Request, pair: tuple[int, int]
     ) -> None:
-        self._meeting, self._door, self._request = meeting, door, request
-        self._ends = (low, high)
-        self._key = f"{low}-{high}"
-        self._peer = high if request.replica == low else low
+        self._meeting, self._own, self._request, self._pair = meeting, own, request, pair
+        self._groups: list[_C.LinkGroup] = []
+        self._rank = pair.index(request.replica)
+        self._peer = meeting.ways[pair[1 - self._rank]]
+        # Why the key of the peer is not let in, why the pair is not connected, why the own dial has
+        # failed, and why the measurement broke off.
         self._seen: dict[str, Any] = {
-            "way": None,
-            "dialled_by": None,
-            "refused": [],
-            "round_trip_ms": None,
-            "rates": [],
-            "congestion": None,
-            "error": None,
+            **{"refusal": "", "failure": "", "trouble": "", "error": None, "has_dialled": False},
+            **{"round_trip_ms": None, "rates": [], "congestion": None},
         }
 
     def run(self) -> dict[str, Any]:
-        self._meeting.post(f"{self._key}/ready", True)
-        self._meeting.wait(f"{self._key}/ready", self._peer)
-        control = None
+        keys = [self._meeting.ways[n]["link key"] for n in self._pair]
+        refusal, _ = self._own.refusal_of(self._request.replica, self._pair, keys)
+        key = "{}-{}/ready".format(*self._pair)
+        self._meeting.post(key, refusal)
+        self._seen["refusal"] = refusal
+        if refusal or self._meeting.wait(key, self._pair[1 - self._rank]):
+            return self._seen
+        stage = "failure"
         try:
-            control = self._reach()
-            if control is not None:
-                self._measure(control)
-        except OSError as error:
-            self._seen["error"] = sockets.reason_of(error)
-        finally:
-            if control is not None:
-                sockets.drop(control)
+            groups = self._connect(1)
+            stage = "error"
+            self._measure(groups)
+        except RuntimeError as error:
+            self._seen[stage] = with_replicas(" ".join(str(error).split()), self._pair)
         return self._seen
 
-    def _reach(self) -> socket.socket | None:
-        """Dial in both directions, and return the first connection there is."""
-        ways = self._meeting.ways
-        chosen = None
-        low, high = self._ends
-        for dialler, target in ((low, high), (high, low)):
-            found = self._connect(dialler, 0, "address") if ways[target]["address"] else None
-            if chosen is None and found is not None:
-                chosen = found
-                self._seen["way"], self._seen["dialled_by"] = "direct", dialler
-            elif found is not None:
-                sockets.drop(found)
-        if all(ways[n]["relay"] and not ways[n]["address"] for n in self._ends):
-            chosen = self._connect(low, 0, "relay")
-            if chosen is not None:
-                self._seen["way"], self._seen["dialled_by"] = "relay", low
-        return chosen
+    def _connect(self, num_lanes: int) -> list[_C.LinkGroup]:
+        token = self._meeting.token(*self._pair, num_lanes).hex()
+        ways = [self._meeting.ways[n] for n in self._pair]
+        dial = Dial(self._own, token, self._pair, ways)
+        try:
+            groups = dial.groups(self._rank, num_lanes, LINK_S, "the link")
+        finally:
+            for has_dialled, trouble, *_ in self._own.link.lanes(self._peer["link"]):
+                # One lost packet delays one dial, and the dial of another lane works.
+                self._seen["has_dialled"] |= has_dialled
+                self._seen["trouble"] = trouble[:1].lower() + trouble[1:]
+        self._groups += groups
+        return groups
 
-    def _connect(self, dialler: int, number: int, way: str) -> socket.socket | None:
-        """Make a connection; a failure is noted on both sides."""
-        low, high = self._ends
-        target = high if dialler == low else low
-        place = self._meeting.ways[target][way]
-        key, token = f"{self._key}/{dialler}/{number}", self._meeting.token(dialler, target)
-        connection, why = None, ""
-        if dialler == self._request.replica:
-            seat = self._meeting.ways[target]["nonce"] if way == "relay" else ""
-            try:
-                connection = sockets.dial(place, token, number, seat, self._request.proxy)
-            except OSError as error:
-                why = sockets.reason_of(error)
-            self._meeting.post(key, why)
-        elif not (why := self._meeting.wait(key, dialler, f"{self._key}/result")):
-            connection = self._door.take(token, number)
-        if why:
-            refusal = {"from": dialler, "to": target, "place": place, "way": way, "reason": why}
-            self._seen["refused"].append(refusal)
-        return connection
-
-    def _measure(self, control: socket.socket) -> None:
-        dialler, way = self._seen["dialled_by"], self._seen["way"]
-        trip_s = sockets.round_trip(control, asks=self._request.replica == self._ends[0])
+    def _measure(self, groups: list[_C.LinkGroup]) -> None:
+        link, nonce, peer = self._own.link, self._peer["link"], 1 - self._rank
+        trip_s = round_trip(groups[0], peer, asks=self._rank == 0)
         self._seen["round_trip_ms"] = trip_s * 1e3
-        self._seen["congestion"] = sockets.congestion_of(control)
-        number = itertools.count(1)
-        for num_lanes in dict.fromkeys((1, self._request.lanes)):
-            with contextlib.ExitStack() as stack:
-                lanes = []
-                for _ in range(num_lanes):
-                    lane = self._connect(
-                        dialler, next(number), "relay" if way == "relay" else "address"
-                    )
-                    if lane is None:
-                        raise ConnectionError("a further connection was refused")
-                    stack.callback(sockets.drop, lane)
-                    lanes.append(lane)
-                rate = asdict(sockets.measure_rate(control, lanes, trip_s))
-            # Through a relay these are the segments between this process and the relay.
-            self._seen["rates"].append(rate)
+        self._seen["congestion"] = link.lanes(nonce)[0][2] or None
+        # Through a relay the packets are those between this process and the relay.
+        self._seen["rates"].append(measure_rate(link, nonce, groups, peer, trip_s))
+        if self._request.lanes > 1:
+            groups = self._connect(self._request.lanes)
+            self._seen["rates"].append(measure_rate(link, nonce, groups, peer, trip_s))
 
 
-# --------------------------------------------------------------------------------- the link
+# ------------------------------------------------------------------------------ measurements
 
 
-def _connect_links(
-    meeting: Meeting, request: Request, places: tuple[str, str], pairs: list[dict[str, Any]]
-) -> None:
-    """Connect each pair that has a way by the link, with its keys; note "" or why that fails."""
-    with _own_link(meeting, request, places) as (own, why):
-        meeting.post("link", {"ways": None if own is None else own.ways(), "why": why})
-        told = {n: meeting.wait("link", n) for n in range(request.of)}
-        # A group that is dropped early ends the peer's attempt.
-        held: list[Any] = []
-        for pair in pairs:
-            if pair["way"] is not None:
-                _connect_pair(meeting, request.replica, own, told, pair, held)
-        # The link closes when all have connected.
-        meeting.post("end", True)
-        for n in range(request.of):
-            meeting.wait("end", n)
+def round_trip(group: _C.LinkGroup, peer: int, *, asks: bool) -> float:
+    """Return the median of some round trips in seconds; the side that ``asks`` measures them."""
+    if not asks:
+        while not (seconds := _take(group, peer)):
+            _give(group, peer, 0.0)
+        return seconds
+    taken: list[float] = []
+    end = time.perf_counter() + PING_S
+    while len(taken) < PINGS and (not taken or time.perf_counter() < end):
+        start = time.perf_counter()
+        _give(group, peer, 0.0)
+        _take(group, peer)
+        taken.append(time.perf_counter() - start)
+    _give(group, peer, statistics.median(taken))
+    return statistics.median(taken)
 
 
-@contextlib.contextmanager
-def _own_link(
-    meeting: Meeting, request: Request, places: tuple[str, str]
-) -> Iterator[tuple[OwnLink | None, str]]:
-    own, why = None, ""
-    try:
-        # The port of the measurement again: another one may be closed to the others.
-        address = meeting.ways[request.replica]["address"]
-        listen = request.listen
-        if listen is None and places[0]:
-            listen = address
-        own = OwnLink(listen, request.advertise, request.keys, request.relay, request.proxy)
-    except (RuntimeError, OSError) as error:
-        why = " ".join(str(error).split())
-    try:
-        yield own, why
-    finally:
-        if own is not None:
-            own.close()
+def _give(group: _C.LinkGroup, peer: int, value: float) -> None:
+    group.send([torch.tensor([value], dtype=torch.float64)], peer, _WORDS).wait(_WORD_TIME)
 
 
-def _connect_pair(
-    meeting: Meeting,
-    replica: int,
-    own: OwnLink | None,
-    told: Mapping[int, Any],
-    pair: dict[str, Any],
-    held: list[Any],
-) -> None:
-    members = pair["replicas"]
-    whys = [told[n]["why"] for n in members if told[n]["why"]]
-    if not whys:
-        key = f"{members[0]}-{members[1]}/link"
-        if replica in members:
-            assert own is not None
-            why, token = "", meeting.token("link", *members).hex()
-            call = Dial(own, token, members, [told[n]["ways"] for n in members])
-            try:
-                held += call.groups(members.index(replica), 1, LINK_S, "the link")
-            except SyncError as error:
-                why = " ".join(str(error).split())
-            meeting.post(key, why)
-        whys = [why for n in members if (why := meeting.wait(key, n))]
-    # The side that refuses says why; the other side has waited in vain.
-    whys.sort(key=lambda why: "allowed keys" not in why)
-    pair["link"] = whys[0] if whys else ""
+def _take(group: _C.LinkGroup, peer: int) -> float:
+    word = torch.empty(1, dtype=torch.float64)
+    group.recv([word], peer, _WORDS).wait(_WORD_TIME)
+    return float(word)
+
+
+def measure_rate(
+    link: _C.Link, nonce: str, groups: Sequence[_C.LinkGroup], peer: int, trip_s: float
+) -> dict[str, Any]:
+    """Send and receive over all lanes for some seconds, as the peer does at the same time.
+
+    Returns:
+        The number of ``lanes``; ``gbps`` received, all lanes together; and ``retransmitted``, the
+        share of the segments sent that were sent again, None if none was sent.
+    """
+    _give(groups[0], peer, 0.0)
+    _take(groups[0], peer)
+    lanes = groups[::2]
+    data, received = (torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8) for _ in range(2))
+    posts = [(lane.send, data) for lane in lanes] + [(lane.recv, received) for lane in lanes]
+    works = [deque(post([t], peer, _BULK) for _ in range(_MESSAGES)) for post, t in posts]
+
+    def run_for(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for (post, tensor), queue in zip(posts, works, strict=True):
+                while queue[0].is_completed():
+                    queue.popleft().wait()
+                    queue.append(post([tensor], peer, _BULK))
+            time.sleep(_LOOK_S)
+
+    def counted() -> tuple[float, int, int, int]:
+        lanes = link.lanes(nonce)
+        segments, again = sum(lane[3] for lane in lanes), sum(lane[4] for lane in lanes)
+        return time.perf_counter(), link.counters()["received_bytes"], segments, again
+
+    run_for(min(max(LEAST_START_S, 10 * trip_s), MOST_START_S))
+    before = counted()
+    run_for(RATE_S)
+    seconds, num_bytes, segments, again = (
+        now - then for now, then in zip(counted(), before, strict=True)
+    )
+    # The peer may have begun later.
+    run_for(min(2 * trip_s, 1.0))
+    return {
+        "lanes": len(lanes),
+        "gbps": num_bytes * 8 / seconds / 1e9,
+        "retransmitted": again / segments if segments else None,
+    }

@@ -29,12 +29,15 @@ def judge_links(report: dict[str, Any]) -> list[Finding]:
     replicas = {one["replica"]: one for one in report["replicas"]}
     found: list[Finding] = []
     for pair in report["pairs"]:
+        if pair["link"]:
+            found.append(_judge_link(pair))
+            continue
         found += _judge_reach(pair, replicas)
         if pair["error"]:
             what = f"the measurement of replicas {_both(pair)} broke off: {pair['error']}"
             remedy = "run doctor again; if the same is said, the way between them loses connections"
             found.append(Finding("error", what, remedy))
-        found += [*_judge_link(pair), *_judge_lanes(pair), *_judge_loss(pair, replicas)]
+        found += [*_judge_lanes(pair), *_judge_loss(pair, replicas)]
     return [*found, *_advise(report["pairs"])]
 
 
@@ -77,14 +80,12 @@ def _port(place: str) -> int:
     return parse_address("address", place)[1]
 
 
-def _judge_link(pair: dict[str, Any]) -> list[Finding]:
+def _judge_link(pair: dict[str, Any]) -> Finding:
     why = pair["link"]
-    if not why:
-        return []
     remedy = "a firewall between them may end connections that it does not understand"
     if "allowed keys" in why:
         remedy = "each replica lets in the keys of all others, under their numbers"
-    return [Finding("error", f"the link of replicas {_both(pair)} does not connect: {why}", remedy)]
+    return Finding("error", f"the link of replicas {_both(pair)} does not connect: {why}", remedy)
 
 
 def _judge_lanes(pair: dict[str, Any]) -> list[Finding]:
