@@ -222,6 +222,62 @@ void test_a_host_that_forgot_is_not_followed() {
     EXPECT(!store->is_lost() && store->facts().is_durable);
 }
 
+void test_a_restart_loses_keys_and_no_records() {
+    StoreHost::Options first;
+    first.table_id = std::string(32, 'b');
+    first.is_journalled = true;
+    Hosted hosted = host(std::move(first));
+    const auto store = client_of(hosted.port), looker = client_of(hosted.port);
+    store->set("a", kOne);
+    const auto limited = store->with_limit(2s);
+    hosted.store->close();
+    // A caller with a limit of its own is told at once, and looks again later.
+    EXPECT(error_of<c10::DistNetworkError>([&] { limited->check({"a"}); }) != "");
+    const auto begin = Clock::now();
+    for (int i = 0; i < 100; ++i) {
+        EXPECT(error_of<c10::DistNetworkError>([&] { limited->check({"a"}); }) != "");
+    }
+    EXPECT(Clock::now() - begin < 20s);
+    StoreHost::Options again;
+    again.table_id = store->table_id();
+    again.is_journalled = true;
+    again.records = {{"run", "kept"}};
+    const Hosted back = host(std::move(again), hosted.port);
+    EXPECT(store->read_record("run", 5s).first == "kept");
+    for (int i = 0; i < 2; ++i) {
+        const std::string why = error_of<c10::DistNetworkError>([&] { store->add("n", 1); });
+        EXPECT(has(why, "has forgotten its keys") && store->is_lost());
+    }
+    // A client that had no keys there begins anew.
+    EXPECT(looker->read_record("run", 5s).first == "kept" && looker->add("n", 1) == 1);
+    EXPECT(looker->another("")->read_record("run", 5s).first == "kept");
+    const auto other = looker->another(std::string(32, 'c'));
+    EXPECT(has(error_of<c10::DistNetworkError>([&] { other->read_record("run", 5s); }), "cccc"));
+}
+
+void test_keys_of_any_kind_may_be_waited_for() {
+    const Hosted hosted = host();
+    const auto store = client_of(hosted.port);
+    for (const std::string& key : {std::string(), std::string("\0\xff", 2)}) {
+        EXPECT(error_of<c10::DistStoreError>([&] { store->wait({key}, 50ms); }) != "");
+        store->set(key, kOne);
+        EXPECT(store->get(key) == kOne);
+    }
+    // A small request may ask for much: for one large value a thousand times.
+    store->set("large", Bytes(1 << 20, 'x'));
+    const std::vector<std::string> many(1000, "large");
+    EXPECT(has(error_of<c10::DistStoreError>([&] { store->multiGet(many); }), "at most 64 MiB"));
+    std::vector<std::string> waited = many;
+    waited.emplace_back("late");
+    std::thread late([&] {
+        std::this_thread::sleep_for(50ms);
+        hosted.store->set("late", kOne);
+    });
+    EXPECT(has(error_of<c10::DistStoreError>([&] { store->multiGet(waited); }), "at most 64 MiB"));
+    late.join();
+    EXPECT(store->get("late") == kOne);
+}
+
 void test_many_clients_wait_for_one_key() {
     const Hosted hosted = host();
     constexpr int kClients = 200;
@@ -400,6 +456,8 @@ int main() {
     test_a_lost_answer_changes_nothing_twice();
     test_a_router_that_forgets_costs_one_silence();
     test_a_host_that_forgot_is_not_followed();
+    test_a_restart_loses_keys_and_no_records();
+    test_keys_of_any_kind_may_be_waited_for();
     test_many_clients_wait_for_one_key();
     test_strangers_keep_nobody_out();
     test_keys_decide();

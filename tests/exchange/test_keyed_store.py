@@ -331,7 +331,7 @@ def test_clients_that_read_nothing_hold_half_a_gibibyte_at_most() -> None:
 
 
 def is_cut(connection: socket.socket) -> bool:
-    """Whether the other side has ended a connection of which nothing is read."""
+    """Whether the other side has ended a connection from which nothing is read."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return any(events & (select.POLLRDHUP | select.POLLHUP) for _, events in poll.poll(0))

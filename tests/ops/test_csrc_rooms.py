@@ -31,7 +31,7 @@ MAY_INCLUDE = {
     LINK: (),
     STORE: (LINK,),
     **dict.fromkeys(EXCHANGE_ROOMS, ()),
-    "exchange/failure": ("exchange/link/sockets.h", "exchange/store/keyed_store.h"),
+    "exchange/failure": ("exchange/link/sockets.h", STORE),
     ENGINE: (*EXCHANGE_ROOMS, "wire", "codec"),
     "exchange/bindings": (ENGINE, LINK, STORE, *EXCHANGE_ROOMS, "codec"),
     "": ("operators/bindings.h", "exchange/bindings/bindings.h"),

@@ -234,6 +234,8 @@ void register_store_client(py::module_& m) {
              "Without a seed, the connection is plain.")
         .def_property_readonly("host", &StoreClient::host)
         .def_property_readonly("port", &StoreClient::port)
+        .def("another", &StoreClient::another, py::arg("table_id") = "",
+             "A further connection, made by the first call, to the table of that id.")
         .def_property_readonly("table_id", &StoreClient::table_id,
                                "The table that must answer; empty before the first answer.")
         .def_property_readonly(

@@ -170,16 +170,16 @@ bool Channel::is_over() const {
 
 uint64_t Incoming::announced() const { return Reader(bytes_, 0).number<uint64_t>(); }
 
-Outcome Incoming::read(Channel& channel) {
+Outcome Incoming::read(Channel& channel, uint64_t most) {
     while (true) {
         uint64_t whole = kHeadBytes;
         if (at_ >= kHeadBytes) {
             const uint64_t size = announced();
             if (size < kLeastBody) throw std::runtime_error("a packet of the store is cut");
-            if (size > Packet::kMostBytes) {
+            if (size > most) {
                 throw std::runtime_error("the other side announces a packet of " +
-                                         std::to_string(size) +
-                                         " bytes, and at most 64 MiB are taken");
+                                         std::to_string(size) + " bytes, and at most " +
+                                         std::to_string(most) + " are taken");
             }
             whole += size;
             if (at_ == whole) return Outcome::kDone;

@@ -119,8 +119,9 @@ class Channel {
 // the other side announces.
 class Incoming {
   public:
-    // kDone: take() returns the packet. Throws std::runtime_error for what is no packet.
-    Channel::Outcome read(Channel& channel);
+    // kDone: take() returns the packet. Throws std::runtime_error for bytes that are no packet, and
+    // for a packet of more than `most` bytes.
+    Channel::Outcome read(Channel& channel, uint64_t most = Packet::kMostBytes);
     // Throws std::runtime_error for what is no packet, or has more parts.
     Packet take(size_t most_parts);
     // The bytes of this packet that have come so far.

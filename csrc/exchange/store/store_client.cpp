@@ -50,6 +50,8 @@ class Refused : public std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+Clock::time_point halfway(Clock::time_point end) { return Clock::now() + (end - Clock::now()) / 2; }
+
 // Waits for what the channel wants. Throws std::runtime_error, with one sentence, where that is
 // nothing any more, or `end` comes first; the class is Refused where the session has failed.
 void wait_for(const Channel& channel, Channel::Outcome outcome, Clock::time_point end) {
@@ -134,6 +136,11 @@ c10::intrusive_ptr<c10d::Store> StoreClient::clone() {
     return limit_ ? copy->with_limit(*limit_) : copy;
 }
 
+c10::intrusive_ptr<StoreClient> StoreClient::another(const std::string& id) {
+    return c10::make_intrusive<StoreClient>(wire_->place, timeout_, id.empty() ? table_id() : id,
+                                            false);
+}
+
 std::string StoreClient::table_id() const {
     const std::lock_guard<std::mutex> lock(wire_->mutex);
     return wire_->table_id;
@@ -161,6 +168,7 @@ void StoreClient::lose(const std::string& why) {
     {
         const std::lock_guard<std::mutex> lock(wire_->mutex);
         wire_->is_lost = true;
+        wire_->silent_until = after(kRefused);
     }
     C10_THROW_ERROR(DistNetworkError, name_of_host() + " " + why);
 }
@@ -178,8 +186,11 @@ void StoreClient::connect(Clock::time_point end, Clock::time_point refused_end) 
         }
         if (wire_->channel) break;
         const auto next = Clock::now() + kPause;
-        if (!patience && next > refused_end) lose("is not there any more: " + trouble);
+        const bool is_refused = trouble == std::strerror(ECONNREFUSED);
+        if (!patience && is_refused && next > refused_end)
+            lose("is not there any more: " + trouble);
         if (next > patience.value_or(end)) {
+            note_silence(std::chrono::ceil<milliseconds>(end - begin));
             const auto waited = std::chrono::ceil<milliseconds>(end - begin).count();
             give_up(patience
                         ? trouble
@@ -204,9 +215,15 @@ Descriptor StoreClient::dial_host(Clock::time_point end, std::string& trouble) {
         trouble = dialled.trouble;
         return std::move(dialled.fd);
     }
-    for (const Address& address : look_up(place.host, port, AI_NUMERICSERV)) {
-        fd = dial(address, end, trouble);
-        if (fd) break;
+    // A name server may be slow: the address of the last connection goes first.
+    if (wire_->address) fd = dial(*wire_->address, halfway(end), trouble);
+    if (fd) return fd;
+    const std::vector<Address> addresses = look_up(place.host, port, AI_NUMERICSERV);
+    for (const Address& address : addresses) {
+        fd = dial(address, &address == &addresses.back() ? end : halfway(end), trouble);
+        if (!fd) continue;
+        wire_->address = address;
+        break;
     }
     return fd;
 }
@@ -255,7 +272,11 @@ std::string StoreClient::greet(Descriptor fd, Clock::time_point end) {
     } catch (const c10::Error&) {
         throw;
     } catch (const std::exception& error) {
-        return (has_shaken ? kNoStore : kNoTls) + std::string(error.what());
+        const bool is_known = !facts().table_id.empty();
+        return (is_known     ? "does not answer: "
+                : has_shaken ? kNoStore
+                             : kNoTls) +
+               std::string(error.what());
     }
 }
 
@@ -298,12 +319,42 @@ std::shared_ptr<void> StoreClient::take_turn(Clock::time_point end) {
             }};
 }
 
+// Calls with a limit of their own fail at once while the host is known to be silent: the caller has
+// other things to do.
+void StoreClient::fail_if_silent() {
+    bool is_lost = false;
+    {
+        const std::lock_guard<std::mutex> lock(wire_->mutex);
+        if (Clock::now() >= wire_->silent_until) return;
+        is_lost = wire_->is_lost;
+    }
+    if (is_lost) C10_THROW_ERROR(DistNetworkError, name_of_host() + " is not there any more");
+    give_up("still does not answer");
+}
+
+void StoreClient::note_silence(milliseconds time) {
+    const std::lock_guard<std::mutex> lock(wire_->mutex);
+    wire_->silent_until = after(std::min<milliseconds>(time, kMostSilence));
+}
+
+// The keys of a host are in the memory of its process, also where the host's records are not.
+void StoreClient::check_memory() {
+    std::string process;
+    {
+        const std::lock_guard<std::mutex> lock(wire_->mutex);
+        if (wire_->process.empty()) wire_->process = wire_->facts.process;
+        if (wire_->process == wire_->facts.process) return;
+    }
+    lose("was started again and has forgotten its keys");
+}
+
 Packet StoreClient::ask(Question question, milliseconds limit) {
     Wire& wire = *wire_;
     if (getpid() != wire.owner) {
         give_up("is connected to the parent of this process: a forked child connects anew");
     }
     const auto end = after(limit);
+    if (limit_) fail_if_silent();
     const std::shared_ptr<void> turn = take_turn(end);
     if (!turn) {
         give_up("is asked by another thread for " + std::to_string(limit.count()) + " ms");
@@ -315,6 +366,9 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
                                             std::to_string(question.parts.size()));
     }
     const bool is_swap = question.request == Request::kSwap;
+    const bool is_of_record = is_swap || question.request == Request::kRead ||
+                              question.request == Request::kBeat ||
+                              question.request == Request::kWatch;
     if (store::changes_values(question.request)) {
         question.parts.push_back(std::to_string(++wire.last_number));
     }
@@ -326,14 +380,18 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
         C10_THROW_ERROR(DistStoreError, error.what());
     }
     // A host waits for keys, and says nothing meanwhile.
-    milliseconds silence = std::clamp<milliseconds>(limit / 3, kLeastSilence, kMostSilence);
+    milliseconds silence =
+        std::clamp<milliseconds>(std::min(limit, own_limit()) / 3, kLeastSilence, kMostSilence);
     const bool waits = question.request == Request::kGet || question.request == Request::kWait ||
                        question.request == Request::kWatch;
     if (waits) silence += milliseconds(question.number);
     Packet answer;
     while (true) {
         if (wire.channel && wire.channel->is_over()) wire.channel.reset();
-        if (!wire.channel) connect(end, std::min<Clock::time_point>(end, Clock::now() + kRefused));
+        // A host that was not there at the last call is looked for once.
+        const auto refused_end = limit_ && is_lost() ? Clock::now() : after(kRefused);
+        if (!wire.channel) connect(end, std::min(end, refused_end));
+        if (!is_of_record) check_memory();
         try {
             send(*wire.channel, *bytes, end);
             answer = receive(*wire.channel, end, is_swap ? limit : silence);
@@ -341,11 +399,13 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
         } catch (const std::exception& error) {
             wire.channel.reset();
             if (is_swap || Clock::now() >= end) {
+                note_silence(limit);
                 C10_THROW_ERROR(DistStoreError, "the connection to " + name_of_host() +
                                                     " has broken: " + error.what());
             }
         }
     }
+    note_silence(milliseconds(0));
     if (answer.kind == static_cast<uint8_t>(Answer::kFailed)) {
         C10_THROW_ERROR(DistStoreError,
                         answer.parts.empty() ? "the store gives no reason" : answer.parts.front());
@@ -358,11 +418,14 @@ Packet StoreClient::wait_for(Request request, const store::Keys& keys, milliseco
     while (true) {
         const auto left = std::chrono::ceil<milliseconds>(end - Clock::now());
         const milliseconds part = std::clamp<milliseconds>(left, milliseconds(0), kLongest);
-        Packet answer = ask({request, keys, part.count()}, part + own_limit());
+        Packet answer = ask({request, keys, part.count()},
+                            std::max<milliseconds>(left, milliseconds(0)) + own_limit());
         if (answer.kind != static_cast<uint8_t>(Answer::kLate)) return answer;
         if (Clock::now() >= end) {
             C10_THROW_ERROR(DistStoreError, store::words_of_late(keys, time.count()));
         }
+        // The turn of the other callers.
+        std::this_thread::sleep_for(milliseconds(1));
     }
 }
 
@@ -403,7 +466,7 @@ StoreClient::Record StoreClient::watch_record(const std::string& run, uint64_t r
         Question part = question;
         const auto left = std::chrono::ceil<milliseconds>(end - Clock::now());
         part.number = std::clamp<milliseconds>(left, milliseconds(0), kLongest).count();
-        const milliseconds limit = milliseconds(part.number) + own_limit();
+        const milliseconds limit = std::max<milliseconds>(left, milliseconds(0)) + own_limit();
         Record record = record_in(ask(std::move(part), limit));
         if (record.second != revision || Clock::now() >= end) return record;
     }

@@ -52,6 +52,8 @@ class StoreClient : public store::Values {
 
     // The same connection; calls end within `limit`, and waits so much later than their timeout.
     c10::intrusive_ptr<StoreClient> with_limit(milliseconds limit);
+    // A further connection, that the first call makes, to the table `id`; empty: to this table.
+    c10::intrusive_ptr<StoreClient> another(const std::string& id);
     // A further connection. A function of c10d::Store from torch 2.8 on, so without `override`.
     c10::intrusive_ptr<c10d::Store> clone();
 
@@ -84,6 +86,7 @@ class StoreClient : public store::Values {
         // The caller that has the turn uses these. No std::timed_mutex: ThreadSanitizer does not
         // see how that is locked.
         std::unique_ptr<store::Channel> channel{};  // null: the next call dials
+        std::optional<Address> address{};           // of the last connection
         std::string name = store::random_name();
         int64_t last_number = 0;
         std::mutex mutex{};
@@ -93,6 +96,8 @@ class StoreClient : public store::Values {
         std::string table_id{};
         Facts facts{};
         bool is_lost = false;
+        std::string process{};                    // that has this client's keys
+        store::Clock::time_point silent_until{};  // no look at the host before that
     };
     struct Question {
         store::Request request{};
@@ -109,6 +114,9 @@ class StoreClient : public store::Values {
     [[noreturn]] void give_up(const std::string& why);
     [[noreturn]] void lose(const std::string& why);
     std::string name_of_host() const;
+    void fail_if_silent();
+    void note_silence(milliseconds time);
+    void check_memory();
     // Waits for the turn until `end`; the result gives the turn back, and is null where it is late.
     std::shared_ptr<void> take_turn(store::Clock::time_point end);
 

@@ -46,9 +46,10 @@ constexpr std::chrono::seconds kTaken{60};
 constexpr size_t kMostHeld = size_t{512} << 20;
 // Things that are done for one client before the others have their turn, and callers at a time.
 constexpr int kMostTurns = 16, kMostCallers = 256;
-constexpr size_t kMostRemembered = 8192, kMostRememberedBytes = 65536;
+constexpr size_t kMostRemembered = 16384, kMostRememberedBytes = 4096;
 constexpr milliseconds kDeaf{100}, kLook{1000};
 constexpr size_t kMostClientName = 64;
+constexpr uint64_t kMostGreeting = 1024;  // bytes of a hello
 // The names under which epoll reports the listener and poke(); the clients' numbers lie between.
 constexpr uint64_t kListener = 0, kWake = UINT64_MAX;
 
@@ -119,7 +120,7 @@ class StoreHost::Server {
         // run's record.
         Keys keys{};
         bool wants_values = false;
-        std::string watched{};
+        std::optional<std::string> watched{};
         std::string run{};
         uint64_t revision = 0;
     };
@@ -152,6 +153,8 @@ class StoreHost::Server {
     void reply_values(Client& client);
     void reply_record(Client& client);
     void go_on(const Keys& fresh);
+    template <typename Body>
+    void with_waiting(int id, Body body);
     void finish_swaps();
     void stop_waiting(Client& client);
     void end_late();
@@ -372,6 +375,7 @@ void StoreHost::Server::end(Client& client) {
         const linger at_once{1, 0};
         setsockopt(client.channel->fd(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
     }
+    if (client.stage == Stage::kWaiting) records.forget(client.id);
     client.stage = Stage::kEnded;
     stop_waiting(client);
     set_deadline(client, Clock::time_point::max());
@@ -401,12 +405,14 @@ void StoreHost::Server::end_late() {
         Client& client = *clients_.at(deadlines_.begin()->second);
         if (client.stage != Stage::kWaiting) {
             end(client);
-        } else if (client.run.empty()) {
-            reply(client, {static_cast<uint8_t>(Answer::kLate), 0, {}});
-            pump(client);
-        } else {
-            reply_record(client);
+            continue;
         }
+        set_deadline(client, Clock::time_point::max());
+        with_waiting(client.id, [&](Client& late) {
+            if (!late.run.empty()) return reply_record(late);
+            reply(late, {static_cast<uint8_t>(Answer::kLate), 0, {}});
+            pump(late);
+        });
     }
 }
 
@@ -457,7 +463,8 @@ bool StoreHost::Server::turn(Client& client) {
             if (outcome == Channel::Outcome::kDone) client.stage = Stage::kReading;
             break;
         case Stage::kReading:
-            outcome = client.in.read(*client.channel);
+            outcome = client.in.read(*client.channel,
+                                     client.is_stranger ? kMostGreeting : Packet::kMostBytes);
             if (outcome == Channel::Outcome::kDone) heard(client);
             break;
         case Stage::kWriting:
@@ -468,9 +475,7 @@ bool StoreHost::Server::turn(Client& client) {
             if (!client.is_stranger) set_deadline(client, Clock::time_point::max());
             break;
         case Stage::kWaiting:
-            // The client has hung up, or speaks although it waits for an answer.
-            end(client);
-            return false;
+            break;  // The client has hung up, or speaks although it waits for an answer.
         case Stage::kEnded:
             return false;
     }
@@ -647,15 +652,31 @@ void StoreHost::Server::reply_values(Client& client) {
 
 void StoreHost::Server::go_on(const Keys& fresh) {
     for (const std::string& key : fresh) {
-        auto waiting = waiting_for_key_.extract(key);
+        const auto waiting = waiting_for_key_.extract(key);
         if (waiting.empty()) continue;
         for (const int id : waiting.mapped()) {
-            Client& client = *clients_.at(id);
-            if (client.stage != Stage::kWaiting) continue;
-            client.watched.clear();
-            reply_values(client);
-            if (client.stage == Stage::kWriting) pump(client);
+            with_waiting(id, [&](Client& client) {
+                client.watched.reset();
+                reply_values(client);
+                if (client.stage == Stage::kWriting) pump(client);
+            });
         }
+    }
+}
+
+// Does something for a client that waits. An error is the client's, and ends nothing else.
+template <typename Body>
+void StoreHost::Server::with_waiting(int id, Body body) {
+    const auto found = clients_.find(id);
+    if (found == clients_.end() || found->second->stage != Stage::kWaiting) return;
+    Client& client = *found->second;
+    try {
+        body(client);
+    } catch (const std::logic_error& error) {
+        reply(client, failed(error.what()));
+        pump(client);
+    } catch (const std::exception&) {  // no memory is left
+        end(client);
     }
 }
 
@@ -687,18 +708,17 @@ void StoreHost::Server::swap(Client& client, const Packet& request) {
 
 void StoreHost::Server::finish_swaps() {
     Keys runs;
-    for (store::Records::Done& done : records.advance(runs)) {
-        const auto found = clients_.find(done.client);
-        if (found == clients_.end() || found->second->stage != Stage::kWaiting) continue;
-        reply(*found->second, done.answer);
-        pump(*found->second);
+    for (const store::Records::Done& done : records.advance(runs)) {
+        with_waiting(done.client, [&](Client& client) {
+            reply(client, done.answer);
+            pump(client);
+        });
     }
     for (const std::string& run : runs) {
         const auto waiting = waiting_for_record_.extract(run);
         if (waiting.empty()) continue;
         for (const int id : waiting.mapped()) {
-            Client& client = *clients_.at(id);
-            if (client.stage == Stage::kWaiting) reply_record(client);
+            with_waiting(id, [&](Client& client) { reply_record(client); });
         }
     }
 }
@@ -710,12 +730,12 @@ void StoreHost::Server::stop_waiting(Client& client) {
         found->second.erase(client.id);
         if (found->second.empty()) waiting.erase(found);
     };
-    if (!client.watched.empty()) {
-        leave(waiting_for_key_, client.watched);
-        if (waiting_for_key_.count(client.watched) == 0) table.unwatch(client.watched);
+    if (client.watched) {
+        leave(waiting_for_key_, *client.watched);
+        if (waiting_for_key_.count(*client.watched) == 0) table.unwatch(*client.watched);
     }
     if (!client.run.empty()) leave(waiting_for_record_, client.run);
-    client.watched.clear();
+    client.watched.reset();
     client.run.clear();
     client.keys = {};
 }
@@ -763,12 +783,20 @@ c10::intrusive_ptr<c10d::Store> StoreHost::clone() {
     return c10::intrusive_ptr<c10d::Store>::unsafe_reclaim_from_nonowning(this);
 }
 
+void StoreHost::check_process() const {
+    if (getpid() == process_) return;
+    C10_THROW_ERROR(DistStoreError,
+                    "the parent of this process hosts this store: a forked child connects to it");
+}
+
 store::Packet StoreHost::ask(store::Request request, store::Keys parts, int64_t number) {
+    check_process();
     return server_->table.answer({static_cast<uint8_t>(request), number, std::move(parts)});
 }
 
 store::Packet StoreHost::wait_for(store::Request request, const store::Keys& keys,
                                   milliseconds time) {
+    check_process();
     auto values = server_->table.wait(keys, store::after(time));
     if (!values) C10_THROW_ERROR(DistStoreError, store::words_of_late(keys, time.count()));
     return {static_cast<uint8_t>(store::Answer::kDone), 0, std::move(*values)};

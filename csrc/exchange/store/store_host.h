@@ -57,6 +57,7 @@ class StoreHost : public store::Values {
   private:
     class Server;
 
+    void check_process() const;
     store::Packet ask(store::Request request, store::Keys parts, int64_t number) override;
     store::Packet wait_for(store::Request request, const store::Keys& keys,
                            milliseconds time) override;

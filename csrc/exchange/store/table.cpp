@@ -120,6 +120,13 @@ const std::string* Table::missing_of(const Keys& keys) const {
 }
 
 Keys Table::values_of(const Keys& keys) const {
+    size_t size = 0;
+    // A key may stand there many times.
+    for (const std::string& key : keys) size += values_.at(key).size();
+    if (size > Packet::kMostBytes) {
+        refuse("a store gives at most 64 MiB at a time, and these keys hold " +
+               std::to_string(size) + " bytes");
+    }
     Keys values;
     for (const std::string& key : keys) values.push_back(values_.at(key));
     return values;
@@ -270,6 +277,13 @@ void Records::swap(int client, const Keys& parts) {
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     waiting_.push_back({client, parts[0], parts[1], parts[2]});
+}
+
+void Records::forget(int client) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(),
+                                  [client](const Swap& one) { return one.client == client; }),
+                   waiting_.end());
 }
 
 // Adds a swap to the group, or answers where the registry is full.

@@ -99,6 +99,8 @@ class Records {
     Record read(const std::string& run) const;
     // advance() answers.
     void swap(int client, const Keys& parts);
+    // The client has gone: its swap does not happen, unless it is under way.
+    void forget(int client);
     // Returns the answers that are due, and adds the runs that have changed to `changed`.
     std::vector<Done> advance(Keys& changed);
 

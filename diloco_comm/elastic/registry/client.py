@@ -170,7 +170,7 @@ class RegistryClient:
             self._lock.release()
 
     def _ask(self, ask: Callable[[_C.StoreClient, float], T], deadline: float) -> T:
-        client = self._client = self._client or self._given or self._open()
+        client = self._client = self._client or self._open()
         while True:
             try:
                 return ask(client, max(0.0, deadline - time.monotonic()))
@@ -183,6 +183,9 @@ class RegistryClient:
                 self.registry_id = client.table_id
 
     def _open(self) -> _C.StoreClient:
+        if self._given is not None:
+            # The program may wait for long in the connection of its own.
+            return self._given.another(self.registry_id)
         return _C.StoreClient(
             *self._place,
             *credentials(self._keys),

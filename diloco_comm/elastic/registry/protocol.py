@@ -7,6 +7,7 @@ from typing import Protocol
 MAX_RECORD_BYTES = 8192
 MAX_BEAT_BYTES = 2048
 MAX_NAME = 100
+MAX_NAME_BYTES = 4 * MAX_NAME
 # Seconds without a beat after which a registry forgets a member's last beat.
 DROP_AFTER_S = 600.0
 # Seconds in which a key that is refused may be allowed again, before its client ends.
