@@ -163,6 +163,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python .ci/house.py
+	$(BIN)/python tests/support/quality/counts.py
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 
 # The documentation site, with the reference that is generated from the docstrings.

@@ -53,11 +53,14 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def test_a_pair_holds_keys_of_zeromq_and_of_a_link(tmp_path: Path) -> None:
+@pytest.mark.parametrize("serves", [False, True], ids=["link", "serve"])
+def test_a_pair_holds_the_keys_of_a_link_and_those_of_a_server(
+    tmp_path: Path, serves: bool
+) -> None:
     folder = tmp_path / "keys"
     before = os.umask(0)
     try:
-        public, secret = make_pairs(folder, ["paris"])
+        public, secret = make_pairs(folder, ["paris"], serves=serves)
     finally:
         os.umask(before)
     assert {public, secret} == {folder / "paris.key", folder / "paris.key_secret"}
@@ -68,6 +71,10 @@ def test_a_pair_holds_keys_of_zeromq_and_of_a_link(tmp_path: Path) -> None:
     assert shown.curve_secret is None and shown.link_secret is None
     assert hidden.link_secret is not None and hidden.link_secret not in public.read_text()
     assert _C.link_public_key(bytes.fromhex(hidden.link_secret)).hex() == shown.link
+    if not serves:
+        assert (hidden.curve, hidden.curve_secret) == ("", None)
+        assert "curve" not in public.read_text() + secret.read_text()
+        return
     # ZeroMQ reads its keys there, and no other ones.
     curve, curve_secret = zmq.auth.load_certificate(secret)
     assert (curve.decode(), curve_secret) == (shown.curve, (hidden.curve_secret or "").encode())
@@ -92,7 +99,7 @@ def test_the_public_key_of_a_seed_is_that_of_the_standard() -> None:
 
 
 def test_pairs_differ_and_are_not_made_twice(tmp_path: Path) -> None:
-    make_pairs(tmp_path, ["paris", "tokyo", "paris"])
+    make_pairs(tmp_path, ["paris", "tokyo", "paris"], serves=True)
     paris, tokyo = (Keys.read(tmp_path / f"{name}.key_secret") for name in ("paris", "tokyo"))
     for name in ("curve", "curve_secret", "link", "link_secret"):
         assert getattr(paris, name) != getattr(tokyo, name)
@@ -206,7 +213,7 @@ def test_files_that_let_nobody_in_are_refused(tmp_path: Path) -> None:
     for file, text in (
         ("tokyo.key_secret", "public keys are in a file NAME.key"),
         ("secret.key", "holds secret keys: give the file NAME.key"),
-        ("text.key", "is no file of keys: it holds no public-key"),
+        ("text.key", "is no file of keys: it holds no link-key"),
         ("again.key", "holds the same keys as again.key: remove it first"),
         ("other/tokyo.key", "holds other keys: remove it first"),
     ):
@@ -219,7 +226,7 @@ def test_files_that_let_nobody_in_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["link-key", "public-key"])
 def test_a_damaged_key_is_named(tmp_path: Path, line: str) -> None:
-    make_pairs(tmp_path, ["paris"])
+    make_pairs(tmp_path, ["paris"], serves=True)
     path = tmp_path / "paris.key"
     path.write_text(re.sub(f'{line} = "..', f'{line} = "', path.read_text()))
     with pytest.raises(ValueError, match=f"{path} is no file of keys: {line} is not a key"):
@@ -373,7 +380,7 @@ def test_the_own_key_may_be_bound(tmp_path: Path) -> None:
 def link_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "keys"
     make_pairs(folder, ["paris"])
-    make_pairs(tmp_path / "there", ["tokyo"])
+    make_pairs(tmp_path / "there", ["tokyo"], serves=True)
     allow(folder, [tmp_path / "there" / "tokyo.key"])
     return folder
 
@@ -501,6 +508,24 @@ def _of_a_client(folder: Path) -> object:
 
 
 READERS = [_of_a_link, _of_a_server, _of_a_client]
+
+
+def test_a_pair_of_a_link_alone_is_none_of_a_server(tmp_path: Path) -> None:
+    made_by = "make the pairs? with `diloco-comm keys make --serve`"
+    make_keys(tmp_path, ["tokyo"])
+    for name in ("server", "tokyo"):
+        (tmp_path / f"{name}.key_secret").unlink()
+    make_pairs(tmp_path, ["server", "tokyo"])
+    for read in (_of_a_server, _of_a_client):
+        with pytest.raises(ValueError, match=f"server.key_secret holds no key of a.*{made_by}"):
+            read(tmp_path)
+    for path in (tmp_path / "allowed").iterdir():
+        path.unlink()
+    (tmp_path / "server.key_secret").unlink()
+    make_pairs(tmp_path, ["server"], serves=True)
+    allow(tmp_path, [tmp_path / "tokyo.key"])
+    with pytest.raises(ValueError, match=f"allowed holds no key of a server's client: {made_by}"):
+        _of_a_server(tmp_path)
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -705,7 +730,7 @@ def test_a_key_that_is_removed_while_no_descriptor_is_left_counts_at_once(
     lima, nice, tokyo = (folder / f"{name}.key" for name in ("lima", "nice", "tokyo"))
     before = in_allowed.present(at_once=True)
     assert len(before) == 3
-    make_pairs(tmp_path / "other", ["oslo", "tokyo"])
+    make_pairs(tmp_path / "other", ["oslo", "tokyo"], serves=True)
     shutil.copy(tmp_path / "other" / "oslo.key", folder)
     os.replace(tmp_path / "other" / "tokyo.key", tokyo)
     lima.unlink()
@@ -755,7 +780,7 @@ def test_a_folder_that_others_may_change_keeps_its_last_keys(
 ) -> None:
     folder = tmp_path / "allowed"
     before = in_allowed.present(at_once=True)
-    make_pairs(tmp_path / "other", ["oslo"])
+    make_pairs(tmp_path / "other", ["oslo"], serves=True)
     folder.chmod(0o775)
     shutil.copy(tmp_path / "other" / "oslo.key", folder)
     for _ in range(3):
@@ -772,7 +797,7 @@ def test_an_allowed_key_that_others_may_change_lets_nobody_in(
 ) -> None:
     folder = tmp_path / "allowed"
     before = in_allowed.present(at_once=True)
-    make_pairs(tmp_path / "other", ["oslo", "tokyo"])
+    make_pairs(tmp_path / "other", ["oslo", "tokyo"], serves=True)
     for name in ("oslo.key", "tokyo.key"):
         shutil.copy(tmp_path / "other" / name, folder)
         (folder / name).chmod(0o664)

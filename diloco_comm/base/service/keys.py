@@ -6,9 +6,9 @@ A folder of keys looks like this. A file that ends in ``.key_secret`` stays on i
     keys/allowed/tokyo.key                   the public keys that are let in
     keys/readers/lima.key                    those that may look at a registry or a store, no more
 
-A pair is two pairs: CURVE keys, with which ZeroMQ protects a server of asynchronous training, and
-ed25519 keys, with which links, stores and registries protect their connections. ZeroMQ's readers of
-keys skip the lines of links.
+A pair is of ed25519 keys, with which links, stores and registries protect their connections. A pair
+that was made for a server of asynchronous training has CURVE keys of ZeroMQ, too. ZeroMQ skips the
+lines of links.
 The first line of an allowed file may bind the key of the link to replicas: ``replicas = "1, 3"``.
 A running process reads ``allowed`` again: a key that is added or removed counts a second later.
 """
@@ -68,7 +68,7 @@ class Keys:
     """The keys in one file, as they are written there; None for a key that the file does not hold.
 
     Attributes:
-        curve, curve_secret: Z85, 40 characters.
+        curve, curve_secret: Z85, 40 characters; "" and None in a pair that is not for servers.
         link, link_secret: 64 hexadecimal digits: the public key, and its seed.
         replicas: The numbers of the replicas to which the key of the link is bound: none where the
             line of these numbers is damaged. None for a key that is not bound.
@@ -97,8 +97,8 @@ class Keys:
         for name, form in _FORMS.items():
             if name in found and not form.fullmatch(found[name]):
                 raise ValueError(f"{path} is no file of keys: {name} is not a key")
-        if "public-key" not in found:
-            raise ValueError(f"{path} is no file of keys: it holds no public-key")
+        if "link-key" not in found and "public-key" not in found:
+            raise ValueError(f"{path} is no file of keys: it holds no link-key")
         if "link-key" not in found:
             raise ValueError(
                 f"{path} holds no link-key: it is damaged, or of a version before 0.2, and this "
@@ -106,7 +106,7 @@ class Keys:
                 "files"
             )
         return cls(
-            found["public-key"],
+            found.get("public-key", ""),
             found["link-key"],
             found.get("secret-key"),
             found.get("link-secret"),
@@ -114,11 +114,12 @@ class Keys:
         )
 
     def text(self, name: str, *, is_secret: bool) -> str:
-        secret = f'    secret-key = "{self.curve_secret}"\n' if is_secret else ""
-        head = (_SECRET_HEAD if is_secret else _PUBLIC_HEAD).format(name=name)
-        seed = f'    link-secret = "{self.link_secret}"\n' if is_secret else ""
-        curve = f'{head}curve\n    public-key = "{self.curve}"\n{secret}'
-        return f'{curve}link\n    link-key = "{self.link}"\n{seed}'
+        text = (_SECRET_HEAD if is_secret else _PUBLIC_HEAD).format(name=name)
+        if self.curve:
+            text += f'curve\n    public-key = "{self.curve}"\n'
+            text += f'    secret-key = "{self.curve_secret}"\n' if is_secret else ""
+        text += f'link\n    link-key = "{self.link}"\n'
+        return text + (f'    link-secret = "{self.link_secret}"\n' if is_secret else "")
 
 
 def _binds(line: str) -> bool:
@@ -163,7 +164,7 @@ def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
     missing = [] if (folder / f"{SERVER}{SECRET}").exists() else [SERVER]
     written = []
     for name in dict.fromkeys([*missing, *names]):
-        written += make_pairs(folder, [name])
+        written += make_pairs(folder, [name], serves=True)
         if name != SERVER:
             # An older pair of that name may have been removed, all but this copy.
             (folder / ALLOWED / f"{name}{PUBLIC}").unlink(missing_ok=True)
@@ -171,8 +172,11 @@ def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
     return written
 
 
-def make_pairs(folder: Path, names: Iterable[str]) -> list[Path]:
+def make_pairs(folder: Path, names: Iterable[str], *, serves: bool = False) -> list[Path]:
     """Make a pair for each name.
+
+    Args:
+        serves: Make CURVE keys, too, for ``diloco-comm serve`` and its clients.
 
     Returns:
         The files written.
@@ -189,7 +193,7 @@ def make_pairs(folder: Path, names: Iterable[str]) -> list[Path]:
     written = []
     for name in names:
         public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
-        keys = _new_keys()
+        keys = _new_keys(serves)
         _write(secret, keys.text(name, is_secret=True), 0o600)
         _write(public, keys.text(name, is_secret=False), 0o644)
         written += [public, secret]
@@ -207,17 +211,20 @@ def _check_new(folder: Path, name: str) -> None:
         raise ValueError(f"{secret} exists: remove it to make a new one")
 
 
-def _new_keys() -> Keys:
+def _new_keys(serves: bool) -> Keys:
+    from ... import _C
+
+    seed = secrets.token_hex(32)
+    link = _C.link_public_key(bytes.fromhex(seed)).hex()
+    if not serves:
+        return Keys("", link, None, seed)
     try:
         import zmq
     except ModuleNotFoundError:
-        raise ValueError("new keys need pyzmq: pip install 'diloco_comm[async]'") from None
+        raise ValueError("keys of a server need pyzmq: pip install 'diloco_comm[async]'") from None
     _need_curve()
-    from ... import _C
-
     public, secret = (key.decode() for key in zmq.curve_keypair())
-    seed = secrets.token_hex(32)
-    return Keys(public, _C.link_public_key(bytes.fromhex(seed)).hex(), secret, seed)
+    return Keys(public, link, secret, seed)
 
 
 def _write(path: Path, text: str, mode: int) -> None:
@@ -294,7 +301,9 @@ def _check_names(present: Mapping[Path, Keys], keys: Keys, target: Path) -> None
     for path, there in present.items():
         if path.name == target.name and (there.curve, there.link) != (keys.curve, keys.link):
             raise ValueError(f"{path} holds other keys: remove it first, or rename the new file")
-        if path != target and (there.curve == keys.curve or there.link == keys.link):
+        if path != target and (
+            (there.curve and there.curve == keys.curve) or there.link == keys.link
+        ):
             raise ValueError(f"{path} holds the same keys as {target.name}: remove it first")
 
 
@@ -345,7 +354,7 @@ class Allowed:
 
     Args:
         folder: With a file ``NAME.key`` for each client.
-        key_of: Returns the key that counts of those in a file.
+        key_of: Returns the key of a file that counts; b"" where the file has no such key.
         may_be_missing: A folder that was never there is an empty one.
     """
 
@@ -392,7 +401,7 @@ class Allowed:
             # The folder went while its files were looked at.
             return
         keys = [keys for _, keys in files.values() if keys is not None]
-        self._files, self._keys = files, frozenset(map(self._key_of, keys))
+        self._files, self._keys = files, frozenset(filter(None, map(self._key_of, keys)))
 
     def _read(self, path: Path) -> tuple[object, Keys | None] | None:
         """Return the stamp and the keys of a file; None for a file that is gone or never read."""
@@ -768,6 +777,12 @@ def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> Gu
     if not _check_folder(folder / ALLOWED) or not _public_files(folder / ALLOWED):
         raise ValueError(f"{folder / ALLOWED} holds no *.key: no worker could get in")
     guard = Guard(context, folder / ALLOWED)
+    if not guard.allowed.present():
+        guard.stop()
+        raise ValueError(
+            f"{folder / ALLOWED} holds no key of a server's client: make the pairs with "
+            "`diloco-comm keys make --serve`"
+        )
     socket.curve_publickey, socket.curve_secretkey = public, secret
     socket.curve_server = True
     return guard
@@ -782,7 +797,10 @@ def protect_worker(socket: zmq.Socket, folder: Path, name: str = WORKER) -> None
     _need_curve()
     public, secret = _curve_pair(folder, name)
     socket.curve_publickey, socket.curve_secretkey = public, secret
-    socket.curve_serverkey = _load(folder / f"{SERVER}{PUBLIC}").curve.encode()
+    server = _load(folder / f"{SERVER}{PUBLIC}").curve
+    if not server:
+        raise ValueError(_no_curve(folder / f"{SERVER}{PUBLIC}"))
+    socket.curve_serverkey = server.encode()
 
 
 def _curve_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
@@ -790,8 +808,12 @@ def _curve_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
     _expect(path)
     keys = read_secret(path)
     if keys.curve_secret is None:
-        raise ValueError(f"{path} holds no secret key")
+        raise ValueError(_no_curve(path))
     return keys.curve.encode(), keys.curve_secret.encode()
+
+
+def _no_curve(path: Path) -> str:
+    return f"{path} holds no key of a server: make the pair with `diloco-comm keys make --serve`"
 
 
 def _expect(path: Path) -> None:

@@ -30,7 +30,7 @@ MAKE_EXAMPLES = """Examples:
 
 \b
 diloco-comm keys make keys paris
-diloco-comm keys make keys server paris tokyo
+diloco-comm keys make keys server paris tokyo --serve
 """
 ALLOW_EXAMPLES = """Examples:
 
@@ -65,6 +65,12 @@ keys_app = typer.Typer(
 def make(
     folder: Folder,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of the pairs.")],
+    serves: Annotated[
+        bool,
+        typer.Option(
+            "--serve", help="Make CURVE keys, too, for diloco-comm serve and its clients."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a pair of keys for each name: NAME.key for others, NAME.key_secret for its machine."""
@@ -72,7 +78,7 @@ def make(
 
     with _errors(folder):
         check_folder("FOLDER", folder)
-        _print_files(make_pairs(folder, names), as_json=as_json)
+        _print_files(make_pairs(folder, names, serves=serves), as_json=as_json)
 
 
 @keys_app.command(epilog=ALLOW_EXAMPLES)
@@ -162,7 +168,8 @@ def _as_replicas(numbers: tuple[int, ...] | None) -> str:
 
 def _print_row(row: dict[str, Any], kind: str) -> None:
     print(f"{row['name']}: {kind}")
-    print(f"  curve {row['curve']}")
+    if row["curve"]:
+        print(f"  curve {row['curve']}")
     print(f"  link  {row['link']}")
 
 
