@@ -109,8 +109,11 @@ CRAFTED = {
     "short": (b"\1\2\3", "its last change is not whole"),
     "beyond": (struct.pack("<HI", 3, 1 << 20) + b"abcXX", "its last change is not whole"),
     "huge": (struct.pack("<HI", 65535, 0xFFFFFFFF) + b"a", "its last change is not whole"),
-    "nameless": (struct.pack("<HI", 0, 5) + b"hello", "run must have 1 to 100 printable"),
-    "slash": (struct.pack("<HI", 9, 1) + b"../../etcx", "no slash, got '../../etc'"),
+    "nameless": (struct.pack("<HI", 0, 5) + b"hello", "the name of a run has 0 bytes, or a slash"),
+    "slash": (
+        struct.pack("<HI", 9, 1) + b"../../etcx",
+        "the name of a run has 9 bytes, or a slash",
+    ),
     "no text": (struct.pack("<HI", 2, 1) + b"\xff\xfex", "the name of a run is not UTF-8"),
     "long": (struct.pack("<HI", 1, 8193) + b"r" * 8194, "at most 8192 bytes, got 8193"),
 }

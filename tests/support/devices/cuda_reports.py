@@ -162,8 +162,8 @@ def table(kernels: list[Kernel]) -> list[dict[str, object]]:
         by_key.setdefault(key, []).append(kernel.registers)
     rows = []
     for (arch, file, name), registers in sorted(by_key.items()):
-        row = {"target": arch, "file": f"{file}.cu", "kernel": name, "count": len(registers)}
-        rows.append(row | {"least_registers": min(registers), "most_registers": max(registers)})
+        row = {"target": arch, "kernel": f"{file}.cu {name}", "count": len(registers)}
+        rows.append(row | {"registers": f"{min(registers)} to {max(registers)}"})
     return rows
 
 
@@ -175,9 +175,8 @@ def main() -> int:
     kernels = check(REPORTS / "all", known_archs())
     rows = table(kernels)
     for row in rows:
-        registers = f"{row['least_registers']:4} to {row['most_registers']:3} registers"
-        names = f"{row['target']:8}{row['file']:15}{row['kernel']:15}"
-        report.print(f"{names}{row['count']:4} kernels{registers}")
+        name = f"{row['target']:8}{row['kernel']:35}"
+        report.print(f"{name}{row['count']:4} kernels {row['registers']:>10} registers")
     with_stack = sum(kernel.stack_bytes > 0 for kernel in kernels)
     spilling = sum(kernel.spilled_bytes > 0 for kernel in kernels)
     report.print(
