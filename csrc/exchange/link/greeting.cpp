@@ -22,7 +22,6 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr size_t kMostStrangers = 256;
 // Connections of processes that no group of this process has yet.
 constexpr size_t kMostIdle = 256;
 constexpr int kMostAcceptsAPass = 64;
@@ -168,7 +167,7 @@ void Link::accept_some(Lock& lock) {
 }
 
 void Link::add_stranger(Lock& lock, Descriptor fd) {
-    if (strangers_.size() >= kMostStrangers) end_a_stranger(lock);
+    if (strangers_.size() >= most_strangers_) end_a_stranger(lock);
     const ConnectionPtr connection =
         add_connection(std::move(fd), identity_ ? State::kSecuring : State::kAsked);
     if (!connection) return;

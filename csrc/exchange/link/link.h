@@ -293,6 +293,7 @@ class Link : public std::enable_shared_from_this<Link> {
     std::unordered_map<uint64_t, ConnectionPtr> connections_;
     std::deque<ConnectionPtr> ready_;
     link::Strangers strangers_;  // that have not greeted yet
+    const size_t most_strangers_ = link::most_strangers();
     link::Reserve reserve_;
     std::map<link::PeerId, PeerPtr> peers_;
     std::condition_variable shake_due_;  // for the thread for handshakes

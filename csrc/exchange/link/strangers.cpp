@@ -62,6 +62,11 @@ int64_t raise_descriptors() {
     return static_cast<int64_t>(std::min(limits.rlim_cur, kMostDescriptors));
 }
 
+size_t most_strangers() {
+    constexpr int64_t kLeast = 16, kMost = 256;
+    return static_cast<size_t>(std::clamp(raise_descriptors() / 4, kLeast, kMost));
+}
+
 void Reserve::fill() {
     while (kept_.size() < kReserve) {
         Descriptor one([] { return eventfd(0, EFD_CLOEXEC); });

@@ -66,6 +66,8 @@ inline bool is_exhausted(int error) {
 // Raises the number of descriptors that this process may have as far as allowed, and returns the
 // number.
 int64_t raise_descriptors();
+// A quarter of the descriptors may belong to strangers, at most 256: the program needs some, too.
+size_t most_strangers();
 
 // Descriptors for the time when no other descriptor is left. A process that listens still takes
 // some connections then, and so sees which of the strangers speak.

@@ -37,8 +37,8 @@ using store::changes_values;
 using store::Channel;
 using store::Request;
 
-// At most so many clients that were not let in yet, and so many in all.
-constexpr size_t kMostStrangers = 256, kMostClients = 4096;
+// At most so many clients.
+constexpr size_t kMostClients = 4096;
 constexpr std::chrono::seconds kHandshake{5};
 // A client that has not taken its answer after so long is gone.
 constexpr std::chrono::seconds kTaken{60};
@@ -181,6 +181,7 @@ class StoreHost::Server {
     int last_id_ = 0;
     std::map<int, std::unique_ptr<Client>> clients_;
     link::Strangers strangers_;
+    const size_t most_strangers_ = link::most_strangers();
     link::Reserve reserve_;
     std::set<int> ready_;  // with more to do than one turn
     std::vector<int> ended_;
@@ -328,7 +329,7 @@ void StoreHost::Server::accept_all() {
 
 void StoreHost::Server::admit(Descriptor fd) {
     // One of too many strangers goes: an allowed client shows its key at once.
-    while (strangers_.size() >= kMostStrangers) end_a_stranger();
+    while (strangers_.size() >= most_strangers_) end_a_stranger();
     remove_ended();
     if (clients_.size() >= kMostClients) return;
     link::set_options(fd.get());
