@@ -12,7 +12,6 @@ RESET: int
 built_for: str
 
 def empty_pages(num_bytes: int) -> Tensor: ...
-def connect_store(host: str, port: int, timeout_s: float) -> Store: ...
 
 class StoreClient(Store):
     def __init__(

@@ -198,6 +198,15 @@ void test_a_router_that_forgets_costs_one_silence() {
     EXPECT(hosted.store->num_clients() == 1);
 }
 
+// The table as a journal brings it back.
+Hosted host_again(const std::string& table_id, uint16_t port) {
+    StoreHost::Options options;
+    options.table_id = table_id;
+    options.is_journalled = true;
+    options.records = {{"run", "kept"}};
+    return host(std::move(options), port);
+}
+
 void test_a_host_that_forgot_is_not_followed() {
     StoreHost::Options first;
     first.table_id = std::string(32, 'a');
@@ -213,11 +222,7 @@ void test_a_host_that_forgot_is_not_followed() {
     EXPECT(store->facts().table_id != store->table_id() && !other.store->check({"a"}));
     other.store->close();
     // The same table again, as a journal brings it back.
-    StoreHost::Options again;
-    again.table_id = store->table_id();
-    again.is_journalled = true;
-    again.records = {{"run", "kept"}};
-    const Hosted back = host(std::move(again), hosted.port);
+    const Hosted back = host_again(store->table_id(), hosted.port);
     EXPECT(store->read_record("run", 5s).first == "kept");
     EXPECT(!store->is_lost() && store->facts().is_durable);
 }
@@ -238,11 +243,7 @@ void test_a_restart_loses_keys_and_no_records() {
         EXPECT(error_of<c10::DistNetworkError>([&] { limited->check({"a"}); }) != "");
     }
     EXPECT(Clock::now() - begin < 20s);
-    StoreHost::Options again;
-    again.table_id = store->table_id();
-    again.is_journalled = true;
-    again.records = {{"run", "kept"}};
-    const Hosted back = host(std::move(again), hosted.port);
+    const Hosted back = host_again(store->table_id(), hosted.port);
     EXPECT(store->read_record("run", 5s).first == "kept");
     for (int i = 0; i < 2; ++i) {
         const std::string why = error_of<c10::DistNetworkError>([&] { store->add("n", 1); });

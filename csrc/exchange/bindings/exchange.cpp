@@ -344,14 +344,6 @@ void register_exchange(py::module_& m) {
     m.def("empty_pages", &empty_pages, py::arg("num_bytes"),
           "A zeroed uint8 tensor, 64-byte aligned, huge pages advised, every page touched.");
     m.def(
-        "connect_store",
-        [](const std::string& host, int port, double timeout_s) {
-            py::gil_scoped_release no_gil;
-            return connect_store(host, static_cast<uint16_t>(port), from_seconds(timeout_s));
-        },
-        py::arg("host"), py::arg("port"), py::arg("timeout_s"),
-        "A client of the TCPStore at an address; also a host that hangs is given up in time.");
-    m.def(
         "bounded_store",
         [](c10::intrusive_ptr<c10d::Store> store, double limit_s) {
             return bounded(std::move(store), from_seconds(limit_s));

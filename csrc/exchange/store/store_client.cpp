@@ -190,11 +190,11 @@ void StoreClient::connect(Clock::time_point end, Clock::time_point refused_end) 
         if (!patience && is_refused && next > refused_end)
             lose("is not there any more: " + trouble);
         if (next > patience.value_or(end)) {
-            note_silence(std::chrono::ceil<milliseconds>(end - begin));
-            const auto waited = std::chrono::ceil<milliseconds>(end - begin).count();
-            give_up(patience
-                        ? trouble
-                        : "did not answer within " + std::to_string(waited) + " ms: " + trouble);
+            const auto waited = std::chrono::ceil<milliseconds>(end - begin);
+            note_silence(waited);
+            give_up(patience ? trouble
+                             : "did not answer within " + std::to_string(waited.count()) +
+                                   " ms: " + trouble);
         }
         std::this_thread::sleep_for(kPause);
     }

@@ -57,6 +57,10 @@ store::Packet done(int64_t number, store::Keys parts = {}) {
     return {static_cast<uint8_t>(Answer::kDone), number, std::move(parts)};
 }
 
+store::Packet done(store::Records::Record record) {
+    return done(0, {std::move(record.bytes), std::to_string(record.revision)});
+}
+
 store::Packet failed(const std::string& sentence) {
     return {static_cast<uint8_t>(Answer::kFailed), 0, {sentence}};
 }
@@ -333,14 +337,14 @@ void StoreHost::Server::admit(Descriptor fd) {
     remove_ended();
     if (clients_.size() >= kMostClients) return;
     link::set_options(fd.get());
-    const std::string name = name_of_peer(fd.get());
+    std::string origin = link::origin_of(fd.get());
     auto channel =
         std::make_unique<Channel>(std::move(fd), identity_, false,
                                   [this](const link::PublicKey& key) { return is_allowed(key); });
     const int id = ++last_id_;
     const auto placed = clients_.emplace(id, std::make_unique<Client>(id, std::move(channel)));
     Client& client = *placed.first->second;
-    strangers_.add(static_cast<uint64_t>(id), name.substr(0, name.rfind(':')));
+    strangers_.add(static_cast<uint64_t>(id), std::move(origin));
     set_deadline(client, Clock::now() + kHandshake);
     epoll_event event{};
     event.events = client.events = EPOLLIN;
@@ -558,10 +562,8 @@ store::Packet StoreHost::Server::answer(Client& client, Packet& request) {
     switch (kind) {
         case Request::kHello:
             return welcome(client, request);
-        case Request::kRead: {
-            store::Records::Record record = records.read(request.parts.at(0));
-            return done(0, {std::move(record.bytes), std::to_string(record.revision)});
-        }
+        case Request::kRead:
+            return done(records.read(request.parts.at(0)));
         case Request::kBeat:
             return done(0,
                         beats_.beat(request.parts.at(0), request.parts.at(1), request.parts.at(2)));
@@ -696,8 +698,7 @@ void StoreHost::Server::start_watch(Client& client, const Packet& request) {
 
 void StoreHost::Server::reply_record(Client& client) {
     const bool was_waiting = client.stage == Stage::kWaiting;
-    store::Records::Record record = records.read(client.run);
-    reply(client, done(0, {std::move(record.bytes), std::to_string(record.revision)}));
+    reply(client, done(records.read(client.run)));
     if (was_waiting) pump(client);
 }
 
