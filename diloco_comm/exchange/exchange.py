@@ -9,7 +9,7 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -26,6 +26,7 @@ from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
 from .membership import regroup
 from .membership.member import Admission, Epoch, Options, checked_members
+from .membership.own_link import OwnLink
 from .membership.plans import announce
 from .membership.regroup import Repair
 from .membership.sealing import LastRounds
@@ -63,6 +64,7 @@ class ExchangeOptions(TypedDict, total=False):
     link_keys: str | Path | None
     relay: str | None
     proxy: str | None
+    own_link: OwnLink | None
 
 
 class Exchange(StreamMember):
@@ -100,6 +102,8 @@ class Exchange(StreamMember):
         admission: Is asked before this replica enters an epoch.
         listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
+        own_link: With "tcp", a link of the caller's, which outlives this exchange; default: a link
+            by the choices above.
         board: Where replicas that wait for each other say at which name; None on a store, which
             other runs may share.
 
@@ -140,6 +144,7 @@ class Exchange(StreamMember):
         link_keys: str | Path | None = None,
         relay: str | None = None,
         proxy: str | None = None,
+        own_link: OwnLink | None = None,
         board: dist.Store | None = None,
     ) -> None:
         options = Options.checked(
@@ -171,17 +176,18 @@ class Exchange(StreamMember):
                 env.gloo_interface(),
                 listens=options.collectives != "tcp",
             )
-            tcp = options.make_link(name)
+            tcp = options.make_link(name) if own_link is None else own_link
         super().__init__(engine, store, replica, current, options, name, line_name, tcp)
         self.board = board
         self.link: str | None = None
         self.guard_by(admission)
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
-        if tcp is not None:
+        self._leave_link: Callable[[], object] = lambda: None
+        if tcp is not None and own_link is None:
             # A dropped exchange leaves its link too, after the engine has ended.
-            self._leave_link = weakref.finalize(engine, tcp.leave, name)
-            self._leave_link.atexit = False
+            leaving = self._leave_link = weakref.finalize(engine, tcp.leave, name)
+            leaving.atexit = False
         _open.add(self)
         try:
             self._enter(current.members, store, last_rounds=None)
@@ -454,8 +460,7 @@ class Exchange(StreamMember):
                 self._driver.close(deadline - time.monotonic())
             self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
         finally:
-            if self.tcp is not None:
-                self._leave_link()
+            self._leave_link()
 
     def __enter__(self) -> Exchange:
         return self

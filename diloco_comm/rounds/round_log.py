@@ -7,16 +7,16 @@ as on the other replicas, so the bits are the same.
 
 from __future__ import annotations
 
-import threading
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch import Tensor
 
+from .. import _C
 from ..base.memory import Payload
 from ..exchange.round import Mean
 from ..methods.outer import Update
@@ -56,13 +56,11 @@ class _Kept:
 
     Attributes:
         buffers: The exchange's buffers that hold the payloads; none if they are a copy.
-        copied: Event of the copy from a device.
     """
 
     entry: LoggedRound
     payloads: list[Tensor]
     buffers: list[Payload] = field(default_factory=list)
-    copied: Any = None
 
 
 @dataclass(frozen=True)
@@ -83,39 +81,35 @@ class Standing:
     def of(cls, part: SyncedFragment) -> Standing:
         return cls(part.round, part.history, part.state.num_steps)
 
+    def numbers(self) -> tuple[int, int, int]:
+        return self.round, self.history, self.num_steps
+
 
 class RoundLog:
     """The payloads of the latest rounds, in host memory, and a guard of the live outer state.
 
-    The training thread writes; one other thread may read at the same time.
-
     Args:
         max_bytes: Most bytes of payloads. The oldest rounds of a fragment give way to its new ones.
             After a round that is larger than this by itself, the log is empty.
+        source: Hands state and rounds to replicas that join, on another thread.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, source: _C.StateSource | None = None) -> None:
+        self.max_bytes, self._source = max_bytes, source
         self.num_bytes = 0
-        self._lock = threading.Lock()
         self._rounds: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
-        self._writes: dict[int, int] = {}
-        self._written: dict[int, Any] = {}
-
-    # ------------------------------------------------------------------- the training thread
 
     @contextmanager
     def writing(self, part: SyncedPart) -> Iterator[None]:
-        """Run a block that changes the outer state of a part, and its numbers."""
-        index = part.index
-        # Odd while the block runs: a reader sees that the state has changed meanwhile.
-        self._writes[index] = self._writes.get(index, 0) + 1
+        """Run a block that changes the outer state of a part, or its numbers."""
+        if self._source is None or not isinstance(part, SyncedFragment):
+            yield
+            return
+        self._source.begin_write(part.index)
         try:
             yield
         finally:
-            if part.device.type == "cuda":
-                self._written[index] = torch.cuda.current_stream(part.device).record_event()
-            self._writes[index] += 1
+            self._source.end_write(part.index, Standing.of(part).numbers())
 
     def add(self, part: SyncedPart, number: int, before: int, mean: Mean) -> None:
         """Keep a round that was just applied; ``before`` is the history before the round."""
@@ -136,12 +130,14 @@ class RoundLog:
             mean.layout.wire.block_size,
             size,
         )
-        with self._lock:
-            old = self._make_room(part.index, size)
-            if size <= self.max_bytes:
-                keep = self._copy_to_host if part.device.type == "cuda" else self._take_over
-                self._rounds[part.index, number] = keep(entry, part, mean, old)
-                self.num_bytes += size
+        old = self._make_room(part.index, size)
+        if size > self.max_bytes:
+            return
+        keep = self._copy_to_host if part.device.type == "cuda" else self._take_over
+        kept = self._rounds[part.index, number] = keep(entry, part, mean, old)
+        self.num_bytes += size
+        if self._source is not None:
+            self._source.add(part.index, number, json.dumps(astuple(entry)), kept.payloads)
 
     def _make_room(self, fragment: int, size: int) -> list[_Kept]:
         """Forget rounds until ``size`` bytes have room; return this fragment's."""
@@ -152,6 +148,8 @@ class RoundLog:
                 (key for key in self._rounds if key[0] == fragment), next(iter(self._rounds))
             )
             kept = self._rounds.pop(key)
+            if self._source is not None:
+                self._source.remove(*key)
             self.num_bytes -= kept.entry.num_bytes
             if key[0] == fragment:
                 old.append(kept)
@@ -179,68 +177,15 @@ class RoundLog:
         for payload, _ in mean.terms:
             host[offset : offset + payload.numel()].copy_(payload, non_blocking=True)
             offset += payload.numel()
-        stream = torch.cuda.current_stream(part.device)
-        return _Kept(entry, [host], copied=stream.record_event())
-
-    # --------------------------------------------------------------------------- any thread
+        return _Kept(entry, [host])
 
     def rounds(self) -> list[LoggedRound]:
         """Return the rounds that the log holds, oldest first."""
-        with self._lock:
-            return [kept.entry for kept in self._rounds.values()]
+        return [kept.entry for kept in self._rounds.values()]
 
-    def read(self, fragment: int, number: int, begin: int, end: int) -> Tensor | None:
-        """Return a copy of bytes [begin, end) of a round's payloads; None if they are not here."""
-        with self._lock:
-            kept = self._rounds.get((fragment, number))
-            if kept is None or not 0 <= begin < end <= kept.entry.num_bytes:
-                return None
-            if kept.copied is not None:
-                kept.copied.synchronize()
-            return torch.cat(list(_pieces(kept.payloads, begin, end)))
-
-    def read_state(
-        self, part: SyncedFragment, begin: int, end: int
-    ) -> tuple[Standing, Tensor] | None:
-        """Return elements [begin, end) of a fragment's outer state, as they are after one round.
-
-        Returns:
-            The round; and fp32 [number of tensors, end - begin] in host memory, in the order of
-            ``state_tensors``. None if an outer step was taken meanwhile: ask again.
-        """
-        writes = self._writes.get(part.index, 0)
-        if writes % 2:
-            return None
-        standing = Standing.of(part)
-        values = self._copy(part, begin, end)
-        return None if self._writes.get(part.index, 0) != writes else (standing, values)
-
-    def standing(self, part: SyncedFragment) -> Standing | None:
-        """Return where a fragment's outer state is; None while an outer step is taken."""
-        writes = self._writes.get(part.index, 0)
-        standing = Standing.of(part)
-        is_steady = writes % 2 == 0 and self._writes.get(part.index, 0) == writes
-        return standing if is_steady else None
-
-    def _copy(self, part: SyncedFragment, begin: int, end: int) -> Tensor:
-        pieces = [tensor[begin:end] for tensor in state_tensors(part)]
-        if part.device.type != "cuda":
-            return torch.stack(pieces)
-        stream = torch.cuda.Stream(part.device)
-        if part.index in self._written:
-            stream.wait_event(self._written[part.index])
-        with torch.cuda.stream(stream):
-            return torch.stack(pieces).cpu()
-
-
-def _pieces(tensors: Sequence[Tensor], begin: int, end: int) -> Iterator[Tensor]:
-    """Yield the parts that make up elements [begin, end) of all tensors, one after the other."""
-    offset = 0
-    for tensor in tensors:
-        first, last = max(begin - offset, 0), min(end - offset, tensor.numel())
-        if first < last:
-            yield tensor[first:last]
-        offset += tensor.numel()
+    def payloads(self, fragment: int, number: int) -> list[Tensor]:
+        """Return the payloads of a round, uint8; their memory is used again later."""
+        return self._rounds[fragment, number].payloads
 
 
 def state_tensors(part: SyncedFragment) -> list[Tensor]:

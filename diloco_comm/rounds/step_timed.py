@@ -171,10 +171,12 @@ class StepTimed(RoundRunner):
         assert flight.state == "pending"
         self._undecided.remove(flight)
         if isinstance(result, SyncError):
-            flight.part.uncount_step()
+            with self._writing(flight.part):
+                flight.part.uncount_step()
             self._report(flight, inner_step, result)
         else:
-            self._commit(flight, result)
+            with self._writing(flight.part):
+                self._commit(flight, result)
             flight.part.last_sent = flight.sent_step
             if _profiler_enabled() or self._has_nvtx:
                 self._trace(flight)

@@ -215,7 +215,7 @@ class DiLoCo:
             else:
                 from .views import ElasticTraining
 
-                self._elastic = ElasticTraining(chosen["membership"], replica, place.link_keys)
+                self._elastic = ElasticTraining(chosen["membership"], replica, place)
                 joined = self._elastic.enter(place)
         except BaseException:
             if workers is not None:

@@ -1,27 +1,28 @@
-"""One replica's part in joining beside training: it serves its state, and copies that of others.
-
-This module needs pyzmq, the extra ``[async]``.
-"""
+"""One replica's part in joining beside training: it serves its state, and copies others' state."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .. import _C
 from ..base.errors import ReplicaMismatch
+from ..elastic.beats import PULLING, Beat
 from ..elastic.core import events as ev
 from ..elastic.driver import Driver
 from ..elastic.happenings import JoinProgress
 from ..elastic.options import Elastic
-from ..elastic.transfer.donor import Donor
-from ..elastic.transfer.keys import KeyPair, Place
+from ..elastic.transfer.donors import Place
 from ..elastic.transfer.newcomer import Newcomer
+from ..exchange.membership.own_link import OwnLink
 from ..ops.wire import Layout
 from ..rounds.load import restore_outer
 from ..rounds.part import SyncedFragment
-from ..rounds.round_log import RoundLog, state_tensors
+from ..rounds.round_log import RoundLog, Standing, state_tensors
 from ..rounds.state_dict import set_numbers
 
 logger = logging.getLogger(__name__)
@@ -53,19 +54,28 @@ class StateTransfer:
 
     Args:
         parts: All fragments, by index.
-        layout: Of saved states, see ``Plan``.
+        layout: The layout of saved states, see ``Plan``.
+        link: The link of this process; ``close`` ends the part of ``name`` in that link.
+        name: The name of this object, equal on all replicas.
 
     Raises:
         ValueError, TypeError: If the checkpoint does not fit the model.
 
     Attributes:
-        log: Of the rounds that this replica has applied.
+        log: The rounds that this replica has applied.
         saved_step: Inner step of the checkpoint; -1 without one.
         is_pulling: This replica copies a state and does not ask to be let in yet.
         caught_up_bytes: That this replica received while all members waited for it.
     """
 
-    def __init__(self, elastic: Elastic, parts: Sequence[SyncedFragment], layout: int) -> None:
+    def __init__(
+        self,
+        elastic: Elastic,
+        parts: Sequence[SyncedFragment],
+        layout: int,
+        link: OwnLink,
+        name: str,
+    ) -> None:
         self._elastic, self._parts = elastic, list(parts)
         self._load_saved: Callable[[], None] | None = None
         self._saved_rounds: tuple[int, ...] = ()
@@ -76,12 +86,16 @@ class StateTransfer:
             saved = elastic.checkpoint["parts"].values()
             self._saved_rounds = tuple(sorted({int(numbers["round"]) for numbers in saved}))
         limit = elastic.round_log_bytes
-        self.log = RoundLog(default_log_bytes(parts) if limit is None else limit)
+        self.link, self._service = link, f"{elastic.run}/{name}"
+        self._source = _C.StateSource([state_tensors(part) for part in parts])
+        self.log = RoundLog(default_log_bytes(parts) if limit is None else limit, self._source)
+        link.link.serve(self._service, self._source)
+        # A dropped object leaves the link too.
+        self._leave = weakref.finalize(self, link.leave, name)
+        self._leave.atexit = False
         self.is_pulling = True
         self.caught_up_bytes = 0
         self._driver: Driver | None = None
-        self._keys = KeyPair()
-        self._donor = Donor(elastic.interface(), self._keys, self._allowed, parts, self.log)
         self._newcomer: Newcomer | None = None
         self._report: Callable[[JoinProgress], None] = lambda progress: None
         self._reported_at = self._moved_at = time.monotonic()
@@ -90,18 +104,24 @@ class StateTransfer:
     @property
     def served_bytes(self) -> int:
         """Bytes of state and of logged rounds that were sent to newcomers."""
-        return self._donor.served_bytes
+        return self._source.served_bytes
 
     def attach(self, driver: Driver, report: Callable[[JoinProgress], None]) -> None:
         """Publish in the driver's beats where this process serves, and which checkpoint it has."""
         self._driver, self._report = driver, report
-        driver.serves = self._donor.place.to_text()
+        place = _place_of(self.link)
+        driver.serves = place.to_text()
+        if not place.address:
+            driver.on_beats = self._meet_newcomers
         driver.inner_step, driver.positions = max(0, self.saved_step), self._saved_rounds
 
     def close(self) -> None:
         """End both sides; idempotent."""
         self._end_copy()
-        self._donor.close()
+        with contextlib.suppress(RuntimeError):
+            self.link.link.serve(self._service, None)
+        self._source.close()
+        self._leave()
 
     # --------------------------------------------------------------------------- the newcomer
 
@@ -118,7 +138,7 @@ class StateTransfer:
         newcomer = self._newcomer
         if newcomer is None:
             limit = self._elastic.join_bandwidth
-            newcomer = Newcomer(self._keys, self._parts, self._places, limit)
+            newcomer = Newcomer(self.link.link, self._service, self._parts, self._places, limit)
             self._newcomer, self._moved_at = newcomer, time.monotonic()
             if self._load_saved is not None:
                 self._load_saved()
@@ -144,8 +164,9 @@ class StateTransfer:
             self._be_ready(driver, newcomer.gave_up)
         elif now - self._moved_at > limit:
             is_alone = not driver.donors()
+            trouble = newcomer.trouble and f" ({newcomer.trouble})"
             self._be_ready(
-                driver, "" if is_alone else f"no donor has sent anything for {limit:g} s"
+                driver, "" if is_alone else f"no donor has sent anything for {limit:g} s{trouble}"
             )
 
     def _progress(self, newcomer: Newcomer) -> JoinProgress:
@@ -196,7 +217,7 @@ class StateTransfer:
         """Serve from now on: this replica holds the state of the group."""
         self._end_copy()
         self.is_pulling = False
-        self._donor.has_state = True
+        self._source.open([Standing.of(part).numbers() for part in self._parts])
 
     def _end_copy(self) -> None:
         if self._newcomer is not None:
@@ -210,10 +231,16 @@ class StateTransfer:
         found = {name: Place.from_text(text) for name, text in self._driver.donors().items()}
         return {name: place for name, place in found.items() if place is not None}
 
-    def _allowed(self) -> list[str]:
-        beats = () if self._driver is None else self._driver.beats or ()
-        places = [Place.from_text(beat.serves) for beat in beats]
-        return [place.key for place in places if place is not None]
+    def _meet_newcomers(self, beats: Sequence[Beat]) -> None:
+        """Dial the replicas that copy a state, from a process that nobody can dial."""
+        found = [Place.from_text(beat.serves) for beat in beats if beat.stage == PULLING]
+        ways = [place.way for place in found if place is not None and place.address]
+        self.link.link.reach(self._service, ways if self._newcomer is None else [])
+
+
+def _place_of(link: OwnLink) -> Place:
+    ways = link.ways()
+    return Place(ways["link"], ways["address"], ways["link key"], ways["relay"])
 
 
 def _step_of(checkpoint: Mapping[str, Any]) -> int:

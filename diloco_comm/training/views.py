@@ -9,22 +9,21 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from ..base import extension
 from ..base.errors import NonFiniteError, SyncError
+from ..base.service.addresses import check_link, name_of_place, proxy_of
 from ..base.service.keys import link_keys
 from ..elastic.core.events import Form
 from ..elastic.options import Elastic
 from ..elastic.phases import FLUSHES, Event, Loop, Phase, Repetition, Report
 from ..elastic.views import View
 from ..exchange.exchange import Exchange
+from ..exchange.membership.own_link import OwnLink
 from ..methods.settings import Settings
-from ..replica.workers import ReplicaWorkers
 from ..rounds.handshake import gather_json
 from ..rounds.part import SyncedPart
 from ..rounds.round_log import can_replay
@@ -35,9 +34,7 @@ from .group import Agreement, Joined, Place, Replica, join
 from .inner_state import InnerStates, warn_of_schedules
 from .leasing import Leasing
 from .planning import Plan
-
-if TYPE_CHECKING:
-    from .state_transfer import StateTransfer
+from .state_transfer import StateTransfer
 
 # So often a repeated flush may break off again, each time in another view.
 _MOST_REPEATS = 10
@@ -72,7 +69,7 @@ class ElasticTraining:
         SyncError: If the registry cannot be asked.
     """
 
-    def __init__(self, elastic: Elastic, replica: Replica, keys: str | Path | None) -> None:
+    def __init__(self, elastic: Elastic, replica: Replica, place: Place) -> None:
         plan, settings, workers = replica.plan, replica.settings, replica.workers
         spoken = {"handshake": extension.HANDSHAKE, "transfer": extension.TRANSFER}
         # The first difference in this order is named.
@@ -90,12 +87,17 @@ class ElasticTraining:
         if self._inner is not None:
             shown["inner_optimizer"] = self._inner.describe()
         self.leasing = Leasing(workers)
-        self.transfer = _transfer(elastic, plan, settings, workers)
+        self.transfer = _transfer(elastic, replica, place)
         # Nobody waits longer than that for a replica, whatever is cut.
         connect_s = min(replica.timeout_s, elastic.suspect_after, 10.0)
         try:
             self.group = ElasticGroup(
-                elastic, shown, workers, connect_s, link_keys(keys), transfer=self.transfer
+                elastic,
+                shown,
+                workers,
+                connect_s,
+                link_keys(place.link_keys),
+                transfer=self.transfer,
             )
         except BaseException:
             if self.transfer is not None:
@@ -172,6 +174,7 @@ class ElasticTraining:
             source_rank=source_rank,
             admission=group,
             beside=NothingBeside() if self.transfer is None else self.transfer,
+            own_link=None if self.transfer is None else self.transfer.link,
             inner=self._inner,
         )
         joined = join(self._replica, there)
@@ -439,25 +442,38 @@ class NothingBeside:
         """Do nothing: the newcomer is given all of the state."""
 
 
-def _transfer(
-    elastic: Elastic, plan: Plan, settings: Settings, workers: ReplicaWorkers | None
-) -> StateTransfer | None:
+def _transfer(elastic: Elastic, replica: Replica, place: Place) -> StateTransfer | None:
     """Return what copies the state beside training; None where replicas copy at a boundary."""
-    is_able = elastic.round_log_bytes != 0 and workers is None
+    plan, settings = replica.plan, replica.settings
+    is_able = elastic.round_log_bytes != 0 and replica.workers is None
     is_able = is_able and settings.overlap.is_shared and not settings.overlap.rounds
-    is_able = is_able and can_replay(plan.parts)
-    # Without pyzmq, gloo has the only connections.
-    if is_able and find_spec("zmq") is not None:
-        from .state_transfer import StateTransfer
-
-        return StateTransfer(elastic, plan.parameter_parts(), plan.saved_layout)
+    if is_able and can_replay(plan.parts):
+        link = _own_link(elastic, place)
+        try:
+            parts = plan.parameter_parts()
+            return StateTransfer(elastic, parts, plan.saved_layout, link, place.name)
+        except BaseException:
+            link.leave(place.name)
+            raise
     if elastic.checkpoint is not None:
         raise ValueError(
             "a checkpoint= of Elastic goes with Blocking and Streaming, an outer optimizer of this "
-            "package, replicas of one worker, no offload, and pyzmq: leave it out, and the state "
-            "is copied from the group"
+            "package, replicas of one worker, and no offload: leave it out, and the state is "
+            "copied from the group"
         )
     return None
+
+
+def _own_link(elastic: Elastic, place: Place) -> OwnLink:
+    """Return the link of this process: the exchanges', or over gloo one for copies alone."""
+    check_link(
+        place.backend, place.listen, place.advertise, place.link_keys, place.relay, place.proxy
+    )
+    if place.backend != "tcp":
+        return OwnLink(name_of_place(elastic.interface(), 0), None, None)
+    keys, proxy = link_keys(place.link_keys), proxy_of(place.proxy)
+    where = place.listen, place.advertise, keys, place.relay, proxy
+    return OwnLink.of_exchange(place.name, *where)
 
 
 def _alike(settings: Settings) -> dict[str, Any]:

@@ -88,7 +88,8 @@ class Liar {
         made.offset = input.size();
         made.total = input.size();
         const auto kind = static_cast<FrameKind>(made.kind);
-        const bool has_payload = kind == FrameKind::kEager || kind == FrameKind::kData;
+        const bool has_payload = diloco::link::is_short(made.kind) || kind == FrameKind::kData ||
+                                 kind == FrameKind::kCopy;
         if (has_payload || choice >= 224) made.length = static_cast<uint32_t>(input.size());
         if (choice >= 240) made.token = input.byte();
         Bytes bytes(sizeof(made) + std::min<uint64_t>(made.length, kMostPayload));

@@ -353,14 +353,16 @@ class Stranger {
     }
 
     // Greets as a process with a nonce of its own, or as the one of `own`.
-    diloco::link::Answer greet(const std::string& nonce, uint32_t version = 1,
+    diloco::link::Answer greet(const std::string& nonce,
+                               uint32_t version = diloco::link::kLinkVersion,
                                const std::string& own = std::string(32, '5')) {
         if (is_keyed && !session_) EXPECT(begin_tls());
         EXPECT(write(hello(nonce, version, own)));
         return answer();
     }
 
-    static diloco::link::Hello hello(const std::string& nonce, uint32_t version = 1,
+    static diloco::link::Hello hello(const std::string& nonce,
+                                     uint32_t version = diloco::link::kLinkVersion,
                                      const std::string& own = std::string(32, '5')) {
         diloco::link::Hello hello;
         hello.version = version;

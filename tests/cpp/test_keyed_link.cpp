@@ -8,6 +8,7 @@
 
 using namespace diloco_test;
 using namespace std::chrono_literals;
+using diloco::link::kLinkVersion;
 using diloco::link::Status;
 using diloco::link::to_hex;
 
@@ -104,11 +105,13 @@ void test_claimed_nonce() {
     const std::vector<std::string> nonces{links[0]->nonce(), links[1]->nonce()};
     // Before the group, nobody knows whose nonce it is.
     Stranger early(links[0]->address());
-    EXPECT(early.greet(nonces[0], 1, nonces[1]).status == static_cast<uint32_t>(Status::kWelcome));
+    EXPECT(early.greet(nonces[0], kLinkVersion, nonces[1]).status ==
+           static_cast<uint32_t>(Status::kWelcome));
     const Members members = connect_all(links, "group");
     EXPECT(early.is_closed());
     Stranger late(links[0]->address());
-    EXPECT(late.greet(nonces[0], 1, nonces[1]).status == static_cast<uint32_t>(Status::kOtherKey));
+    EXPECT(late.greet(nonces[0], kLinkVersion, nonces[1]).status ==
+           static_cast<uint32_t>(Status::kOtherKey));
     EXPECT(late.is_closed());
     expect_flow(members, 0, 1);
     expect_flow(members, 1, 0);

@@ -17,6 +17,7 @@ using diloco::link::Answer;
 using diloco::link::Frame;
 using diloco::link::FrameKind;
 using diloco::link::Hello;
+using diloco::link::kLinkVersion;
 using diloco::link::Status;
 
 namespace {
@@ -651,7 +652,7 @@ void test_strangers() {
 }
 
 bool is_welcome(Stranger& stranger, const LinkPtr& link, const char* own) {
-    return stranger.greet(link->nonce(), 1, std::string(32, own[0])).status ==
+    return stranger.greet(link->nonce(), kLinkVersion, std::string(32, own[0])).status ==
            static_cast<uint32_t>(Status::kWelcome);
 }
 
@@ -680,7 +681,7 @@ void test_silent_strangers() {
     const LinkPtr link = open_link(kAnyPort, kAnyPort, {60s, 60s});
     Stranger early(link->address(), kBusy);
     if (is_keyed) EXPECT(early.begin_tls());
-    const Hello hello = Stranger::hello(link->nonce(), 1, std::string(32, '3'));
+    const Hello hello = Stranger::hello(link->nonce(), kLinkVersion, std::string(32, '3'));
     constexpr size_t kFirst = 8;
     EXPECT(early.write(&hello, kFirst));
     std::vector<std::unique_ptr<Stranger>> silent;
@@ -727,7 +728,8 @@ void test_greetings() {
     EXPECT(wrong.greet(nonce).status == static_cast<uint32_t>(Status::kOtherProcess));
     EXPECT(wrong.is_closed());
     Stranger newer(link->address());
-    EXPECT(newer.greet(link->nonce(), 2).status == static_cast<uint32_t>(Status::kOtherVersion));
+    EXPECT(newer.greet(link->nonce(), kLinkVersion + 1).status ==
+           static_cast<uint32_t>(Status::kOtherVersion));
     EXPECT(newer.is_closed());
     Stranger sound(link->address());
     EXPECT(sound.greet(link->nonce()).status == static_cast<uint32_t>(Status::kWelcome));

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import socket
-from urllib.parse import urlsplit
+import struct
+from typing import Any
 
 import pytest
-import torch
-import zmq
-from transfer_group import Group, training
+from transfer_group import SERVICE, Group, training
 
-from diloco_comm.elastic.transfer import links
+from diloco_comm import _C
+from diloco_comm.elastic.transfer import donors
+from diloco_comm.elastic.transfer.donors import Donor
 from diloco_comm.elastic.transfer.downloads import values_of
-from diloco_comm.elastic.transfer.keys import KeyPair
-from diloco_comm.elastic.transfer.links import Link
-from diloco_comm.elastic.transfer.messages import Kind, Message, pack
+from diloco_comm.elastic.transfer.messages import Answer, Kind, Wanted
 from diloco_comm.methods.outer import SGD, Adam, Nesterov
 from diloco_comm.rounds.round_log import state_tensors
 
@@ -99,7 +98,7 @@ def test_a_donor_that_dies_costs_pieces_not_the_join() -> None:
 
 @pytest.mark.nightly("3 s; the first tier has a donor that dies")
 def test_a_donor_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_STALL_S", 1.0)
+    monkeypatch.setattr(donors, "_STALL_S", 1.0)
     with training(Nesterov, 2) as group:
         group.turn_until(lambda: received_some(group))
         group.kill(0)
@@ -111,18 +110,14 @@ def test_a_donor_whose_bytes_do_not_fit_the_digest_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with training(Nesterov, 2) as group:
-        liar = group.replicas[0].donor
-        answer = liar._answer
+        take = Donor.take
 
-        def garbled(request: Message) -> Message:
-            found = answer(request)
-            if not len(found.body):
-                return found
-            body = bytearray(found.body)
-            body[7] ^= 1
-            return Message(found.kind, found.number, found.numbers, body)
+        def garbled(donor: Donor, number: int, head: bytes, body: Any) -> bool:
+            if donor.name == "0" and number in donor._open and body.numel() > 10_000:
+                body[7] ^= 1
+            return take(donor, number, head, body)
 
-        monkeypatch.setattr(liar, "_answer", garbled)
+        monkeypatch.setattr(Donor, "take", garbled)
         group.train()
         group.turn_until(group.is_ready)
         group.check()
@@ -238,9 +233,8 @@ def test_a_group_that_goes_another_way_than_the_checkpoint_is_not_joined() -> No
 
 
 def ask_raw(group: Group, content: bytes) -> None:
-    url = urlsplit(group.replicas[0].donor.place.address)
-    assert url.hostname and url.port
-    with socket.create_connection((url.hostname, url.port), timeout=5) as connection:
+    host, _, port = group.replicas[0].link.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(content)
 
 
@@ -252,67 +246,107 @@ def test_garbage_on_the_port_harms_nobody(content: bytes) -> None:
         group.check()
 
 
-FRAMES = [
-    [b"x"],
-    [b"", b"", b""],
-    [b"DCTR" + bytes(12), b"{}", b""],
-    pack(Message(Kind.STATE, 1, {"fragment": 0})),
-    pack(Message(Kind.STATE, 1, {"fragment": -1, "begin": 0, "end": 1})),
-    pack(Message(Kind.STATE, 1, {"fragment": 0, "begin": 0, "end": 1 << 40})),
-    pack(Message(Kind.ROUND, 1, {"fragment": 0, "number": 9, "begin": 5, "end": 1})),
-    pack(Message(Kind.IS_AT, 1, {})),
-    [pack(Message(Kind.STATUS, 1))[0], b"[" * 900, b""],
-]
+def asked(group: Group, content: bytes, service: str = SERVICE) -> tuple[bytes, bytes]:
+    """Ask the first donor for anything, over the connection that is there; return the answer."""
+    link, way = group.fresh.link, group.places["0"].way
+    group.turn_until(lambda: any(donor.status for donor in group.newcomer._usable()))
+    number = link.ask(way, service, content, 1 << 20)
+    assert number > 0
+    for _ in range(200):
+        for found, head, body in link.replies(service, 0.1):
+            if found == number:
+                return head, bytes(body.numpy())
+            # An answer to the newcomer itself.
+            assert any(one.take(found, head, body) for one in group.newcomer._donors.values())
+    raise AssertionError("no answer")
 
 
-@pytest.mark.parametrize("frames", FRAMES)
-def test_messages_that_are_none_harm_nobody(frames: list[bytes]) -> None:
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"x", "no request"),
+        (bytes(32), "kind 0"),
+        (Wanted(Kind.STATE, 7, 0, 0, 1).to_bytes(), "there are 2 fragments"),
+        (Wanted(Kind.STATE, 0, 0, 5, 5).to_bytes(), "elements"),
+        (Wanted(Kind.STATE, 0, 0, 0, 1 << 40).to_bytes(), "elements"),
+        (Wanted(Kind.STATE, 0, 0, (1 << 64) - 1, 1).to_bytes(), "elements"),
+        (Wanted(Kind.ROUND, 0, 9, 5, 1).to_bytes(), "bytes of a round"),
+        (Wanted(Kind.ROUND, 0, 9, 0, 1 << 40).to_bytes(), "bytes of a round"),
+        (struct.pack("<IIQQQ", 33, 0, 0, 0, 1), "kind 33"),
+    ],
+)
+def test_requests_that_are_none_get_a_sentence(content: bytes, sentence: str) -> None:
     with training(SGD, 1, width=32) as group:
-        group.turn_until(lambda: any(link.status for link in group.newcomer._usable()))
-        group.newcomer._usable()[0].socket.send_multipart(frames)
+        head, body = asked(group, content)
+        assert struct.unpack_from("<I", head) == (Kind.REFUSED,)
+        assert sentence in body.decode()
         group.turn_until(group.is_ready)
         group.check()
 
 
-def test_a_process_with_another_key_gets_nothing() -> None:
-    with training(SGD, 1, width=32) as group, zmq.Context() as context:
-        answers: list[Message | None] = []
-        link = Link(context, "0", group.replicas[0].donor.place, KeyPair())
-        for _ in range(50):
-            link.ask(Kind.STATUS, {}, 0, lambda _, answer: answers.append(answer))
-            link.receive()
-            group.newcomer.turn(0.01)
-        assert not answers
-        assert group.newcomer.has_donor
-        link.lose()
+def test_a_service_that_nobody_has_answers_with_nothing() -> None:
+    with training(SGD, 1, width=32) as group:
+        assert asked(group, Wanted(Kind.STATUS).to_bytes(), "another") == (b"", b"")
+
+
+def test_a_request_is_no_longer_than_the_frame() -> None:
+    with training(SGD, 1, width=32) as group, pytest.raises(ValueError, match="64 bytes"):
+        asked(group, bytes(65))
 
 
 def test_a_donor_that_has_a_round_no_longer_is_asked_on() -> None:
     """Such an answer has no body, and is no wrong one, for which the donor would be lost."""
     with training(SGD, 1, width=32) as group:
-        group.turn_until(lambda: any(link.status for link in group.newcomer._usable()))
-        (link,) = group.newcomer._usable()
+        group.turn_until(lambda: any(donor.status for donor in group.newcomer._usable()))
+        (donor,) = group.newcomer._usable()
         kinds: list[Kind] = []
 
-        def take(link: Link, answer: Message | None) -> None:
-            assert answer is not None and values_of(link, answer, Kind.PAYLOADS, 8) is None
+        def take(donor: Donor, answer: Answer | None) -> None:
+            assert answer is not None and values_of(donor, answer, Kind.PAYLOADS, 8) is None
             kinds.append(answer.kind)
 
-        missing = {"fragment": 0, "number": 999, "begin": 0, "end": 8}
-        group.turn_until(lambda: link.ask(Kind.ROUND, missing, 8, take))
+        missing = Wanted(Kind.ROUND, 0, 999, 0, 8)
+        group.turn_until(lambda: donor.ask(missing, 8, take))
         group.turn_until(lambda: bool(kinds))
-        assert kinds == [Kind.GONE] and not link.is_lost
+        assert kinds == [Kind.GONE] and not donor.is_lost
         group.turn_until(group.is_ready)
         group.check()
 
 
 def test_a_replica_without_state_serves_nothing() -> None:
     with training(SGD, 1, width=32) as group:
-        group.replicas[0].donor.has_state = False
+        fresh = _C.StateSource([state_tensors(part) for part in group.replicas[0].parts])
+        group.replicas[0].link.serve(SERVICE, fresh)
         for _ in range(20):
             group.newcomer.turn(0.01)
         assert group.newcomer.received_bytes == 0
         assert not group.newcomer.is_ready
+        fresh.close()
+
+
+def test_a_connection_that_ends_is_made_anew() -> None:
+    """Requests over the former one are asked again, also of the same donor."""
+    with training(Nesterov, 1, bytes_per_s=30e6) as group:
+        group.turn_until(lambda: received_some(group))
+        (donor,) = group.newcomer._usable()
+        assert not group.newcomer.is_ready
+        address, nonce = group.replicas[0].link.address, group.replicas[0].link.nonce
+        # A stranger who says that it is the newcomer takes the newcomer's place for a moment.
+        host, _, port = address.rpartition(":")
+        hello = struct.pack(
+            "<8sII16s16s",
+            b"DILOLINK",
+            2,
+            0,
+            bytes.fromhex(group.fresh.link.nonce),
+            bytes.fromhex(nonce),
+        )
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(hello)
+            group.turn_until(lambda: group.fresh.link.counters()["connects"] > 1)
+        group.turn_until(group.is_ready)
+        group.check()
+        assert group.newcomer._usable() == [donor]
 
 
 def test_the_log_keeps_the_latest_rounds_within_its_limit() -> None:
@@ -325,6 +359,8 @@ def test_the_log_keeps_the_latest_rounds_within_its_limit() -> None:
         assert len(entries) == log.max_bytes // size < 8
         assert log.num_bytes <= log.max_bytes
         oldest = log.rounds()[0]
-        assert log.read(oldest.fragment, oldest.number - 1, 0, 4) is None
-        payload = log.read(oldest.fragment, oldest.number, 0, 4)
-        assert payload is not None and payload.dtype == torch.uint8
+        gone = Wanted(Kind.ROUND, oldest.fragment, oldest.number - 1, 0, 4).to_bytes()
+        assert struct.unpack_from("<I", asked(group, gone)[0]) == (Kind.GONE,)
+        kept = Wanted(Kind.ROUND, oldest.fragment, oldest.number, 0, 4).to_bytes()
+        payload = log.payloads(oldest.fragment, oldest.number)[0]
+        assert asked(group, kept)[1] == bytes(payload[:4].numpy())

@@ -18,7 +18,7 @@ from diloco_comm import _C
 
 ANY_PORT = "127.0.0.1:0"
 LIMIT_S = 20.0
-GREETING = b"DILOLINK" + struct.pack("<I", 1)
+GREETING = b"DILOLINK" + struct.pack("<I", 2)
 JOIN, GRANT, DATA = 1, 2, 4
 FRAME = "<BBHIQIIQQ"  # magic, kind, number, length, token, tag, ticket, offset, total
 

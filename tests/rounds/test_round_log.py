@@ -21,9 +21,7 @@ NUM_ROUNDS, NUM_KEPT = 9, 3
 def contents(log: RoundLog) -> dict[tuple[int, int], Tensor]:
     found = {}
     for entry in log.rounds():
-        payloads = log.read(entry.fragment, entry.number, 0, entry.num_bytes)
-        assert payloads is not None
-        found[entry.fragment, entry.number] = payloads
+        found[entry.fragment, entry.number] = torch.cat(log.payloads(entry.fragment, entry.number))
     return found
 
 

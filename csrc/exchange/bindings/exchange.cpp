@@ -14,6 +14,7 @@
 #include "exchange/engine/engine.h"
 #include "exchange/engine/words.h"
 #include "exchange/failure/bounded_store.h"
+#include "exchange/joining/state_source.h"
 #include "exchange/link/group.h"
 #include "exchange/link/proxy.h"
 #include "exchange/link/sockets.h"
@@ -45,9 +46,7 @@ namespace {
 // (nonce, address) or (nonce, address, key) of each rank.
 using Places = std::vector<std::vector<std::string>>;
 
-std::vector<c10::intrusive_ptr<LinkGroup>> make_groups(Link& link, const std::string& token,
-                                                       int rank, const Places& peers, int lanes,
-                                                       double limit_s) {
+std::vector<link::Place> places_of(const Places& peers) {
     std::vector<link::Place> places;
     for (const std::vector<std::string>& peer : peers) {
         if (peer.size() < 2 || peer.size() > 4) {
@@ -56,6 +55,13 @@ std::vector<c10::intrusive_ptr<LinkGroup>> make_groups(Link& link, const std::st
         places.push_back(
             {peer[0], peer[1], peer.size() > 2 ? peer[2] : "", peer.size() > 3 ? peer[3] : ""});
     }
+    return places;
+}
+
+std::vector<c10::intrusive_ptr<LinkGroup>> make_groups(Link& link, const std::string& token,
+                                                       int rank, const Places& peers, int lanes,
+                                                       double limit_s) {
+    const auto places = places_of(peers);
     py::gil_scoped_release no_gil;
     return connect_groups(link, token, rank, places, lanes, from_seconds(limit_s), check_signals);
 }
@@ -146,6 +152,63 @@ py::bytes public_key(const Link& link) {
     return bytes_of(link.public_key());
 }
 
+uint32_t ask(Link& link, const std::vector<std::string>& peer, const std::string& service,
+             const std::string& request, uint64_t most_bytes) {
+    const link::Place place = places_of({peer}).front();
+    const std::vector<uint8_t> bytes(request.begin(), request.end());
+    const py::gil_scoped_release no_gil;
+    return link.ask(place, service, bytes, most_bytes);
+}
+
+py::list replies(Link& link, const std::string& service, double limit_s) {
+    py::list found;
+    for (link::Reply& reply :
+         without_gil([&] { return link.replies(service, from_seconds(limit_s)); })) {
+        const auto& [owner, data, num_bytes] = reply.body;
+        // An uint8 tensor that keeps the bytes.
+        const at::Tensor body = at::from_blob(
+            const_cast<uint8_t*>(data), {static_cast<int64_t>(num_bytes)},
+            [owner = owner](void*) {}, at::kByte);
+        const auto* head = reinterpret_cast<const char*>(reply.head.data());
+        found.append(py::make_tuple(reply.ticket, py::bytes(head, reply.head.size()), body));
+    }
+    return found;
+}
+
+void register_state_source(py::module_& m) {
+    using release = py::call_guard<py::gil_scoped_release>;
+    using Numbers = std::tuple<uint64_t, uint64_t, uint64_t>;
+    const auto standing_of = [](const Numbers& numbers) {
+        const auto& [round, history, num_steps] = numbers;
+        return StateSource::Standing{round, history, num_steps};
+    };
+    py::class_<StateSource, std::shared_ptr<StateSource>>(
+        m, "StateSource", "Answers replicas that join: the outer state and the latest rounds.")
+        .def(py::init<std::vector<std::vector<at::Tensor>>>(), py::arg("parts"))
+        .def_property_readonly_static("MOST_BYTES",
+                                      [](const py::object&) { return StateSource::kMostBytes; })
+        .def("begin_write", &StateSource::begin_write, py::arg("fragment"))
+        .def(
+            "end_write",
+            [standing_of](StateSource& source, size_t fragment, const Numbers& standing) {
+                source.end_write(fragment, standing_of(standing));
+            },
+            py::arg("fragment"), py::arg("standing"), release())
+        .def("add", &StateSource::add, py::arg("fragment"), py::arg("number"), py::arg("entry"),
+             py::arg("payloads"), release())
+        .def("remove", &StateSource::remove, py::arg("fragment"), py::arg("number"), release())
+        .def(
+            "open",
+            [standing_of](StateSource& source, const std::vector<Numbers>& numbers) {
+                std::vector<StateSource::Standing> standings;
+                for (const Numbers& one : numbers) standings.push_back(standing_of(one));
+                source.open(standings);
+            },
+            py::arg("standings"), release())
+        .def_property_readonly("served_bytes", &StateSource::served_bytes)
+        .def("close", &StateSource::close, release());
+}
+
 void register_link(py::module_& m) {
     using release = py::call_guard<py::gil_scoped_release>;
     m.def("own_host", &own_host, py::arg("interface"), release(),
@@ -193,6 +256,27 @@ void register_link(py::module_& m) {
         .def(
             "adopt", [](Link& link, int fd) { link.adopt(Descriptor([fd] { return fd; })); },
             py::arg("fd"), release(), "Takes a connection that a peer has dialled at a relay.")
+        .def(
+            "serve",
+            [](Link& link, const std::string& service, std::shared_ptr<StateSource> source) {
+                link.serve(service, source);
+            },
+            py::arg("service"), py::arg("source"), release(),
+            "Sets the source that answers requests to this name from now on; None: nothing does.")
+        .def(
+            "reach",
+            [](Link& link, const std::string& service, const Places& peers) {
+                const auto places = places_of(peers);
+                return without_gil([&] { return link.reach(service, places); });
+            },
+            py::arg("service"), py::arg("peers"),
+            "Connects to processes outside of groups, and keeps dialling until the next call: why "
+            "each is not connected so far, or an empty text.")
+        .def("ask", &ask, py::arg("peer"), py::arg("service"), py::arg("request"),
+             py::arg("most_bytes"), "The number of the request; 0 without a connection.")
+        .def("replies", &replies, py::arg("service"), py::arg("limit_s"),
+             "(number, head, body) of the answers that have come; no head: the connection ended.")
+        .def("forget", &Link::forget, py::arg("tickets"), release())
         .def("close", &Link::close, release())
         .def("counters", &Link::counters, release())
         .def(
@@ -381,6 +465,7 @@ void register_exchange(py::module_& m) {
         "The steps of an exchange in their order: (action, chunk, lane).");
     register_messages(m);
     register_jobs(m);
+    register_state_source(m);
     register_link(m);
     register_store_client(m);
     register_store_host(m);

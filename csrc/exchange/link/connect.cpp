@@ -23,15 +23,6 @@ constexpr milliseconds kAskPeriod{250};
 constexpr milliseconds kLookUpPeriod{1000};
 constexpr milliseconds kShortestPatience{1000};
 
-uint64_t hash_of(const std::string& token) {
-    uint64_t hash = 0xcbf29ce484222325;
-    for (const char letter : token) {
-        hash = (hash ^ static_cast<uint8_t>(letter)) * 0x100000001b3;
-    }
-    hash = (hash ^ (hash >> 31)) * 0x9e3779b97f4a7c15;
-    return hash ^ (hash >> 29);
-}
-
 int digit_of(char letter) {
     if (letter >= '0' && letter <= '9') return letter - '0';
     if (letter >= 'a' && letter <= 'f') return letter - 'a' + 10;
@@ -56,6 +47,19 @@ Bytes bytes_of(const char* what, const std::string& text) {
 }
 
 }  // namespace
+
+uint64_t link::hash_of(const std::string& name) {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (const char letter : name) {
+        hash = (hash ^ static_cast<uint8_t>(letter)) * 0x100000001b3;
+    }
+    hash = (hash ^ (hash >> 31)) * 0x9e3779b97f4a7c15;
+    return hash ^ (hash >> 29);
+}
+
+link::PeerId Link::peer_id_of(size_t rank, const link::Place& place, bool is_own) const {
+    return {bytes_of<Nonce>("a nonce", place.nonce), key_of(rank, is_own, place.key)};
+}
 
 std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
                                             const std::vector<link::Place>& peers, int lanes,
@@ -109,7 +113,7 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
 Link::Call Link::begin_call(const std::string& token, int rank,
                             const std::vector<link::Place>& peers, int lanes, milliseconds limit) {
     Call call;
-    call.token = hash_of(token);
+    call.token = link::hash_of(token);
     call.lanes = lanes;
     call.begin = Clock::now();
     call.deadline = call.begin + limit;
@@ -134,9 +138,7 @@ Link::Call Link::begin_call(const std::string& token, int rank,
             throw std::invalid_argument("rank " + std::to_string(j) + " and rank " +
                                         std::to_string(i) + " are the same process");
         }
-        const link::PeerId id{bytes_of<Nonce>("a nonce", nonce),
-                              key_of(i, i == static_cast<size_t>(rank), key)};
-        call.ids.push_back(id);
+        call.ids.push_back(peer_id_of(i, peers[i], i == static_cast<size_t>(rank)));
         call.addresses.push_back(address);
         call.targets.emplace_back();
         call.found.emplace_back();

@@ -119,7 +119,8 @@ void Connection::put(FrameKind kind) {
     control.push_back(std::move(out));
 }
 
-int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk) {
+int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk,
+                           bool with_copies) {
     size_t planned = batch.empty() ? 0 : batch.front().size() - batch.front().done;
     const auto has_room = [&] {
         return planned < most_bytes && 2 * (static_cast<int>(batch.size()) + 1) <= most_parts;
@@ -132,13 +133,14 @@ int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool
         plan(std::move(control.front()));
         control.pop_front();
     }
-    if (control.empty() && with_bulk) {
-        for (auto it = bulk.begin(); it != bulk.end() && has_room(); ++it) {
+    const auto plan_all = [&](const std::deque<MessagePtr>& messages, FrameKind kind,
+                              uint64_t fragment) {
+        for (auto it = messages.begin(); it != messages.end() && has_room(); ++it) {
             Message& message = **it;
             if (message.is_cancelled) break;
             for (uint64_t next = message.moved; next < message.num_bytes && has_room();) {
                 OutFrame part;
-                part.frame.kind = static_cast<uint8_t>(FrameKind::kData);
+                part.frame.kind = static_cast<uint8_t>(kind);
                 part.frame.token = message.token;
                 part.frame.ticket = message.ticket;
                 part.frame.number = message.number;
@@ -146,13 +148,17 @@ int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool
                 part.frame.offset = next;
                 part.frame.total = message.num_bytes;
                 part.frame.length =
-                    static_cast<uint32_t>(std::min(kFragmentBytes, message.num_bytes - next));
+                    static_cast<uint32_t>(std::min(fragment, message.num_bytes - next));
                 part.payload = message.data + next;
                 part.message = *it;
                 next += part.frame.length;
                 plan(std::move(part));
             }
         }
+    };
+    if (control.empty() && with_bulk) plan_all(bulk, FrameKind::kData, kFragmentBytes);
+    if (control.empty() && bulk.empty() && with_copies) {
+        plan_all(copies, FrameKind::kCopy, kCopyBytes);
     }
     int num_parts = 0;
     for (OutFrame& out : batch) {
@@ -171,35 +177,40 @@ int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool
     return num_parts;
 }
 
-std::vector<MessagePtr> Connection::wrote(size_t num_bytes) {
-    std::vector<MessagePtr> complete;
+Connection::Written Connection::wrote(size_t num_bytes) {
+    Written written;
     size_t num_complete = 0;
     for (OutFrame& out : batch) {
         if (out.message) out.message->is_in_io = false;
         const size_t step = std::min(num_bytes, out.size() - out.done);
         const bool begins = out.done == 0 && step > 0;
-        const bool is_data = out.frame.kind == static_cast<uint8_t>(FrameKind::kData);
-        if (begins && is_data && out.message) {
+        const bool is_copy = out.frame.kind == static_cast<uint8_t>(FrameKind::kCopy);
+        const bool is_bulk = out.frame.kind == static_cast<uint8_t>(FrameKind::kData) || is_copy;
+        if (begins && is_bulk && out.message) {
             out.message->moved += out.frame.length;
-            if (out.message->moved == out.message->num_bytes) bulk.pop_front();
+            if (out.message->moved == out.message->num_bytes) {
+                (is_copy ? copies : bulk).pop_front();
+            }
         }
+        if (is_bulk) (is_copy ? written.copy_bytes : written.round_bytes) += step;
         out.done += step;
         num_bytes -= step;
         if (out.done < out.size()) continue;
         ++num_complete;
         const bool is_last =
-            out.message && (!is_data || out.frame.offset + out.frame.length == out.frame.total);
-        if (is_last) complete.push_back(out.message);
+            out.message && (!is_bulk || out.frame.offset + out.frame.length == out.frame.total);
+        if (is_last) written.complete.push_back(out.message);
     }
     batch.erase(batch.begin(), batch.begin() + static_cast<std::ptrdiff_t>(num_complete));
     // Frames that have not begun go back, so that a control frame may overtake a fragment.
     while (!batch.empty() && batch.back().done == 0) {
-        if (batch.back().frame.kind != static_cast<uint8_t>(FrameKind::kData)) {
+        const auto kind = static_cast<FrameKind>(batch.back().frame.kind);
+        if (kind != FrameKind::kData && kind != FrameKind::kCopy) {
             control.push_front(std::move(batch.back()));
         }
         batch.pop_back();
     }
-    return complete;
+    return written;
 }
 
 void Connection::withdraw(const MessagePtr& message) {

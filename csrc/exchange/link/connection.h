@@ -29,7 +29,7 @@ using Nonce = std::array<uint8_t, 16>;
 // ------------------------------------------------------------------ the wire (little endian)
 
 constexpr std::array<uint8_t, 8> kGreeting{'D', 'I', 'L', 'O', 'L', 'I', 'N', 'K'};
-constexpr uint32_t kLinkVersion = 1;
+constexpr uint32_t kLinkVersion = 2;
 constexpr uint8_t kTlsAlert = 21, kTlsHandshake = 22;  // the first byte, where TLS is spoken
 
 struct Hello {
@@ -70,7 +70,18 @@ enum class FrameKind : uint8_t {
     kEnd,       // the sender has closed this group
     kPing,      // asks for a sign of life
     kPong,      // the answer, on the same connection
+    kRequest,   // of the service with the token: an answer with this ticket, and at most `total`
+                // bytes of body
+    kAnswer,    // the head of the answer, whose body has `total` bytes
+    kCopy,      // a part of the body
 };
+
+// Whether the payload of a frame is short, and comes with its header.
+constexpr bool is_short(uint8_t kind) {
+    return kind == static_cast<uint8_t>(FrameKind::kEager) ||
+           kind == static_cast<uint8_t>(FrameKind::kRequest) ||
+           kind == static_cast<uint8_t>(FrameKind::kAnswer);
+}
 
 struct Frame {
     uint8_t magic = kFrameMagic;
@@ -89,6 +100,8 @@ static_assert(sizeof(Frame) == 40, "the frame's header is a wire format");
 
 constexpr uint64_t kEagerBytes = 1024;
 constexpr uint64_t kFragmentBytes = 256 * 1024;
+constexpr uint64_t kCopyBytes = 64 * 1024;  // a fragment of a copy: rounds wait for so much of it
+constexpr uint64_t kMostHeadBytes = 64;     // of a request, and of the head of an answer
 constexpr int kMostLanes = 256;
 constexpr char kHasClosed[] = "it has closed the connection";
 
@@ -116,7 +129,7 @@ static_assert(sizeof(RelayRequest) == 32, "the request is a wire format");
 class Channel;
 
 // One posted send or receive. The memory belongs to the poster, who takes it back by
-// Link::cancel() or after is_done.
+// Link::cancel() or after is_done. The message of a copy owns its memory.
 struct Message {
     bool is_send = false;
     uint8_t* data = nullptr;
@@ -124,7 +137,8 @@ struct Message {
     uint64_t token = 0;
     uint16_t number = 0;
     uint32_t tag = 0;
-    Channel* channel = nullptr;  // null once it is done
+    Channel* channel = nullptr;  // null once it is done, and for a copy
+    std::shared_ptr<const void> owner{};
 
     uint64_t moved = 0;  // bytes given to the connection, or received
     uint32_t ticket = 0;
@@ -194,7 +208,9 @@ struct Connection {
     bool is_writing = false;
     uint64_t num_writable = 0;  // how often the kernel has said that there is room
     std::deque<OutFrame> control{};
-    std::deque<MessagePtr> bulk{};  // in the order of their grants
+    std::deque<MessagePtr> bulk{};    // in the order of their grants
+    std::deque<MessagePtr> copies{};  // bodies of answers
+    size_t num_requests = 0;          // whose answers have not left
     std::vector<OutFrame>
         batch{};  // between plan_write() and wrote(); else at most one begun frame
 
@@ -203,12 +219,17 @@ struct Connection {
     bool has_output(bool with_bulk = true) const {
         return has_unsent || !batch.empty() || !control.empty() || (with_bulk && !bulk.empty());
     }
-    // Chooses what to write next, control frames first; returns the number of parts.
-    int plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk);
+    // Chooses what to write next: control frames first, copies last; returns the number of parts.
+    int plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk,
+                   bool with_copies = false);
     // A frame of the connection itself; none where the peer does not read.
     void put(FrameKind kind);
-    // Returns the messages that are wholly written.
-    std::vector<MessagePtr> wrote(size_t num_bytes);
+    // The messages and the bytes that a call to the kernel has written.
+    struct Written {
+        std::vector<MessagePtr> complete{};
+        uint64_t round_bytes = 0, copy_bytes = 0;
+    };
+    Written wrote(size_t num_bytes);
     // The message's memory will be gone: a begun fragment goes on from a copy. Not while it is
     // written.
     void withdraw(const MessagePtr& message);

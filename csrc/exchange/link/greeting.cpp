@@ -539,6 +539,7 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
     if (!is_accepting_ && accept_at_ <= now && listener_) {
         is_accepting_ = watch(epoll_.get(), listener_.get(), 1, EPOLLIN);
     }
+    if (is_copying_) resume_copies(now);
     if (std::exchange(has_new_keys_, false)) end_removed_keys(lock);
     if (next_sweep_ > now) return;
     next_sweep_ = now + kSweepPeriod;
@@ -598,7 +599,12 @@ void Link::sweep(Lock& lock, Clock::time_point now) {
             }
         }
         const auto waits = [](const auto& entry) { return entry.second->has_unfinished(); };
-        if (std::any_of(peer->channels.begin(), peer->channels.end(), waits)) {
+        const ConnectionPtr way = way_to(*peer);
+        const auto is_asked = [&](const auto& entry) {
+            return way && entry.second.connection_id == way->id;
+        };
+        if (std::any_of(peer->channels.begin(), peer->channels.end(), waits) ||
+            std::any_of(inquiries_.begin(), inquiries_.end(), is_asked)) {
             for (const link::Lane& lane : std::vector(peer->lanes)) {
                 for (const ConnectionPtr& one : {lane.own, lane.theirs}) {
                     if (one && one->state == State::kOpen) check_life(lock, one, now);

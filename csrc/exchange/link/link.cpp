@@ -164,6 +164,7 @@ void Link::close() {
         }
         announce();
         shake_due_.notify_all();
+        replied_.notify_all();
         wake();
     }
     if (shake_thread_.joinable()) shake_thread_.join();
@@ -228,7 +229,9 @@ void Link::pass(Lock& lock) {
 int Link::next_timeout(Clock::time_point now) const {
     constexpr int kOften = 20;
     if (!ready_.empty()) return 0;
-    if (!dials_.empty() || !strangers_.empty() || !is_accepting_ || is_closing_) return kOften;
+    if (!dials_.empty() || !strangers_.empty() || !is_accepting_ || is_closing_ || is_copying_) {
+        return kOften;
+    }
     const auto left = std::chrono::ceil<milliseconds>(next_sweep_ - now).count();
     return static_cast<int>(std::max<int64_t>(left, 0));
 }
@@ -305,10 +308,16 @@ void Link::serve(Lock& lock, const ConnectionPtr& connection) {
 void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
     Connection& it = *connection;
     size_t budget = kBytesAWrite;
-    while (budget > 0 && it.state == State::kOpen && it.can_write && !it.is_writing && !it.is_cut &&
-           it.has_output(with_bulk)) {
+    const auto may_copy = [&] {
+        return with_bulk && !it.copies.empty() && it.bulk.empty() && this->may_copy(Clock::now());
+    };
+    while (budget > 0 && it.state == State::kOpen && it.can_write && !it.is_writing && !it.is_cut) {
+        const bool with_copies = may_copy();
+        if (!it.has_output(with_bulk) && !with_copies) break;
         std::array<iovec, kMostParts> parts;
-        const int num_parts = it.plan_write(parts.data(), kMostParts, budget, with_bulk);
+        // After each fragment of a copy a round may have begun.
+        const size_t most = with_copies ? std::min(budget, link::kCopyBytes) : budget;
+        const int num_parts = it.plan_write(parts.data(), kMostParts, most, with_bulk, with_copies);
         if (num_parts == 0 && !it.has_unsent) return;  // its first message is being cancelled
         size_t planned = 0;
         for (int i = 0; i < num_parts; ++i) planned += parts[static_cast<size_t>(i)].iov_len;
@@ -322,8 +331,15 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
         it.has_unsent = it.session && moved.is_blocked;
         const size_t done = moved.num_bytes;
         if (has_bulk && done > 0) it.heard_at = Clock::now();
-        for (const MessagePtr& message : it.wrote(done)) {
+        const Connection::Written written = it.wrote(done);
+        for (const MessagePtr& message : written.complete) {
             if (message->channel) message->channel->finish(message, "");
+            if (message->owner) --it.num_requests;
+        }
+        share_.count_round(written.round_bytes, is_copying_, Clock::now());
+        if (written.copy_bytes > 0) {
+            share_.count_copies(written.copy_bytes, Clock::now());
+            it.peer->idle_since = Clock::now();
         }
         if (num_cancelling_ > 0) io_done_.notify_all();
         if (moved.is_over) {
@@ -338,7 +354,8 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
         sent_bytes_ += static_cast<int64_t>(done);
         budget -= std::min(budget, done);
     }
-    const bool has_more = it.can_write && it.has_output() && !it.is_writing;
+    const bool has_more = it.can_write && (it.has_output() || may_copy()) && !it.is_writing;
+    is_copying_ = is_copying_ || !it.copies.empty();
     if (it.state == State::kOpen && (has_more || it.is_cut)) mark_ready(connection);
 }
 
@@ -395,13 +412,13 @@ void Link::parse(Lock& lock, const ConnectionPtr& connection) {
             if (it.num_staged() < sizeof(Frame)) break;
             Frame frame;
             std::memcpy(&frame, it.staging.data() + it.begin, sizeof(frame));
-            const bool is_eager = frame.kind == static_cast<uint8_t>(FrameKind::kEager);
-            if (is_eager && frame.length <= link::kEagerBytes &&
+            const bool has_payload = link::is_short(frame.kind);
+            if (has_payload && frame.length <= link::kEagerBytes &&
                 it.num_staged() < sizeof(frame) + frame.length) {
                 break;
             }
             on_frame(lock, connection, frame, it.staging.data() + it.begin + sizeof(frame));
-            it.begin += sizeof(frame) + (is_eager ? frame.length : 0);
+            it.begin += sizeof(frame) + (has_payload ? frame.length : 0);
         }
         flush_peer(lock, *peer);
     } catch (const ProtocolError& error) {
@@ -411,7 +428,9 @@ void Link::parse(Lock& lock, const ConnectionPtr& connection) {
 
 void Link::end_payload(const ConnectionPtr& connection) {
     const MessagePtr target = std::exchange(connection->target, nullptr);
-    if (target && target->channel) target->channel->on_data_end(target);
+    if (!target) return;
+    if (target->channel) target->channel->on_data_end(target);
+    if (target->owner && target->moved == target->num_bytes) end_inquiry(target->ticket);
 }
 
 namespace {
@@ -419,13 +438,15 @@ namespace {
 void check_frame(const Frame& frame) {
     const auto kind = static_cast<FrameKind>(frame.kind);
     if (frame.magic != Frame::kFrameMagic) throw ProtocolError("no frame where one must begin");
-    if (kind < FrameKind::kJoin || kind > FrameKind::kPong) {
+    if (kind < FrameKind::kJoin || kind > FrameKind::kCopy) {
         throw ProtocolError("a frame of kind " + std::to_string(frame.kind));
     }
     uint64_t most = 0;
     if (kind == FrameKind::kEager) most = link::kEagerBytes;
-    if (kind == FrameKind::kData) most = link::kFragmentBytes;
-    if (frame.length > most || (kind == FrameKind::kData && frame.length == 0)) {
+    if (kind == FrameKind::kRequest || kind == FrameKind::kAnswer) most = link::kMostHeadBytes;
+    const bool is_part = kind == FrameKind::kData || kind == FrameKind::kCopy;
+    if (is_part) most = link::kFragmentBytes;
+    if (frame.length > most || (is_part && frame.length == 0)) {
         throw ProtocolError("a frame of " + std::to_string(frame.length) + " bytes");
     }
     if (frame.number >= 2 * link::kMostLanes) throw ProtocolError("a frame of no group");
@@ -443,6 +464,9 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
         mark_ready(connection);
         return announce();
     }
+    if (kind == FrameKind::kRequest) return on_request(connection, frame, payload);
+    if (kind == FrameKind::kAnswer) return on_answer(connection, frame, payload);
+    if (kind == FrameKind::kCopy) return on_copy(connection, frame);
     if (kind == FrameKind::kData) connection->left = frame.length;
     const ChannelPtr channel = channel_of(*connection->peer, frame);
     // Credit is for all groups of the channel.
@@ -487,6 +511,9 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
             break;
         case FrameKind::kPing:
         case FrameKind::kPong:
+        case FrameKind::kRequest:
+        case FrameKind::kAnswer:
+        case FrameKind::kCopy:
             break;
         case FrameKind::kEnd:
             channel->ended.insert(frame.number);
@@ -579,10 +606,12 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
         }
     }
     it.target.reset();
+    lose_inquiries(it.id);
     // A caller that writes has its own reference, and closes the descriptor afterwards.
     if (!it.is_writing) {
         it.control.clear();
         it.bulk.clear();
+        it.copies.clear();
         it.batch.clear();
     }
     announce();

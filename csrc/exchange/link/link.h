@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "exchange/link/channel.h"
+#include "exchange/link/copies.h"
 #include "exchange/link/strangers.h"
 
 namespace diloco {
@@ -137,6 +138,23 @@ class Link : public std::enable_shared_from_this<Link> {
         const std::string& token, int rank, const std::vector<link::Place>& peers, int lanes,
         std::chrono::milliseconds limit, const std::function<void()>& check = [] {});
 
+    // Whoever answers to a name; null: nobody any more. Others get an answer without a head.
+    void serve(const std::string& service, const std::shared_ptr<link::Responder>& responder);
+    void answer(const link::Request& request, std::vector<uint8_t> head, link::Body body);
+
+    // Connects this process to others outside of groups, and keeps dialling until the next call for
+    // this name, which has others. Returns at once: for each peer why it is not connected so far,
+    // empty where it is. A call redials what has ended. A peer that cannot be dialled may dial.
+    std::vector<std::string> reach(const std::string& service,
+                                   const std::vector<link::Place>& peers);
+    // Asks a process that is connected; returns the number of the request, 0 without a connection.
+    uint32_t ask(const link::Place& peer, const std::string& service,
+                 const std::vector<uint8_t>& request, uint64_t most_bytes);
+    // The answers of this name that have come, after the first one at the latest.
+    std::vector<link::Reply> replies(const std::string& service, std::chrono::milliseconds timeout);
+    // No answer is wanted any more.
+    void forget(const std::vector<uint32_t>& tickets);
+
     // Takes a connection that a process has dialled elsewhere for this one: at a relay.
     void adopt(Descriptor fd);
 
@@ -215,6 +233,22 @@ class Link : public std::enable_shared_from_this<Link> {
     void linger(Lock& lock);
     std::vector<ConnectionPtr> open_connections() const;
 
+    // copies.cpp: requests and answers outside of groups.
+    void on_request(const ConnectionPtr& connection, const link::Frame& frame,
+                    const uint8_t* payload);
+    void put_answer(const ConnectionPtr& connection, uint32_t ticket, std::vector<uint8_t> head,
+                    link::Body body);
+    bool may_copy(Clock::time_point now);
+    void resume_copies(Clock::time_point now);
+    static ConnectionPtr way_to(const link::Peer& peer);
+    link::Inquiry* inquiry_of(const ConnectionPtr& connection, const link::Frame& frame);
+    void on_answer(const ConnectionPtr& connection, const link::Frame& frame,
+                   const uint8_t* payload);
+    void on_copy(const ConnectionPtr& connection, const link::Frame& frame);
+    void end_inquiry(uint32_t ticket);
+    bool is_reached(const link::PeerId& id) const;
+    void lose_inquiries(uint64_t connection_id);
+
     // greeting.cpp: strangers, greetings and dials.
     ConnectionPtr add_connection(Descriptor fd, link::Connection::State state);
     void accept_some(Lock& lock);
@@ -261,6 +295,7 @@ class Link : public std::enable_shared_from_this<Link> {
     std::vector<Address> addresses_of(const std::pair<std::string, std::string>& target) const;
     void look_up_missing(Call& call) const;
     link::PublicKey key_of(size_t rank, bool is_own, const std::string& text) const;
+    link::PeerId peer_id_of(size_t rank, const link::Place& place, bool is_own = false) const;
     void end_other_keys(Lock& lock, const Call& call);
     void enter(Lock& lock, Call& call);
     bool are_connected(Lock& lock, Call& call, bool is_asking);
@@ -308,6 +343,15 @@ class Link : public std::enable_shared_from_this<Link> {
     bool is_accepting_ = true;
     Clock::time_point next_sweep_{};
     std::vector<uint8_t> scratch_;  // what nobody wants is read into it
+
+    std::map<uint64_t, std::weak_ptr<link::Responder>> responders_;  // by the hash of the name
+    std::map<uint64_t, std::set<link::PeerId>> reached_;             // by the same
+    std::map<uint64_t, std::vector<link::Reply>> replies_;           // by the same
+    std::map<uint32_t, link::Inquiry> inquiries_;                    // by ticket
+    std::condition_variable replied_;
+    uint32_t last_ticket_ = 0;
+    link::CopyShare share_;
+    bool is_copying_ = false;  // copies wait on some connection
 
     int64_t num_strangers_ = 0;
     int64_t num_dropped_ = 0;

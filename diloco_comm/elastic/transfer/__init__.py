@@ -1,5 +1,4 @@
-"""The outer state on its way to a replica that joins, beside training.
+"""A replica that joins copies the outer state of others over the link, beside training.
 
-Every replica serves (``donor``) and can ask (``newcomer``). The parts of a message are in
-``messages``, the keys of a connection in ``keys``.
+Each replica's ``StateSource`` answers in C++. Here is the side of the replica that joins.
 """

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...ops.digests import digest_of
-from ...rounds.round_log import LoggedRound, Standing
-from .links import Link
-from .messages import PIECE_BYTES, Kind, Message
+from ...rounds.round_log import LoggedRound
+from .donors import Donor
+from .messages import PIECE_BYTES, Answer, Kind
 
 
 @dataclass
@@ -35,26 +35,17 @@ class Download:
         return cls(entry, torch.empty(size, dtype=torch.uint8), wanted, size)
 
 
-def standing_of(answer: Message) -> Standing:
-    """Return after which round the elements of an answer are."""
-    return Standing(*(answer.numbers[name] for name in ("round", "history", "num_steps")))
-
-
-def has_body(answer: Message | None) -> bool:
+def has_body(answer: Answer | None) -> bool:
     """Whether a donor has answered with what was asked for, right or wrong."""
     return answer is not None and answer.kind not in (Kind.LATER, Kind.GONE, Kind.REFUSED)
 
 
-def values_of(link: Link, answer: Message | None, kind: Kind, size: int) -> bytearray | None:
+def values_of(donor: Donor, answer: Answer | None, kind: Kind, size: int) -> Tensor | None:
     """Return the body of an answer; None if there is none. A donor of wrong bytes is lost."""
     if answer is None or not has_body(answer):
         return None
-    body = bytearray(answer.body)
-    is_right = answer.kind == kind and len(body) == size
-    if (
-        not is_right
-        or digest_of([torch.frombuffer(body, dtype=torch.uint8)]) != (answer.numbers["digest"])
-    ):
-        link.lose()
+    is_right = answer.kind == kind and answer.body.numel() == size
+    if not is_right or digest_of([answer.body]) != answer.digest:
+        donor.lose(is_wrong=True)
         return None
-    return body
+    return answer.body

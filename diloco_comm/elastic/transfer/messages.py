@@ -1,112 +1,105 @@
-"""Messages between a replica that joins and its donors: a header, numbers as JSON, raw bytes.
+"""Requests of a replica that joins, and the heads of answers; csrc/exchange/joining has the rest.
 
-The header has 16 bytes, little endian:
-
-    magic "DCTR", protocol u16, kind u16, number u64
-
-An answer repeats the number of its request. Nothing is unpickled.
+A request has 32 bytes, the head of an answer 40, both little endian. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from ...base import extension
-from ...base.extension import TRANSFER as PROTOCOL
+from torch import Tensor
 
-MAGIC = b"DCTR"
-HEADER = struct.Struct("<4sHHQ")
-# Bytes of outer state or of payloads in one message, at most.
-PIECE_BYTES = 4 << 20
-MAX_REQUEST = 1024
-# ZeroMQ ends the connection of a donor that sends a longer frame.
-MAX_ANSWER = 2 * PIECE_BYTES
+from ... import _C
+from ...rounds.part import SyncedFragment
+from ...rounds.round_log import Standing, state_tensors
+
+# Bytes of outer state or of payloads in one answer, at most.
+PIECE_BYTES: int = _C.StateSource.MOST_BYTES
+# Bytes of a status or of a sentence, at most.
+MOST_TEXT = 8 << 20
+
+# Kind and fragment; number; begin and end.
+_REQUEST = struct.Struct("<IIQQQ")
+# Kind and zero; round, history and num_steps of a standing; digest.
+_HEAD = struct.Struct("<IIQQQQ")
 
 
 class Kind(IntEnum):
-    """What a message says; the comment names its numbers."""
+    """A request asks for this, or an answer holds this; see ``StateSource``."""
 
-    # Requests.
-    STATUS = 1  # nothing
-    STATE = 2  # fragment, begin, end: elements
-    DIGEST = 3  # fragment, begin, end: elements
-    ROUND = 4  # fragment, number, begin, end: bytes
-    # Answers.
-    IS_AT = 32  # fragments: list of a standing; log: list of a logged round; num_newcomers
-    ELEMENTS = 33  # round, history, num_steps, digest; the body has the elements
-    HASHED = 34  # round, history, num_steps, digest
-    PAYLOADS = 35  # digest; the body has the bytes
-    LATER = 36  # nothing: ask again
-    GONE = 37  # nothing: the log does not have that round, or not any more
-    REFUSED = 38  # sentence
-
-
-NUMBERS: Mapping[Kind, tuple[str, ...]] = {
-    Kind.STATUS: (),
-    Kind.STATE: ("fragment", "begin", "end"),
-    Kind.DIGEST: ("fragment", "begin", "end"),
-    Kind.ROUND: ("fragment", "number", "begin", "end"),
-    Kind.ELEMENTS: ("round", "history", "num_steps", "digest"),
-    Kind.HASHED: ("round", "history", "num_steps", "digest"),
-    Kind.PAYLOADS: ("digest",),
-    Kind.LATER: (),
-    Kind.GONE: (),
-}
-REQUESTS = (Kind.STATUS, Kind.STATE, Kind.DIGEST, Kind.ROUND)
-
-
-class ProtocolError(ValueError):
-    """Frames that are no message of this protocol; the text is one sentence."""
+    STATUS = 1
+    STATE = 2
+    DIGEST = 3
+    ROUND = 4
+    IS_AT = 32
+    ELEMENTS = 33
+    HASHED = 34
+    PAYLOADS = 35
+    LATER = 36
+    GONE = 37
+    REFUSED = 38
 
 
 @dataclass(frozen=True)
-class Message:
-    """One parsed message.
+class Wanted:
+    """A request: elements [begin, end) of a fragment, or bytes [begin, end) of a round."""
+
+    kind: Kind
+    fragment: int = 0
+    number: int = 0
+    begin: int = 0
+    end: int = 0
+
+    def to_bytes(self) -> bytes:
+        return _REQUEST.pack(self.kind, self.fragment, self.number, self.begin, self.end)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer.
 
     Attributes:
-        numbers: As the comments of ``Kind`` name them.
-        body: Raw bytes; b"" for most kinds.
+        standing: After which round the elements are.
+        digest: The digest of the body, or of the elements in question.
+        body: uint8; empty for most kinds.
     """
 
     kind: Kind
-    number: int
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    body: Any = b""
+    standing: Standing
+    digest: int
+    body: Tensor
+
+    @classmethod
+    def read(cls, head: bytes, body: Tensor) -> Answer:
+        """Return the answer with these bytes.
+
+        Raises:
+            ValueError: If they are none; any bytes are allowed as input.
+        """
+        if len(head) != _HEAD.size:
+            raise ValueError(f"the head of an answer has {_HEAD.size} bytes, got {len(head)}")
+        kind, _, *standing, digest = _HEAD.unpack(head)
+        return cls(Kind(kind), Standing(*standing), digest, body)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the JSON of a status.
+
+        Raises:
+            ValueError: If the body is none; any bytes are allowed.
+        """
+        try:
+            found = json.loads(bytes(self.body.numpy()))
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        if self.kind != Kind.IS_AT or not isinstance(found, dict):
+            raise ValueError(f"a status is expected, got {self.kind.name}")
+        return found
 
 
-def pack(message: Message) -> list[Any]:
-    """Return the frames of a message."""
-    header = HEADER.pack(MAGIC, PROTOCOL, message.kind, message.number)
-    return [header, json.dumps(message.numbers).encode(), message.body]
-
-
-def parse(frames: Sequence[Any]) -> Message:
-    """Turn frames (bytes or buffers) into a message.
-
-    Raises:
-        ProtocolError: If the frames are no message; any bytes are allowed as input.
-    """
-    if len(frames) != 3 or len(frames[0]) != HEADER.size:
-        raise ProtocolError("this is no message of a replica that joins, or of its donor")
-    magic, protocol, of_kind, number = HEADER.unpack(bytes(frames[0]))
-    if magic != MAGIC:
-        raise ProtocolError("this is no message of a replica that joins, or of its donor")
-    if protocol != PROTOCOL:
-        raise ProtocolError(extension.refusal(protocol, PROTOCOL))
-    try:
-        kind = Kind(of_kind)
-        numbers = json.loads(bytes(frames[1]))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a message cannot be read: {error}") from None
-    if not isinstance(numbers, dict) or not _has_numbers(kind, numbers):
-        raise ProtocolError(f"{kind.name} has the numbers {NUMBERS.get(kind)}")
-    return Message(kind, number, numbers, frames[2])
-
-
-def _has_numbers(kind: Kind, numbers: Mapping[str, Any]) -> bool:
-    return all(type(numbers.get(name)) is int for name in NUMBERS.get(kind, ()))
+def piece_elements(part: SyncedFragment) -> int:
+    """Return how many elements of a fragment travel in one answer, with all buffers."""
+    return max(1, PIECE_BYTES // (4 * len(state_tensors(part))))

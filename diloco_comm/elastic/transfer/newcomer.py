@@ -7,27 +7,28 @@ on the caller's thread, with the fragments' own tensors.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import torch
-import zmq
-
-from ...base.service.sockets import POLLIN
+from ... import _C
 from ...rounds.part import SyncedFragment
 from ...rounds.round_log import LoggedRound, Standing
 from .answers import Status
-from .downloads import Download, has_body, standing_of, values_of
-from .keys import KeyPair, Place
-from .links import Link
-from .messages import PIECE_BYTES, Kind, Message
+from .donors import Donor, Place
+from .downloads import Download, has_body, values_of
+from .messages import PIECE_BYTES, Answer, Kind, Wanted
 from .pieces import FragmentCopy, Piece
 
 # Seconds between two looks at where the donors are; the second while all members wait.
 _LOOK_S, _HASTY_LOOK_S = 0.2, 0.02
 # Seconds without a byte or a round after which the members wait no longer.
 _PATIENCE_S = 5.0
+# Seconds between two looks whether the donors are connected.
+_REACH_S = 0.2
+# Seconds for which a donor that has not answered is asked nothing.
+_LOST_S = 30.0
 # Copies of the state that a newcomer makes at most, because the donors' logs were too short.
 _MAX_COPIES = 3
 
@@ -36,7 +37,8 @@ class Newcomer:
     """Copy the outer state of all fragments.
 
     Args:
-        keys: Of this process.
+        link: Of this process.
+        service: The name by which the state is found at the donors.
         parts: All fragments, by index.
         donors: Returns where the members of the group serve, by name.
         bytes_per_s: Most bytes a second that this replica asks for; None: no limit.
@@ -50,18 +52,21 @@ class Newcomer:
 
     def __init__(
         self,
-        keys: KeyPair,
+        link: _C.Link,
+        service: str,
         parts: Sequence[SyncedFragment],
         donors: Callable[[], Mapping[str, Place]],
         bytes_per_s: float | None = None,
         impl: str = "",
     ) -> None:
-        self._keys, self._donors, self._bytes_per_s = keys, donors, bytes_per_s
+        self._link, self._service = link, service
+        self._places, self._bytes_per_s = donors, bytes_per_s
         self.copies = [FragmentCopy(part, impl) for part in parts]
         self.gave_up = self.refusal = ""
-        self._context = zmq.Context()
-        self._links: dict[str, Link] = {}
-        self._lost: set[Place] = set()
+        self._donors: dict[str, Donor] = {}
+        # Until when nothing is asked of a donor.
+        self._lost: dict[Place, float] = {}
+        self._reach_at = 0.0
         self._lost_bytes = 0
         self._downloads: dict[int, Download] = {}
         self._look_at = 0.0
@@ -70,16 +75,16 @@ class Newcomer:
         self._allowed_bytes, self._allowed_at = 0.0, time.monotonic()
 
     def close(self) -> None:
-        """End all connections; idempotent."""
-        for link in self._links.values():
-            link.lose()
-        self._context.destroy(0)
+        """Ask nothing more; idempotent."""
+        for donor in self._donors.values():
+            donor.lose()
+        self._link.reach(self._service, [])
 
     # ------------------------------------------------------------------------------- how far
 
     @property
     def received_bytes(self) -> int:
-        return self._lost_bytes + sum(link.received_bytes for link in self._links.values())
+        return self._lost_bytes + sum(donor.received_bytes for donor in self._donors.values())
 
     @property
     def total_bytes(self) -> int:
@@ -104,9 +109,9 @@ class Newcomer:
         """Whether all pieces are here, confirmed where a donor can, and at most a round behind."""
         if not 0 <= self.rounds_behind <= 1:
             return False
-        links = self._usable()
+        names = [donor.name for donor in self._usable()]
         return all(
-            piece.is_confirmed or not any(piece.may_be_confirmed_by(link.name) for link in links)
+            piece.is_confirmed or not any(map(piece.may_be_confirmed_by, names))
             for copy in self.copies
             for piece in copy.pieces
         )
@@ -150,7 +155,7 @@ class Newcomer:
                 and copy.is_complete
                 and (copy.standing is None or copy.standing.round < targets[copy.part.index])
             ]
-            if not behind or not self._donors():
+            if not behind or not self._places():
                 break
             self.turn(0.02)
             progress = self.received_bytes + sum(copy.highest_round for copy in copies)
@@ -164,37 +169,46 @@ class Newcomer:
     def turn(self, wait_s: float) -> None:
         """Handle what has come, for ``wait_s`` seconds at most, and ask for more."""
         self._connect()
-        polled = [(link.socket, POLLIN) for link in self._usable()]
-        if polled:
-            zmq.zmq_poll(polled, max(1, round(1000 * wait_s)))
-        else:
-            time.sleep(wait_s)
-        for link in self._usable():
-            link.receive()
-            if not link.is_lost and link.is_stalled:
-                link.lose()
+        for number, head, body in self._link.replies(self._service, wait_s):
+            any(donor.take(number, head, body) for donor in self._donors.values())
+        for donor in self._usable():
+            if donor.is_stalled:
+                donor.lose()
         self._bring_forward()
         self._ask()
 
     def _connect(self) -> None:
-        places = self._donors()
-        for name, link in list(self._links.items()):
-            if link.is_lost or places.get(name) != link.place:
-                link.lose()
-                if link.status is not None:
-                    # A donor that has never answered may not have heard of this replica's key.
-                    self._lost.add(link.place)
-                self._lost_bytes += link.received_bytes
-                del self._links[name]
+        places, now = self._places(), time.monotonic()
+        for name, donor in list(self._donors.items()):
+            if donor.is_lost or places.get(name) != donor.place:
+                donor.lose()
+                self._lost[donor.place] = math.inf if donor.is_wrong else now + _LOST_S
+                self._lost_bytes += donor.received_bytes
+                del self._donors[name]
         for name, place in places.items():
-            if name not in self._links and place not in self._lost:
-                self._links[name] = Link(self._context, name, place, self._keys)
+            if name not in self._donors and self._lost.get(place, 0.0) < now:
+                self._donors[name] = Donor(self._link, self._service, name, place)
+                self._reach_at = now
+        if now >= self._reach_at:
+            self._reach_at = now + _REACH_S
+            donors = list(self._donors.values())
+            troubles = self._link.reach(self._service, [donor.place.way for donor in donors])
+            for donor, trouble in zip(donors, troubles, strict=True):
+                donor.trouble = trouble
 
-    def _usable(self) -> list[Link]:
-        return [link for link in self._links.values() if not link.is_lost]
+    @property
+    def trouble(self) -> str:
+        """Why donors cannot be reached, in words; "" where all can."""
+        found = [
+            f"{one.name} cannot be reached: {one.trouble}" for one in self._usable() if one.trouble
+        ]
+        return "; ".join(found)
+
+    def _usable(self) -> list[Donor]:
+        return [donor for donor in self._donors.values() if not donor.is_lost]
 
     def _known(self) -> list[Status]:
-        return [link.status for link in self._usable() if link.status is not None]
+        return [donor.status for donor in self._usable() if donor.status is not None]
 
     def _log(self) -> dict[tuple[int, int], LoggedRound]:
         """Return the rounds that any donor has: one that has joined lately has few."""
@@ -254,9 +268,9 @@ class Newcomer:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + self._look_s
-            for link in self._usable():
-                if not link.has_open(Kind.STATUS):
-                    link.ask(Kind.STATUS, {}, 0, self._take_status)
+            for donor in self._usable():
+                if not donor.has_open(Kind.STATUS):
+                    donor.ask(Wanted(Kind.STATUS), 0, self._take_status)
         if self._bytes_per_s is not None:
             earned = self._bytes_per_s * (now - self._allowed_at)
             self._allowed_bytes = min(self._allowed_bytes + earned, earned + PIECE_BYTES)
@@ -265,17 +279,17 @@ class Newcomer:
         if self._may_copy:
             self._ask_for_pieces()
 
-    def _best(self, besides: Callable[[Link], bool] = lambda link: False) -> Link | None:
+    def _best(self, besides: Callable[[Donor], bool] = lambda donor: False) -> Donor | None:
         """Return the donor to ask for bytes: the least busy; None if none may be asked now."""
         if self._bytes_per_s is not None and self._allowed_bytes <= 0:
             return None
-        able = [link for link in self._usable() if link.may_ask and not besides(link)]
-        return min(able, key=lambda link: link.load, default=None)
+        able = [donor for donor in self._usable() if donor.may_ask and not besides(donor)]
+        return min(able, key=lambda donor: donor.load, default=None)
 
     def _spend(self, num_bytes: int) -> None:
         self._allowed_bytes -= num_bytes
 
-    def _give_back(self, answer: Message | None, num_bytes: int) -> None:
+    def _give_back(self, answer: Answer | None, num_bytes: int) -> None:
         """Take back what was spent on an answer without a body."""
         if not has_body(answer):
             self._allowed_bytes += num_bytes
@@ -283,11 +297,11 @@ class Newcomer:
     def _ask_for_rounds(self) -> None:
         for index, download in self._downloads.items():
             entry = download.entry
-            while download.wanted and (link := self._best(partial(_lacks, entry))):
+            while download.wanted and (donor := self._best(partial(_lacks, entry))):
                 begin, end = download.wanted[-1]
-                numbers = {"fragment": index, "number": entry.number, "begin": begin, "end": end}
+                wanted = Wanted(Kind.ROUND, index, entry.number, begin, end)
                 take = partial(self._take_payloads, download, begin, end)
-                if not link.ask(Kind.ROUND, numbers, end - begin, take):
+                if not donor.ask(wanted, end - begin, take):
                     continue
                 download.wanted.pop()
                 self._spend(end - begin)
@@ -300,35 +314,32 @@ class Newcomer:
                 is_new = piece.standing is None
                 if not is_new and (piece.is_confirmed or copy.standing is None):
                     continue
-                link = self._best(partial(_cannot_confirm, piece)) if not is_new else self._best()
-                if link is None:
+                donor = self._best(partial(_cannot_confirm, piece)) if not is_new else self._best()
+                if donor is None:
                     continue
-                numbers = {"fragment": copy.part.index, "begin": piece.begin, "end": piece.end}
+                kind = Kind.STATE if is_new else Kind.DIGEST
+                wanted = Wanted(kind, copy.part.index, 0, piece.begin, piece.end)
                 size = copy.bytes_of(piece) if is_new else 1
                 take = partial(self._take_piece if is_new else self._take_digest, copy, piece)
-                if not link.ask(Kind.STATE if is_new else Kind.DIGEST, numbers, size, take):
+                if not donor.ask(wanted, size, take):
                     continue
                 piece.is_asked = True
                 self._spend(size)
 
     # ---------------------------------------------------------------------------------- taking
 
-    def _take_status(self, link: Link, answer: Message | None) -> None:
+    def _take_status(self, donor: Donor, answer: Answer | None) -> None:
         if answer is None or answer.kind in (Kind.LATER, Kind.REFUSED):
             return
         try:
-            if answer.kind != Kind.IS_AT:
-                raise ValueError(f"a status is expected, got {answer.kind.name}")
-            status = Status.read(answer.numbers, len(self.copies))
+            donor.status = Status.read(answer.numbers(), len(self.copies))
         except ValueError:
-            link.lose()
-            return
-        link.status = status
+            donor.lose(is_wrong=True)
 
     def _take_payloads(
-        self, download: Download, begin: int, end: int, link: Link, answer: Message | None
+        self, download: Download, begin: int, end: int, donor: Donor, answer: Answer | None
     ) -> None:
-        values = values_of(link, answer, Kind.PAYLOADS, end - begin)
+        values = values_of(donor, answer, Kind.PAYLOADS, end - begin)
         if values is None:
             self._give_back(answer, end - begin)
             download.wanted.append((begin, end))
@@ -337,31 +348,31 @@ class Newcomer:
                 if self._downloads.get(download.entry.fragment) is download:
                     del self._downloads[download.entry.fragment]
             return
-        download.payloads[begin:end] = torch.frombuffer(values, dtype=torch.uint8)
+        download.payloads[begin:end] = values
         download.num_missing -= end - begin
 
     def _take_piece(
-        self, copy: FragmentCopy, piece: Piece, link: Link, answer: Message | None
+        self, copy: FragmentCopy, piece: Piece, donor: Donor, answer: Answer | None
     ) -> None:
         piece.is_asked = False
-        values = values_of(link, answer, Kind.ELEMENTS, copy.bytes_of(piece))
+        values = values_of(donor, answer, Kind.ELEMENTS, copy.bytes_of(piece))
         if values is None or answer is None:
             self._give_back(answer, copy.bytes_of(piece))
             return
-        copy.put(piece, standing_of(answer), values)
-        piece.source, piece.is_confirmed = link.name, False
+        copy.put(piece, answer.standing, values)
+        piece.source, piece.is_confirmed = donor.name, False
 
     def _take_digest(
-        self, copy: FragmentCopy, piece: Piece, link: Link, answer: Message | None
+        self, copy: FragmentCopy, piece: Piece, donor: Donor, answer: Answer | None
     ) -> None:
         piece.is_asked = False
-        if answer is None or answer.kind != Kind.HASHED or piece.standing != standing_of(answer):
+        if answer is None or answer.kind != Kind.HASHED or piece.standing != answer.standing:
             return
-        if answer.numbers["digest"] == copy.digest(piece):
+        if answer.digest == copy.digest(piece):
             piece.is_confirmed = True
             self._lose_all(piece.doubters)
             return
-        piece.doubters.add(link.name)
+        piece.doubters.add(donor.name)
         if piece.source and len(piece.doubters) < 2:
             # One of the two is wrong: a third donor, if there is one, decides.
             return
@@ -374,14 +385,14 @@ class Newcomer:
 
     def _lose_all(self, names: set[str]) -> None:
         """Ask nothing more of donors that were wrong."""
-        for name in names & self._links.keys():
-            self._links[name].lose()
+        for name in names & self._donors.keys():
+            self._donors[name].lose(is_wrong=True)
 
 
-def _lacks(entry: LoggedRound, link: Link) -> bool:
+def _lacks(entry: LoggedRound, donor: Donor) -> bool:
     """Whether a donor does not have a logged round, or says otherwise of the round."""
-    return link.status is None or link.status.log.get((entry.fragment, entry.number)) != entry
+    return donor.status is None or donor.status.log.get((entry.fragment, entry.number)) != entry
 
 
-def _cannot_confirm(piece: Piece, link: Link) -> bool:
-    return not piece.may_be_confirmed_by(link.name)
+def _cannot_confirm(piece: Piece, donor: Donor) -> bool:
+    return not piece.may_be_confirmed_by(donor.name)

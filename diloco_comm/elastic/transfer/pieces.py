@@ -12,7 +12,7 @@ from ...ops.digests import digest_of
 from ...rounds.part import SyncedFragment
 from ...rounds.round_log import LoggedRound, Standing, replay, state_tensors
 from .answers import Status
-from .donor import piece_elements
+from .messages import piece_elements
 
 
 @dataclass(eq=False)
@@ -93,9 +93,9 @@ class FragmentCopy:
         rounds = [piece.standing.round for piece in self.pieces if piece.standing is not None]
         return max(rounds, default=0)
 
-    def put(self, piece: Piece, standing: Standing, body: bytearray) -> None:
-        """Take in the values of a piece."""
-        values = torch.frombuffer(body, dtype=torch.float32)
+    def put(self, piece: Piece, standing: Standing, body: Tensor) -> None:
+        """Take in the values of a piece, uint8."""
+        values = body.view(torch.float32)
         for tensor, row in zip(self._tensors, values.view(len(self._tensors), -1), strict=True):
             tensor[piece.begin : piece.end].copy_(row)
         piece.standing = standing

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco_comm import WireFormat
-from diloco_comm.elastic.transfer.donor import Donor
-from diloco_comm.elastic.transfer.keys import KeyPair, Place
+from diloco_comm import _C, WireFormat
+from diloco_comm.elastic.transfer.donors import Place
 from diloco_comm.elastic.transfer.newcomer import Newcomer
 from diloco_comm.exchange.round import Header, Mean
 from diloco_comm.methods.outer import OuterOptimizer, Update
@@ -21,15 +20,20 @@ from diloco_comm.ops.wire import Layout
 from diloco_comm.replica.fragments import make_fragments, trainable_parameters
 from diloco_comm.rounds import history
 from diloco_comm.rounds.part import SyncedFragment
-from diloco_comm.rounds.round_log import RoundLog, state_tensors
+from diloco_comm.rounds.round_log import RoundLog, Standing, state_tensors
 
 # Two fragments of three pieces each, with the momentum of Nesterov.
 WIDTH = 1100
 WIRE = WireFormat("fp32")
+SERVICE = "transfer group"
+
+
+def place_of(link: _C.Link) -> Place:
+    return Place(link.nonce, link.address, "", "")
 
 
 class Replica:
-    """The outer state of one replica, its log and its donor."""
+    """The outer state of one replica, its log, and the link at which it serves."""
 
     def __init__(self, outer: OuterOptimizer, seed: int, log_bytes: int, width: int) -> None:
         torch.manual_seed(seed)
@@ -37,14 +41,22 @@ class Replica:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         fragments = make_fragments(model, trainable_parameters(model, [optimizer]), 2)
         self.parts = [SyncedFragment(one, outer, WIRE, False, carries=False) for one in fragments]
-        self.log = RoundLog(log_bytes)
         for part in self.parts:
             part.read_local()
             history.begin(part, is_shared=True)
+        self.link = _C.Link("127.0.0.1:0", "127.0.0.1:0")
+        self.source = _C.StateSource([state_tensors(part) for part in self.parts])
+        self.log = RoundLog(log_bytes, self.source)
 
-    def serve(self, allowed: Callable[[], list[str]]) -> None:
-        self.donor = Donor("127.0.0.1", KeyPair(), allowed, self.parts, self.log)
-        self.donor.has_state = True
+    def serve(self) -> None:
+        self.link.serve(SERVICE, self.source)
+
+    def open(self) -> None:
+        self.source.open([Standing.of(part).numbers() for part in self.parts])
+
+    def close(self) -> None:
+        self.link.close()
+        self.source.close()
 
     def take_round(self, fragment: int) -> None:
         """Take an outer step on a gradient that follows from fragment and round."""
@@ -88,13 +100,14 @@ class Group:
         bytes_per_s: float | None = None,
         seed: int = 2,
     ) -> None:
-        keys = KeyPair()
         self.replicas = [Replica(outer(), 1, log_bytes, width) for _ in range(size)]
         for replica in self.replicas:
-            replica.serve(lambda: [keys.text])
-        self.places = {f"{i}": one.donor.place for i, one in enumerate(self.replicas)}
+            replica.serve()
+            replica.open()
+        self.places = {f"{i}": place_of(one.link) for i, one in enumerate(self.replicas)}
         self.fresh = Replica(outer(), seed, log_bytes, width)
-        self.newcomer = Newcomer(keys, self.fresh.parts, self.donors, bytes_per_s)
+        link, parts = self.fresh.link, self.fresh.parts
+        self.newcomer = Newcomer(link, SERVICE, parts, self.donors, bytes_per_s)
 
     def donors(self) -> dict[str, Place]:
         return self.places
@@ -127,7 +140,7 @@ class Group:
 
     def kill(self, number: int) -> None:
         """End a donor; its replica goes on training."""
-        self.replicas[number].donor.close()
+        self.replicas[number].close()
 
     def check(self) -> None:
         """Let the newcomer take the last rounds; it must then equal the others."""
@@ -140,7 +153,7 @@ class Group:
 def training(*arguments: Any, **options: Any) -> Iterator[Group]:
     group = Group(*arguments, **options)
     with ExitStack() as stack:
+        for replica in [group.fresh, *group.replicas]:
+            stack.callback(replica.close)
         stack.callback(group.newcomer.close)
-        for replica in group.replicas:
-            stack.callback(replica.donor.close)
         yield group

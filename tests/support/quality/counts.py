@@ -28,14 +28,14 @@ MECHANISMS = {
     "protocols": (
         r"MAGIC = b|MAGIC, VERSION = b|constexpr std::array<uint8_t, 8> kGreeting|"
         r"constexpr char kProtocol",
-        5,
+        4,
     ),
     "places that listen": (
         r"socket\.create_server\(|self\.socket\.bind\(|socket\.bind\(f|fd_ = listen_at\(|"
         r"Descriptor fd\(\[&\] \{ return listen_at\(address\); \}\)",
-        6,
+        5,
     ),
-    "systems of keys": (r"zmq\.curve_keypair\(\)|seed = secrets\.token_hex\(32\)", 3),
+    "systems of keys": (r"zmq\.curve_keypair\(\)|seed = secrets\.token_hex\(32\)", 2),
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -1,0 +1,173 @@
+"""One donor, as a replica that joins sees the donor, and the requests that are open there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ... import _C
+from .answers import Status
+from .messages import MOST_TEXT, Answer, Kind, Wanted
+
+# Requests for bytes that are open at one donor at a time.
+MAX_OPEN = 2
+# Seconds without an answer after which a donor is given up, and bytes that take a second more.
+_STALL_S, _SLOWEST_BYTES_PER_S = 10.0, 400e3
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the link of a process is found, as text in a beat.
+
+    Attributes:
+        nonce: 32 hexadecimal digits.
+        address: "host:port", or "" where nobody can dial the process.
+        key: The public key as 64 hexadecimal digits, or "".
+        relay: "host:port" of the relay where the process waits, or "".
+    """
+
+    nonce: str
+    address: str
+    key: str
+    relay: str
+
+    def to_text(self) -> str:
+        return " ".join([self.nonce, self.address or "-", self.key or "-", self.relay or "-"])
+
+    @classmethod
+    def from_text(cls, text: str) -> Place | None:
+        """Return the place that a beat names; None if the text names none."""
+        words = ["" if word == "-" else word for word in text.split(" ")]
+        is_sound = len(words) == 4 and _is_hex(words[0], 32)
+        return cls(*words) if is_sound and (not words[2] or _is_hex(words[2], 64)) else None
+
+    @property
+    def way(self) -> tuple[str, str, str, str]:
+        """The strings by which the link reaches the process."""
+        return self.nonce, self.address, self.key, self.relay
+
+
+def _is_hex(text: str, length: int) -> bool:
+    return len(text) == length and set(text) <= set("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An open request.
+
+    Attributes:
+        num_bytes: Bytes of the answer's body.
+        take: Called with the answer; with None if there is none.
+    """
+
+    kind: Kind
+    at: float
+    num_bytes: int
+    take: Callable[[Donor, Answer | None], None]
+
+
+class Donor:
+    """One donor.
+
+    Args:
+        link: The link of this process.
+        service: The name by which the donor's state is found.
+
+    Attributes:
+        status: Where the donor was last; None before the first answer.
+        is_lost: The donor did not answer in time, or sent wrong bytes: nothing more is asked here.
+        is_wrong: The donor has sent wrong bytes.
+        trouble: Why the donor cannot be reached; "" where a connection is there.
+        received_bytes: Bytes of state and payloads.
+    """
+
+    def __init__(self, link: _C.Link, service: str, name: str, place: Place) -> None:
+        self._link, self._service = link, service
+        self.name, self.place = name, place
+        self.status: Status | None = None
+        self.is_lost = self.is_wrong = False
+        self.trouble = ""
+        self.received_bytes = 0
+        self._open: dict[int, Asked] = {}
+        # When bytes were asked for last.
+        self._last_asked = 0.0
+        self._blocked_at = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Requests for bytes that have no answer yet."""
+        return sum(asked.num_bytes > 0 for asked in self._open.values())
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether one more request for bytes makes sense."""
+        is_able = self.status is not None and not self.is_lost and not self._blocked_at
+        return is_able and self.num_open < MAX_OPEN
+
+    @property
+    def load(self) -> tuple[int, int, float]:
+        """How busy the donor is; the least is asked first.
+
+        With a limited bandwidth one request is open at a time, so that all donors are equally busy.
+        Then the donor is next that was not asked for the longest time.
+        """
+        num_newcomers = 0 if self.status is None else self.status.num_newcomers
+        return self.num_open, num_newcomers, self._last_asked
+
+    def has_open(self, kind: Kind) -> bool:
+        return any(asked.kind == kind for asked in self._open.values())
+
+    def ask(
+        self, wanted: Wanted, num_bytes: int, take: Callable[[Donor, Answer | None], None]
+    ) -> bool:
+        """Send a request; return False if there is no connection."""
+        content, most = wanted.to_bytes(), max(num_bytes, MOST_TEXT)
+        number = self._link.ask(self.place.way, self._service, content, most)
+        now = time.monotonic()
+        if number == 0:
+            self._blocked_at = self._blocked_at or now
+            return False
+        self._blocked_at = 0.0
+        self._open[number] = Asked(wanted.kind, now, num_bytes, take)
+        if num_bytes:
+            self._last_asked = now
+        return True
+
+    def take(self, number: int, head: bytes, body: Tensor) -> bool:
+        """Handle an answer; return whether it was this donor's.
+
+        Without a head the connection has ended, or nobody answers there.
+        """
+        asked = self._open.pop(number, None)
+        if asked is None:
+            return False
+        self.received_bytes += body.numel() if asked.num_bytes else 0
+        answer = None
+        if head:
+            try:
+                answer = Answer.read(head, body)
+            except ValueError:
+                self.lose(is_wrong=True)
+        asked.take(self, answer)
+        return True
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the donor has not answered for too long."""
+        now = time.monotonic()
+        if self._blocked_at and self.status is not None and now - self._blocked_at > _STALL_S:
+            return True
+        waiting = sum(asked.num_bytes for asked in self._open.values())
+        limit = _STALL_S + waiting / _SLOWEST_BYTES_PER_S
+        return any(now - asked.at > limit for asked in self._open.values())
+
+    def lose(self, *, is_wrong: bool = False) -> None:
+        """Ask nothing more here, and let others be asked for what is open; idempotent."""
+        self.is_lost, self.is_wrong = True, self.is_wrong or is_wrong
+        asked, self._open = self._open, {}
+        self._link.forget(list(asked))
+        for one in asked.values():
+            one.take(self, None)
