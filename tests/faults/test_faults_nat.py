@@ -26,6 +26,7 @@ from zygote import Job, Zygote
 
 from diloco_comm import DiLoCo, Elastic, Link, StorePeers, SyncError, connect_store
 from diloco_comm.base.service.addresses import parse_address
+from diloco_comm.elastic.happenings import Happening, JoinProgress, ViewChanged
 
 pytestmark = [
     pytest.mark.slow,
@@ -218,6 +219,7 @@ def in_elastic_group(rank: int, world: int, site: Site) -> Any:
     meeting = connect_store(site.store, keys=site.folder(rank), timeout=60.0)
     if rank == NEWCOMER:
         meeting.wait(["alone"])
+    happenings: list[Happening] = []
     peers = Elastic(
         site.registry,
         run="the-run",
@@ -227,6 +229,7 @@ def in_elastic_group(rank: int, world: int, site: Site) -> Any:
         store=site.store,
         key=None if site.keys is None else site.keys / "registry" / f"r{rank}.key_secret",
         insecure=site.keys is None,
+        on_event=happenings.append,
     )
     link = Link("tcp", relay=site.relay, keys=site.folder(rank), **TIMES)
     with closing(DiLoCo(model, optimizer, peers=peers, link=link, sync_every=H)) as diloco:
@@ -244,6 +247,12 @@ def in_elastic_group(rank: int, world: int, site: Site) -> Any:
                 meeting.set("last", str(diloco.inner_step + 20 * H))
             if meeting.check(["last"]):
                 last = int(meeting.get("last"))
+        if rank == NEWCOMER:
+            # The whole state came through the relay, while the others trained.
+            (copied,) = [one for one in happenings if isinstance(one, JoinProgress)][-1:]
+            assert copied.is_ready and copied.received_bytes >= copied.total_bytes > 0
+            first_view = next(one for one in happenings if isinstance(one, ViewChanged))
+            assert first_view.copied_bytes == 0
         return tuple(diloco.members), diloco.outer_hash(), first
 
 
