@@ -102,9 +102,7 @@ void StateSource::close() {
 // --------------------------------------------------------------------------- the training thread
 
 void StateSource::begin_write(size_t fragment) {
-    std::atomic<uint64_t>& num_writes = parts_.at(fragment)->num_writes;
-    num_writes.store(num_writes.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_release);
+    parts_.at(fragment)->num_writes.fetch_add(1);
 }
 
 void StateSource::end_write(size_t fragment, const Standing& standing) {
@@ -115,7 +113,7 @@ void StateSource::end_write(size_t fragment, const Standing& standing) {
         part.standing = standing;
         if (!device.is_cpu()) part.written = mark_stream(caller_stream(device));
     }
-    part.num_writes.fetch_add(1, std::memory_order_release);
+    part.num_writes.fetch_add(1);
 }
 
 void StateSource::add(size_t fragment, uint64_t number, const std::string& entry,
@@ -278,8 +276,8 @@ StateSource::Answer StateSource::state(const Wanted& wanted, Part& part) {
     }
     at::Tensor values;
     if (num_writes % 2 == 0) values = copy(part, written, begin, end);
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (num_writes % 2 != 0 || part.num_writes.load(std::memory_order_relaxed) != num_writes) {
+    // A write, so that no read of the values moves behind the second look at the number.
+    if (num_writes % 2 != 0 || part.num_writes.fetch_add(0) != num_writes) {
         answer.found.kind = static_cast<uint32_t>(Kind::kLater);
         return answer;
     }
