@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -113,19 +113,18 @@ def test_objects_that_follow_each_other_need_no_name(way: str, workers) -> None:
 def with_names(rank: int, world: int, place: str, port: int) -> list[bool]:
     """Make each object on a thread of its own, in another order on the other replica."""
     store: Any = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    critics: dict[str, Critic] = {}
 
-    def make(kind: str) -> None:
+    def make(kind: str) -> Critic:
         peers = StorePeers(store, rank, of=world) if place == "store" else None
-        critics[kind] = Critic(kind, overlap=Delayed(1), name=f"critic {kind}", peers=peers)
+        return Critic(kind, overlap=Delayed(1), name=f"critic {kind}", peers=peers)
 
-    threads = [threading.Thread(target=make, args=[kind]) for kind in ("ab", "ba")[rank]]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.5)
-    for thread in threads:
-        thread.join()
-    met = train(critics)
+    makings = {}
+    with ThreadPoolExecutor(2) as threads:
+        for kind in ("ab", "ba")[rank]:
+            makings[kind] = threads.submit(make, kind)
+            time.sleep(0.5)
+    # A thread has raised its error for nobody: `result` raises the error again.
+    met = train({kind: making.result() for kind, making in makings.items()})
     dist.barrier()
     return met
 
