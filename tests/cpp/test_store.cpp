@@ -279,6 +279,24 @@ void test_keys_of_any_kind_may_be_waited_for() {
     EXPECT(store->get("late") == kOne);
 }
 
+// A connection carries one question at a time, and a wait may last long.
+void test_waits_leave_the_connection_to_other_threads() {
+    const Hosted hosted = host();
+    const auto store = client_of(hosted.port);
+    std::vector<std::thread> waits;
+    waits.emplace_back([&] { store->wait({"key"}, 60s); });
+    const auto [none, revision] = store->read_record("run", 5s);
+    waits.emplace_back([&, revision = revision] {
+        EXPECT(store->watch_record("run", revision, 60s).first == "one");
+    });
+    std::this_thread::sleep_for(500ms);
+    const auto hasty = store->with_limit(2s);
+    for (int i = 1; i <= 3; ++i) EXPECT(hasty->add("n", 1) == i);
+    hasty->set("key", kOne);
+    EXPECT(hasty->swap_record("run", "", "one", 2s));
+    for (std::thread& wait : waits) wait.join();
+}
+
 void test_many_clients_wait_for_one_key() {
     const Hosted hosted = host();
     constexpr int kClients = 200;
@@ -459,6 +477,7 @@ int main() {
     test_a_host_that_forgot_is_not_followed();
     test_a_restart_loses_keys_and_no_records();
     test_keys_of_any_kind_may_be_waited_for();
+    test_waits_leave_the_connection_to_other_threads();
     test_many_clients_wait_for_one_key();
     test_strangers_keep_nobody_out();
     test_keys_decide();

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from test_faults_store import STORE
 from zygote import Job, Zygote
 
 from diloco_comm import _C, SyncError
+from diloco_comm.base.store_host import dial_store, open_store
 from diloco_comm.exchange.membership.verdicts import decide_once
 
 # --------------------------------------------------------------------------------- the store
@@ -107,6 +111,34 @@ def test_every_store_decides(kind: str, tmp_path: Path) -> None:
         assert decide_once(way, "fate", "first") == "first"
         assert decide_once(way, "fate", "second") == "first"
         assert way.get("fate") == b"first"
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tcp without libuv", "diloco"])
+def test_threads_that_share_a_connection_wait_beside_each_other(kind: str) -> None:
+    """Two processes wait for a key of each other, each in one of its two threads."""
+    if kind == "diloco":
+        hosted = open_store("127.0.0.1", 0)
+        connections: list[dist.Store] = [
+            dial_store("127.0.0.1", hosted.port, 10.0) for _ in range(2)
+        ]
+    else:
+        options: dict[str, Any] = {"wait_for_workers": False, "use_libuv": kind == "tcp"}
+        options["timeout"] = timedelta(seconds=15.0)
+        here = dist.TCPStore("127.0.0.1", 0, is_master=True, **options)
+        connections = [here, dist.TCPStore("127.0.0.1", here.port, **options)]
+    begin, limit_s = time.monotonic(), 5.0
+    with ThreadPoolExecutor(2) as threads:
+        waits = [
+            threads.submit(_C.bounded_store(store, limit_s).wait, [f"key/{1 - i}"])
+            for i, store in enumerate(connections)
+        ]
+        # Both wait by now.
+        time.sleep(0.5)
+        for i, store in enumerate(connections):
+            _C.bounded_store(store, limit_s).set(f"key/{i}", "there")
+        for wait in waits:
+            wait.result()
+    assert time.monotonic() - begin < limit_s
 
 
 class Forgetful(dist.Store):

@@ -8,12 +8,12 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
-#include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "exchange/store/channel.h"
 #include "exchange/store/store_client.h"
 #include "exchange/store/store_host.h"
 
@@ -205,12 +205,10 @@ void BoundedStore::ask(milliseconds limit, std::function<void(Store&)> body) con
     }
 }
 
-void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) const {
+void BoundedStore::run(std::function<void(Store&)> body) const {
     if (*is_broken_) C10_THROW_ERROR(DistNetworkError, "the connection to the store has broken");
-    // A wait for keys may last long: the warnings of other threads count more.
-    std::optional<WithoutWarnings> quiet;
-    if (limit <= limit_) quiet.emplace();
-    ask(limit, [is_broken = is_broken_, body = std::move(body)](Store& store) {
+    const WithoutWarnings quiet;
+    ask(limit_, [is_broken = is_broken_, body = std::move(body)](Store& store) {
         try {
             body(store);
         } catch (const c10::DistNetworkError&) {
@@ -221,10 +219,10 @@ void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) con
 }
 
 template <typename Body>
-auto BoundedStore::call(milliseconds limit, Body body) const {
+auto BoundedStore::call(Body body) const {
     // Shared with the thread, which may write the result when no caller waits any more.
     const auto result = std::make_shared<decltype(body(*store_))>();
-    run(limit, [result, body = std::move(body)](Store& store) { *result = body(store); });
+    run([result, body = std::move(body)](Store& store) { *result = body(store); });
     return std::move(*result);
 }
 
@@ -236,57 +234,64 @@ c10::intrusive_ptr<c10d::Store> BoundedStore::clone() {
 }
 
 void BoundedStore::set(const std::string& key, const Bytes& value) {
-    run(limit_, [key, value](Store& store) { store.set(key, value); });
+    run([key, value](Store& store) { store.set(key, value); });
 }
 
 BoundedStore::Bytes BoundedStore::compareSet(const std::string& key, const Bytes& expected,
                                              const Bytes& desired) {
-    return call(limit_, [key, expected, desired](Store& store) {
+    return call([key, expected, desired](Store& store) {
         return store.compareSet(key, expected, desired);
     });
 }
 
 BoundedStore::Bytes BoundedStore::get(const std::string& key) {
-    return call(limit_, [key](Store& store) { return store.get(key); });
+    return call([key](Store& store) { return store.get(key); });
 }
 
 int64_t BoundedStore::add(const std::string& key, int64_t value) {
-    return call(limit_, [key, value](Store& store) { return store.add(key, value); });
+    return call([key, value](Store& store) { return store.add(key, value); });
 }
 
 bool BoundedStore::deleteKey(const std::string& key) {
-    return call(limit_, [key](Store& store) { return store.deleteKey(key); });
+    return call([key](Store& store) { return store.deleteKey(key); });
 }
 
 bool BoundedStore::check(const std::vector<std::string>& keys) {
-    return call(limit_, [keys](Store& store) { return store.check(keys); });
+    return call([keys](Store& store) { return store.check(keys); });
 }
 
 int64_t BoundedStore::getNumKeys() {
-    return call(limit_, [](Store& store) { return store.getNumKeys(); });
+    return call([](Store& store) { return store.getNumKeys(); });
 }
 
 void BoundedStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
 
 void BoundedStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
-    run(timeout + limit_, [keys, timeout](Store& store) { store.wait(keys, timeout); });
+    constexpr milliseconds kShortest{1}, kLongest{20};
+    const auto end = std::chrono::steady_clock::now() + timeout;
+    for (milliseconds pause = kShortest; !check(keys); pause = std::min(2 * pause, kLongest)) {
+        if (std::chrono::steady_clock::now() >= end) {
+            C10_THROW_ERROR(DistStoreError, store::words_of_late(keys, timeout.count()));
+        }
+        std::this_thread::sleep_for(pause);
+    }
 }
 
 void BoundedStore::append(const std::string& key, const Bytes& value) {
-    run(limit_, [key, value](Store& store) { store.append(key, value); });
+    run([key, value](Store& store) { store.append(key, value); });
 }
 
 std::vector<BoundedStore::Bytes> BoundedStore::multiGet(const std::vector<std::string>& keys) {
-    return call(limit_, [keys](Store& store) { return store.multiGet(keys); });
+    return call([keys](Store& store) { return store.multiGet(keys); });
 }
 
 std::vector<std::string> BoundedStore::listKeys() {
-    return call(limit_, [](Store& store) { return keys_of(store, 0); });
+    return call([](Store& store) { return keys_of(store, 0); });
 }
 
 void BoundedStore::multiSet(const std::vector<std::string>& keys,
                             const std::vector<Bytes>& values) {
-    run(limit_, [keys, values](Store& store) { store.multiSet(keys, values); });
+    run([keys, values](Store& store) { store.multiSet(keys, values); });
 }
 
 }  // namespace diloco

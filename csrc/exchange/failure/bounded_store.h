@@ -6,6 +6,10 @@
 // calls fail at once. A connection that has broken stays broken, since a TCPStore never connects
 // again: after the first c10::DistNetworkError every call fails at once, and torch prints no
 // further trace.
+//
+// A wait for keys asks for them again and again. TCPStore's own wait holds the mutex until the keys
+// are there, and no other thread can set a key meanwhile: two processes that wait for each other in
+// several threads would wait in vain.
 #pragma once
 
 #include <atomic>
@@ -38,9 +42,9 @@ class BoundedStore : public c10d::Store {
     using c10d::Store::compareSet;
     using c10d::Store::set;
 
-    // `limit`: of every call; waits for keys add it to their own timeout. Calls throw
-    // c10::DistStoreError past the limit, c10::DistNetworkError once the connection has broken, and
-    // the exceptions of `store`.
+    // `limit`: of every call; a wait for keys is many calls. Calls throw c10::DistStoreError past
+    // the limit, c10::DistNetworkError once the connection has broken, and the exceptions of
+    // `store`.
     BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit);
 
     // Connects within the store's own timeout: torch asks a name server, which may take seconds. A
@@ -67,9 +71,9 @@ class BoundedStore : public c10d::Store {
 
   private:
     void ask(std::chrono::milliseconds limit, std::function<void(Store&)> body) const;
-    void run(milliseconds limit, std::function<void(Store&)> body) const;
+    void run(std::function<void(Store&)> body) const;
     template <typename Body>
-    auto call(milliseconds limit, Body body) const;
+    auto call(Body body) const;
 
     c10::intrusive_ptr<Store> store_;
     milliseconds limit_;

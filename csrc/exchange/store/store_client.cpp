@@ -39,8 +39,9 @@ constexpr char kNoStore[] =
     "address): ";
 // Where nobody listens any more, a call tries for so long.
 constexpr milliseconds kRefused{1000};
-// A longer wait is asked for again so often: a router may forget a silent connection.
-constexpr milliseconds kLongest{10000};
+// A wait is asked for in parts, each at most as long as all parts before it. Another caller waits
+// for the end of a part, since a connection carries one question at a time.
+constexpr milliseconds kShortestPart{10}, kLongestPart{250};
 // A host without any byte of an answer for so long is asked once more, over another connection.
 constexpr milliseconds kLeastSilence{1000}, kMostSilence{20000};
 
@@ -413,20 +414,31 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
     return answer;
 }
 
-Packet StoreClient::wait_for(Request request, const store::Keys& keys, milliseconds time) {
-    const auto end = after(time);
+template <typename IsThere>
+Packet StoreClient::ask_until(Question question, milliseconds time, IsThere is_there) {
+    const auto begin = Clock::now(), end = after(time);
     while (true) {
-        const auto left = std::chrono::ceil<milliseconds>(end - Clock::now());
-        const milliseconds part = std::clamp<milliseconds>(left, milliseconds(0), kLongest);
-        Packet answer = ask({request, keys, part.count()},
-                            std::max<milliseconds>(left, milliseconds(0)) + own_limit());
-        if (answer.kind != static_cast<uint8_t>(Answer::kLate)) return answer;
-        if (Clock::now() >= end) {
-            C10_THROW_ERROR(DistStoreError, store::words_of_late(keys, time.count()));
-        }
+        const auto now = Clock::now();
+        const auto left = std::max(std::chrono::ceil<milliseconds>(end - now), milliseconds(0));
+        const auto waited = std::chrono::ceil<milliseconds>(now - begin);
+        question.number = std::min(left, std::clamp(waited, kShortestPart, kLongestPart)).count();
+        Packet answer = ask(question, left + own_limit());
+        if (is_there(answer) || Clock::now() >= end) return answer;
         // The turn of the other callers.
         std::this_thread::sleep_for(milliseconds(1));
     }
+}
+
+Packet StoreClient::wait_for(Request request, const store::Keys& keys, milliseconds time) {
+    const auto is_late = [](const Packet& answer) {
+        return answer.kind == static_cast<uint8_t>(Answer::kLate);
+    };
+    Packet answer =
+        ask_until({request, keys}, time, [&](const Packet& each) { return !is_late(each); });
+    if (is_late(answer)) {
+        C10_THROW_ERROR(DistStoreError, store::words_of_late(keys, time.count()));
+    }
+    return answer;
 }
 
 // ------------------------------------------------------------------------------ runs' records
@@ -461,15 +473,9 @@ std::vector<StoreClient::Beat> StoreClient::beat(const std::string& run, const s
 StoreClient::Record StoreClient::watch_record(const std::string& run, uint64_t revision,
                                               milliseconds time) {
     const Question question{Request::kWatch, {run, std::to_string(revision)}};
-    const auto end = after(time);
-    while (true) {
-        Question part = question;
-        const auto left = std::chrono::ceil<milliseconds>(end - Clock::now());
-        part.number = std::clamp<milliseconds>(left, milliseconds(0), kLongest).count();
-        const milliseconds limit = std::max<milliseconds>(left, milliseconds(0)) + own_limit();
-        Record record = record_in(ask(std::move(part), limit));
-        if (record.second != revision || Clock::now() >= end) return record;
-    }
+    return record_in(ask_until(question, time, [revision](const Packet& answer) {
+        return record_in(answer).second != revision;
+    }));
 }
 
 }  // namespace diloco

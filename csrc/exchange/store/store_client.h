@@ -124,6 +124,9 @@ class StoreClient : public store::Values {
     store::Packet ask(store::Request request, store::Keys parts, int64_t number) override {
         return ask({request, std::move(parts), number}, own_limit());
     }
+    // Asks for what the host waits for, until it is there or the time has passed.
+    template <typename IsThere>
+    store::Packet ask_until(Question question, milliseconds time, IsThere is_there);
     store::Packet wait_for(store::Request request, const store::Keys& keys,
                            milliseconds time) override;
     // As with a store of another kind, the limit is of the whole call.
