@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -471,6 +472,36 @@ def test_a_relay_without_a_descriptor_ends_silent_strangers() -> None:
         silent = [stack.enter_context(from_host(BUSY, address)) for _ in range(200)]
         carries(address)
         assert is_closed(silent[0])
+
+
+SERVING = """
+import resource, sys
+from diloco_comm.base.service import relay
+
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit))
+relay._RECORD_S = 100.0
+server = relay.Relay("127.0.0.1", 0)
+print(server.address, flush=True)
+server.serve()
+"""
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(100, 25), (2000, 256)])
+def test_strangers_have_a_quarter_of_the_descriptors(limit: int, kept: int) -> None:
+    """A quarter, and at most 256: the relay needs some for those whom it serves."""
+    command = [sys.executable, "-c", SERVING, str(limit)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with ExitStack() as stack:
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        silent = [stack.enter_context(from_host(BUSY, address)) for _ in range(kept + 9)]
+        # The relay takes connections in their order, and a seat is a stranger at first.
+        stack.enter_context(sit(address))
+        time.sleep(0.1)
+        assert select.select(silent, [], [], 0.0)[0] == silent[:10]
 
 
 def from_host(host: str, address: str) -> socket.socket:

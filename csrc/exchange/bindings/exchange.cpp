@@ -222,6 +222,8 @@ void register_link(py::module_& m) {
           "A connection that a proxy has made, as a descriptor of the caller's; ConnectionError.");
     m.def("raise_descriptors", &link::raise_descriptors,
           "Raises the limit of open files as far as allowed, and returns the limit.");
+    m.def("most_strangers", &link::most_strangers,
+          "How many strangers this process keeps; raises the limit of open files.");
     py::class_<link::Reserve>(m, "Reserve", "Descriptors for the time when no other one is left.")
         .def(py::init<>())
         .def("fill", &link::Reserve::fill)

@@ -49,8 +49,8 @@ _ACCEPT_PAUSE_S, _RESERVE_S = 0.1, 1.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # Seconds between two looks at whether the dialler of a call still waits.
 _LOOK_S = 1.0
-# Connections without a record, and those that the kernel has and this process has not seen yet.
-_MOST_STRANGERS, _BACKLOG = 256, 4096
+# Connections that the kernel has and this process has not seen yet.
+_BACKLOG = 4096
 # Bytes of a pair that the relay holds, in each direction.
 _BUFFER_BYTES = 128 * 1024
 # Calls that a seat has not been told of, and calls that a process answers at a time.
@@ -147,7 +147,8 @@ class Relay:
     """
 
     def __init__(self, host: str, port: int, *, most: int = 1024) -> None:
-        _C.raise_descriptors()
+        # Connections without a record.
+        self._most_strangers = _C.most_strangers()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -200,8 +201,8 @@ class Relay:
                         self._tell_full(str(error))
                         await self._end_a_stranger()
                     continue
-                if len(self._strangers) >= _MOST_STRANGERS:
-                    self._tell_full(f"{_MOST_STRANGERS} connections that say nothing")
+                if len(self._strangers) >= self._most_strangers:
+                    self._tell_full(f"{self._most_strangers} connections that say nothing")
                     await self._end_a_stranger()
                 stranger = next(self._numbers)
                 task = self._loop.create_task(self._attend(connection, stranger))
