@@ -1,6 +1,5 @@
 #include "exchange/link/tls.h"
 
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -70,19 +69,8 @@ std::string words_of(int error) {
 
 }  // namespace
 
-std::string to_hex(const PublicKey& key) {
-    std::string text;
-    for (const uint8_t byte : key) {
-        for (const int half : {byte >> 4, byte & 15}) text += "0123456789abcdef"[half];
-    }
-    return text;
-}
-
 std::pair<Seed, PublicKey> make_key() {
-    Seed seed{};
-    if (getrandom(seed.data(), seed.size(), 0) != static_cast<ssize_t>(seed.size())) {
-        throw TlsError("the kernel gives no random bytes");
-    }
+    const Seed seed = random_bytes<std::tuple_size_v<Seed>>();
     return {seed, Identity::open(seed)->public_key()};
 }
 

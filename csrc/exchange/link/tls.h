@@ -2,13 +2,16 @@
 // and the other side decides by that key. There is no authority, no name and no date to check.
 #pragma once
 
+#include <sys/random.h>
 #include <sys/uio.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -22,7 +25,24 @@ using Seed = std::array<uint8_t, 32>;       // the private key
 // A new key; throws TlsError.
 std::pair<Seed, PublicKey> make_key();
 
-std::string to_hex(const PublicKey& key);
+template <size_t kSize>
+std::array<uint8_t, kSize> random_bytes() {
+    static_assert(kSize <= 256, "the kernel gives more bytes in parts");
+    std::array<uint8_t, kSize> bytes{};
+    if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
+        throw std::runtime_error("the kernel gives no random bytes");
+    }
+    return bytes;
+}
+
+template <size_t kSize>
+std::string to_hex(const std::array<uint8_t, kSize>& bytes) {
+    std::string text;
+    for (const uint8_t byte : bytes) {
+        for (const int half : {byte >> 4, byte & 15}) text += "0123456789abcdef"[half];
+    }
+    return text;
+}
 
 // Sentences of trouble(): after the peer's goodbye, and without it.
 constexpr char kPeerHasClosed[] = "connection closed by the peer";

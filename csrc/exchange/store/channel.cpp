@@ -1,10 +1,8 @@
 #include "exchange/store/channel.h"
 
-#include <sys/random.h>
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -71,19 +69,7 @@ bool changes_values(Request request) {
     }
 }
 
-std::string random_name() {
-    constexpr char kDigits[] = "0123456789abcdef";
-    std::array<uint8_t, 16> bytes{};
-    if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-        throw std::runtime_error("the kernel gives no random bytes");
-    }
-    std::string name;
-    for (const uint8_t byte : bytes) {
-        name += kDigits[byte >> 4];
-        name += kDigits[byte & 15];
-    }
-    return name;
-}
+std::string random_name() { return link::to_hex(link::random_bytes<16>()); }
 
 std::vector<std::string> pairs_of(const std::vector<std::string>& keys,
                                   const std::vector<std::vector<uint8_t>>& values) {
