@@ -127,6 +127,11 @@ class Incoming {
     // The bytes of this packet that have come so far.
     size_t num_bytes() const { return at_; }
     size_t capacity() const { return bytes_.capacity(); }
+    // Frees the memory, too: a string keeps its own when another one is assigned to it.
+    void clear() {
+        std::string().swap(bytes_);
+        at_ = 0;
+    }
 
   private:
     uint64_t announced() const;
@@ -143,6 +148,11 @@ class Outgoing {
     explicit Outgoing(const Packet& packet);
     Channel::Outcome write(Channel& channel);
     size_t num_bytes() const { return bytes_.size(); }
+    // Frees the memory, too.
+    void clear() {
+        std::string().swap(bytes_);
+        at_ = 0;
+    }
 
   private:
     std::string bytes_;

@@ -389,6 +389,9 @@ void StoreHost::Server::end(Client& client) {
     const auto named = by_name_.find(client.name);
     if (named != by_name_.end() && named->second == client.id) by_name_.erase(named);
     held_ -= std::exchange(client.held, 0);
+    // The client itself lives until the host has looked at all that has come.
+    client.in.clear();
+    client.out.clear();
     ready_.erase(client.id);
     ended_.push_back(client.id);
 }
@@ -475,7 +478,7 @@ bool StoreHost::Server::turn(Client& client) {
         case Stage::kWriting:
             outcome = client.out.write(*client.channel);
             if (outcome != Channel::Outcome::kDone) break;
-            client.out = {};
+            client.out.clear();
             client.stage = Stage::kReading;
             if (!client.is_stranger) set_deadline(client, Clock::time_point::max());
             break;
