@@ -90,6 +90,35 @@ def test_exit_without_close() -> None:
     assert done.stdout == "ends\n"
 
 
+_CALLS_IN_THREADS = """
+import sys, threading, time
+import torch.distributed as dist
+from diloco_comm import _C
+from diloco_comm.exchange.exchange import Exchange
+
+engine = Exchange(dist.HashStore(), 0, [0]).engine
+job = engine.submit(_C.Header("exchange_objects"))
+call = {"engine": lambda: engine.reserve_staging(0), "job": lambda: job.wait(0.0)}[sys.argv[1]]
+
+def repeat():
+    while True:
+        call()
+
+for _ in range(3):
+    threading.Thread(target=repeat, daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.fresh_interpreter
+@pytest.mark.parametrize("kind", ["engine", "job"])
+def test_a_program_ends_while_its_threads_are_in_calls(kind: str) -> None:
+    """The threads want the GIL back after the interpreter has begun to end."""
+    command = [sys.executable, "-c", _CALLS_IN_THREADS, kind]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.nightly("3 s; the first tier has one thread")
 def test_no_room_for_a_second_thread() -> None:
     # A thread started now gets a stack of 64 MB: there is room for one.

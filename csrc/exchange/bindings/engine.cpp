@@ -79,7 +79,7 @@ JobPtr start(Engine& engine, const std::shared_ptr<Plan>& plan, const Header& he
         own.loader = loader;
         if (loader) own.outer = alias(outer);
     }
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     engine.start(job);
     return job;
 }
@@ -92,7 +92,7 @@ JobPtr submit(Engine& engine, const Header& header, const std::optional<at::Tens
     job->blob = alias(blob);
     job->sends = alias_transfers(sends);
     job->recvs = alias_transfers(recvs);
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     engine.submit(job);
     return job;
 }
@@ -101,7 +101,7 @@ JobPtr give_up(Engine& engine, const Header& header, const std::string& reason, 
     auto job = std::make_shared<Job>();
     job->header = header;
     job->lost = {reason, seconds};
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     engine.give_up(job);
     return job;
 }
@@ -109,7 +109,7 @@ JobPtr give_up(Engine& engine, const Header& header, const std::string& reason, 
 void attach(Engine& engine, int64_t epoch, int rank, std::vector<int64_t> replicas,
             std::vector<BackendPtr> groups, c10::intrusive_ptr<c10d::Store> store,
             const std::string& prefix, std::vector<std::string> addresses) {
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     engine.attach({epoch, rank, std::move(replicas), std::move(addresses)}, std::move(groups),
                   std::move(store), prefix);
 }
@@ -128,7 +128,7 @@ void register_engine(py::module_& m) {
         .def(py::init<c10::Device>(), py::arg("device"))
         .def_property_readonly("stream", &OwnStream::get,
                                "Given to somebody else when this object is gone.");
-    using release = py::call_guard<py::gil_scoped_release>;
+    using release = py::call_guard<WithoutGil>;
     py::class_<ChunkLoader, std::shared_ptr<ChunkLoader>>(m, "ChunkLoader")
         .def(py::init<c10::Device>(), py::arg("device"))
         .def("load", &ChunkLoader::load, py::arg("hosts"), py::arg("begin"), py::arg("end"))
@@ -139,13 +139,13 @@ void register_engine(py::module_& m) {
         .def(py::init([](int64_t replica, double timeout_s, double report_patience_s,
                          double suspect_after_s, const std::string& interface, bool listens) {
                  // The name of this host may be looked up.
-                 py::gil_scoped_release no_gil;
+                 const WithoutGil no_gil;
                  return std::shared_ptr<Engine>(
                      new Engine({replica, from_seconds(timeout_s), from_seconds(report_patience_s),
                                  check_signals, from_seconds(suspect_after_s), interface, listens}),
                      [](Engine* engine) {
                          if (!engine->is_own_process()) return;
-                         py::gil_scoped_release no_gil;
+                         const WithoutGil no_gil;
                          delete engine;
                      });
              }),
@@ -180,7 +180,7 @@ void register_engine(py::module_& m) {
         .def(
             "close",
             [](Engine& engine, double patience_s, int64_t inner_step) {
-                py::gil_scoped_release no_gil;
+                const WithoutGil no_gil;
                 engine.close(from_seconds(patience_s), inner_step);
             },
             py::arg("patience_s"), py::arg("inner_step"))

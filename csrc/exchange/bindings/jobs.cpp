@@ -47,7 +47,7 @@ bool wait_for(Job& job, std::condition_variable& changed, double seconds, Condit
     const auto deadline = Clock::now() + from_seconds(seconds);
     while (true) {
         {
-            py::gil_scoped_release no_gil;
+            const WithoutGil no_gil;
             std::unique_lock<std::mutex> lock(job.mutex);
             const auto slice = std::min(deadline, Clock::now() + milliseconds(100));
             if (changed.wait_until(lock, slice, is_there)) return true;
