@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "codec/codec.h"
@@ -37,7 +38,12 @@ milliseconds from_seconds(double seconds) {
 }
 
 void check_signals() {
-    const py::gil_scoped_acquire gil;
+    std::optional<py::gil_scoped_acquire> gil;
+    try {
+        gil.emplace();
+    } catch (...) {  // the interpreter ends, see WithoutGil
+        while (true) pause();
+    }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
@@ -62,7 +68,7 @@ std::vector<c10::intrusive_ptr<LinkGroup>> make_groups(Link& link, const std::st
                                                        int rank, const Places& peers, int lanes,
                                                        double limit_s) {
     const auto places = places_of(peers);
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     return connect_groups(link, token, rank, places, lanes, from_seconds(limit_s), check_signals);
 }
 
@@ -86,13 +92,13 @@ std::shared_ptr<link::Identity> open_identity(const std::string& seed) {
     if (seed.empty()) return nullptr;
     // OpenSSL is the library that Python has loaded for this module.
     py::module_::import("ssl");
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     return link::Identity::open(key_of("a seed", seed));
 }
 
 template <typename Body>
 auto without_gil(Body body) {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     return body();
 }
 
@@ -111,7 +117,7 @@ int dial_through(const ProxyParts& proxy, const std::string& host, int port, dou
     const auto end = std::chrono::steady_clock::now() + from_seconds(limit_s);
     link::Dialled dialled;
     {
-        py::gil_scoped_release no_gil;
+        const WithoutGil no_gil;
         dialled = link::dial_through(*proxy_of(proxy), host, std::to_string(port), end);
     }
     const int fd = dialled.fd ? fcntl(dialled.fd.get(), F_DUPFD_CLOEXEC, 0) : -1;
@@ -129,7 +135,7 @@ std::shared_ptr<Link> open_link(const std::string& listen, const std::string& ad
         py::module_::import("ssl");
     }
     // The name of a host may be looked up.
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     return Link::open(listen, advertise, Link::Limits(), own, proxy_of(proxy));
 }
 
@@ -143,7 +149,7 @@ std::set<link::PublicKey> keys_of(const std::vector<py::bytes>& keys) {
 template <typename Keyed>
 void allow(Keyed& keyed, const std::vector<py::bytes>& keys) {
     std::set<link::PublicKey> allowed = keys_of(keys);
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     keyed.allow(std::move(allowed));
 }
 
@@ -156,7 +162,7 @@ uint32_t ask(Link& link, const std::vector<std::string>& peer, const std::string
              const std::string& request, uint64_t most_bytes) {
     const link::Place place = places_of({peer}).front();
     const std::vector<uint8_t> bytes(request.begin(), request.end());
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     return link.ask(place, service, bytes, most_bytes);
 }
 
@@ -176,7 +182,7 @@ py::list replies(Link& link, const std::string& service, double limit_s) {
 }
 
 void register_state_source(py::module_& m) {
-    using release = py::call_guard<py::gil_scoped_release>;
+    using release = py::call_guard<WithoutGil>;
     using Numbers = std::tuple<uint64_t, uint64_t, uint64_t>;
     const auto standing_of = [](const Numbers& numbers) {
         const auto& [round, history, num_steps] = numbers;
@@ -210,7 +216,7 @@ void register_state_source(py::module_& m) {
 }
 
 void register_link(py::module_& m) {
-    using release = py::call_guard<py::gil_scoped_release>;
+    using release = py::call_guard<WithoutGil>;
     m.def("own_host", &own_host, py::arg("interface"), release(),
           "The host at which gloo would listen on this interface; 127.0.0.1 where it could not.");
     m.def(
@@ -299,7 +305,7 @@ void register_link(py::module_& m) {
 }
 
 void register_store_client(py::module_& m) {
-    using release = py::call_guard<py::gil_scoped_release>;
+    using release = py::call_guard<WithoutGil>;
     const auto record_of = [](StoreClient::Record record) {
         return py::make_tuple(py::bytes(record.first), record.second);
     };
@@ -310,7 +316,7 @@ void register_store_client(py::module_& m) {
                          bool connects) {
                  StoreClient::Place place{host, static_cast<uint16_t>(port), open_identity(seed),
                                           keys_of(allowed), proxy_of(proxy)};
-                 py::gil_scoped_release no_gil;
+                 const WithoutGil no_gil;
                  return c10::make_intrusive<StoreClient>(std::move(place), from_seconds(timeout_s),
                                                          table_id, connects);
              }),
@@ -374,7 +380,7 @@ void register_store_client(py::module_& m) {
 }
 
 void register_store_host(py::module_& m) {
-    using release = py::call_guard<py::gil_scoped_release>;
+    using release = py::call_guard<WithoutGil>;
     py::class_<StoreHost, c10d::Store, c10::intrusive_ptr<StoreHost>>(m, "StoreHost")
         .def(py::init([](int listener, const py::bytes& seed, const std::vector<py::bytes>& allowed,
                          double timeout_s, const std::string& table_id,
@@ -439,7 +445,7 @@ void register_exchange(py::module_& m) {
     m.def(
         "are_reached",
         [](const std::vector<std::string>& addresses, double limit_s) {
-            py::gil_scoped_release no_gil;
+            const WithoutGil no_gil;
             std::vector<std::optional<bool>> are_reached;
             for (const Answer answer : try_to_reach(addresses, from_seconds(limit_s))) {
                 are_reached.emplace_back(answer == Answer::kReached);

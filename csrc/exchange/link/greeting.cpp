@@ -2,7 +2,6 @@
 #include <netdb.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -32,24 +31,6 @@ constexpr milliseconds kPingPeriod{5000};
 // Many proxies end a connection over which nothing has come for a minute.
 constexpr milliseconds kProxyPeriod{20000};
 constexpr milliseconds kEndPatience{1000};
-
-std::string hex_of(const Nonce& nonce) {
-    constexpr char kDigits[] = "0123456789abcdef";
-    std::string text;
-    for (const uint8_t byte : nonce) {
-        text += kDigits[byte >> 4];
-        text += kDigits[byte & 15];
-    }
-    return text;
-}
-
-Nonce random_nonce() {
-    Nonce nonce;
-    if (getrandom(nonce.data(), nonce.size(), 0) != static_cast<ssize_t>(nonce.size())) {
-        throw std::runtime_error("the kernel gives no random bytes");
-    }
-    return nonce;
-}
 
 bool watch(int epoll, int fd, uint64_t id, uint32_t events) {
     epoll_event event{};
@@ -99,8 +80,8 @@ Link::Link(const std::string& listen, const std::string& advertise, Limits limit
            const std::optional<link::Seed>& seed, const std::optional<link::Proxy>& proxy)
     : limits_(limits),
       pid_(getpid()),
-      nonce_(random_nonce()),
-      nonce_text_(hex_of(nonce_)),
+      nonce_(link::random_bytes<sizeof(Nonce)>()),
+      nonce_text_(link::to_hex(nonce_)),
       proxy_(proxy) {
     if (seed) identity_ = link::Identity::open(*seed);
     if (!listen.empty()) {
