@@ -26,7 +26,7 @@ from benchmarks.exchange.netns import Network, missing
 from benchmarks.support import common
 from benchmarks.support.common import benchmark_command, stoppable
 from benchmarks.support.namespaces import address
-from diloco_comm import WireFormat, _C
+from diloco_comm import _C, WireFormat
 from diloco_comm.elastic.transfer.donors import Place
 from diloco_comm.elastic.transfer.newcomer import Newcomer
 from diloco_comm.methods.outer import Nesterov
@@ -111,9 +111,7 @@ def take(args: argparse.Namespace, link: Any, ways: list[Any], windows: Windows)
 
 def worker(args: argparse.Namespace) -> None:
     rank = int(os.environ["RANK"])
-    store = dist.TCPStore(
-        address(0), 29501, is_master=rank == 0, timeout=timedelta(seconds=60)
-    )
+    store = dist.TCPStore(address(0), 29501, is_master=rank == 0, timeout=timedelta(seconds=60))
     args.parts = make_parts(args.elements)
     link = _C.Link(f"{address(rank)}:0", f"{address(rank)}:0")
     store.set(f"way{rank}", f"{link.nonce} {link.address}")
@@ -121,8 +119,9 @@ def worker(args: argparse.Namespace) -> None:
     if rank == 0:
         store.set("begin", str(time.monotonic() + 1.0))
     windows = Windows(float(store.get("begin")), args.window, args.windows)
-    done = (give(args, rank, link, ways, windows) if rank < DONORS
-            else take(args, link, ways, windows))
+    done = (
+        give(args, rank, link, ways, windows) if rank < DONORS else take(args, link, ways, windows)
+    )
     if rank > 0:
         store.set(f"done{rank}", repr(done))
         store.wait(["printed"])

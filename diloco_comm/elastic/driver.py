@@ -71,7 +71,6 @@ class Driver:
         loss: Why the last poll had no answer of this process's registry; None if it had one.
         serves: For its beats, see there.
         beats: The last beat of every process; None before the first poll.
-        on_beats: Called with the beats after each poll, on the driver's thread.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class Driver:
         self.waits_since = 0.0
         self.serves = ""
         self.beats: Sequence[Beat] | None = None
-        self.on_beats: Callable[[Sequence[Beat]], None] = lambda beats: None
         self._break: Callable[[], None] = lambda: None
         self._events: queue.SimpleQueue[ev.Event | None] = queue.SimpleQueue()
         self._news = threading.Condition()
@@ -271,7 +269,6 @@ class Driver:
             ev.Polled(record, tuple(beats), is_late, self._signs.ended_among(self.state, beats))
         )
         self.beats = beats
-        self.on_beats(beats)
         if not is_extra:
             self._break_off_silent_round()
 

@@ -9,7 +9,7 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -26,7 +26,7 @@ from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
 from .membership import regroup
 from .membership.member import Admission, Epoch, Options, checked_members
-from .membership.own_link import OwnLink
+from .membership.own_link import LinkShare
 from .membership.plans import announce
 from .membership.regroup import Repair
 from .membership.sealing import LastRounds
@@ -64,7 +64,7 @@ class ExchangeOptions(TypedDict, total=False):
     link_keys: str | Path | None
     relay: str | None
     proxy: str | None
-    own_link: OwnLink | None
+    link_share: LinkShare | None
 
 
 class Exchange(StreamMember):
@@ -102,8 +102,8 @@ class Exchange(StreamMember):
         admission: Is asked before this replica enters an epoch.
         listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
-        own_link: With "tcp", a link of the caller's, which outlives this exchange; default: a link
-            by the choices above.
+        link_share: With "tcp", the caller's part in a link, which the caller ends after this
+            exchange; default: a link by the choices above.
         board: Where replicas that wait for each other say at which name; None on a store, which
             other runs may share.
 
@@ -144,7 +144,7 @@ class Exchange(StreamMember):
         link_keys: str | Path | None = None,
         relay: str | None = None,
         proxy: str | None = None,
-        own_link: OwnLink | None = None,
+        link_share: LinkShare | None = None,
         board: dist.Store | None = None,
     ) -> None:
         options = Options.checked(
@@ -176,18 +176,17 @@ class Exchange(StreamMember):
                 env.gloo_interface(),
                 listens=options.collectives != "tcp",
             )
-            tcp = options.make_link(name) if own_link is None else own_link
+            tcp = options.make_link(name) if link_share is None else link_share.link
         super().__init__(engine, store, replica, current, options, name, line_name, tcp)
         self.board = board
         self.link: str | None = None
         self.guard_by(admission)
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
-        self._leave_link: Callable[[], object] = lambda: None
-        if tcp is not None and own_link is None:
-            # A dropped exchange leaves its link too, after the engine has ended.
-            leaving = self._leave_link = weakref.finalize(engine, tcp.leave, name)
-            leaving.atexit = False
+        own = LinkShare(tcp, name) if tcp is not None and link_share is None else None
+        self._own_share = own
+        # A dropped exchange leaves its link too, after the engine has ended.
+        weakref.finalize(engine, _keep, own or link_share).atexit = False
         _open.add(self)
         try:
             self._enter(current.members, store, last_rounds=None)
@@ -460,13 +459,18 @@ class Exchange(StreamMember):
                 self._driver.close(deadline - time.monotonic())
             self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
         finally:
-            self._leave_link()
+            if self._own_share is not None:
+                self._own_share.end()
 
     def __enter__(self) -> Exchange:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _keep(share: LinkShare | None) -> None:
+    """Hold a share until here."""
 
 
 @atexit.register

@@ -12,7 +12,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import Tensor
 from torch.autograd import _profiler_enabled
@@ -158,6 +158,14 @@ class RoundRunner(ABC):
     def _writing(self, part: SyncedPart) -> AbstractContextManager[None]:
         """Return a block that changes the outer state of a part."""
         return NO_BLOCK if self.log is None else self.log.writing(part)
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Run a block that changes the outer state of all parts, and that no Ctrl-C interrupts."""
+        with self.uninterruptible(), ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(self._writing(part))
+            yield
 
     def _stale_parts(self, inner_step: int, ending: Ending) -> list[SyncedPart]:
         """As ``history.stale_parts``, once the others have ended too."""

@@ -222,8 +222,7 @@ class DiLoCo:
                 workers.close()
             raise
         self.exchange, self._rounds = joined.rounds.exchange, joined.rounds
-        self._agreement, self.inner_step = joined.agreement, joined.inner_step
-        self._twins = joined.twins
+        self._agreement, self.inner_step, self._twins = joined[1:]
 
         # The loop: what looks at the model, and what counts the optimizer's steps.
         self._watch = ModelWatch(
@@ -317,9 +316,10 @@ class DiLoCo:
         self._watch.close()
         self._twins.leave()
         self.exchange.inner_step = self.inner_step
-        if self._elastic is not None:
-            self._elastic.close(is_finished=is_finished)
-        self.exchange.close()
+        if self._elastic is None:
+            self.exchange.close()
+        else:
+            self._elastic.close(self.exchange, is_finished=is_finished)
         if self._workers is not None:
             self._workers.close()
 
@@ -829,7 +829,7 @@ class DiLoCo:
         self._refuse_changes(self.parts)
         model = all_parameters(self._model)
         restore = Restore(self.parts, state_dict, self._scope(), model, strict=strict)
-        with self._recorder.deferred_callbacks(), self._rounds.uninterruptible():
+        with self._recorder.deferred_callbacks(), self._rounds.restoring():
             self._rounds.drop()
             restore.write()
             self.inner_step = restore.inner_step

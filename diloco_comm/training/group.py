@@ -19,7 +19,7 @@ from ..base.service.addresses import proxy_of
 from ..base.service.keys import link_keys
 from ..exchange.exchange import Exchange
 from ..exchange.membership.member import Admission
-from ..exchange.membership.own_link import OwnLink
+from ..exchange.membership.own_link import LinkShare
 from ..exchange.waiting import describe_store
 from ..methods.settings import Settings
 from ..ops.digests import digest_of
@@ -79,7 +79,7 @@ class Place:
         source_rank: Rank of the replica whose weights all take with ``init="broadcast"``.
         backend, join_timeout, suspect_after, listen, advertise, link_keys, relay, proxy: See
             ``Link``.
-        admission, own_link: See ``Exchange``.
+        admission, link_share: See ``Exchange``.
         beside, inner: See ``Agreement``.
     """
 
@@ -100,7 +100,7 @@ class Place:
     proxy: str | None = field(default=None, repr=False)
     source_rank: int = 0
     admission: Admission | None = None
-    own_link: OwnLink | None = None
+    link_share: LinkShare | None = None
     beside: joining.CopyBeside | None = None
     inner: InnerStates | None = None
 
@@ -254,7 +254,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         join=place.init == "join",
         num_under_way=max(1, settings.overlap.rounds),
         admission=place.admission,
-        own_link=place.own_link if place.backend == "tcp" else None,
+        link_share=place.link_share if place.backend == "tcp" else None,
     )
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import _C
 from ..base.errors import ReplicaMismatch
-from ..elastic.beats import PULLING, Beat
+from ..elastic.beats import PULLING
 from ..elastic.core import events as ev
 from ..elastic.driver import Driver
 from ..elastic.happenings import JoinProgress
 from ..elastic.options import Elastic
 from ..elastic.transfer.donors import Place
 from ..elastic.transfer.newcomer import Newcomer
-from ..exchange.membership.own_link import OwnLink
+from ..exchange.membership.own_link import LinkShare, OwnLink
 from ..ops.wire import Layout
 from ..rounds.load import restore_outer
 from ..rounds.part import SyncedFragment
@@ -33,6 +33,8 @@ _LOG_BYTES = 8
 _TURN_S = 0.05
 # Seconds between two reports of how far the copy is.
 _REPORT_S = 1.0
+# Seconds between two looks for replicas that copy a state.
+_MEET_S = 0.25
 # Seconds without any progress after which a newcomer asks to be let in all the same.
 _PATIENCE_S = 30.0
 
@@ -55,7 +57,7 @@ class StateTransfer:
     Args:
         parts: All fragments, by index.
         layout: The layout of saved states, see ``Plan``.
-        link: The link of this process; ``close`` ends the part of ``name`` in that link.
+        share: The part of this object in the link of this process.
         name: The name of this object, equal on all replicas.
 
     Raises:
@@ -73,7 +75,7 @@ class StateTransfer:
         elastic: Elastic,
         parts: Sequence[SyncedFragment],
         layout: int,
-        link: OwnLink,
+        share: LinkShare,
         name: str,
     ) -> None:
         self._elastic, self._parts = elastic, list(parts)
@@ -86,13 +88,12 @@ class StateTransfer:
             saved = elastic.checkpoint["parts"].values()
             self._saved_rounds = tuple(sorted({int(numbers["round"]) for numbers in saved}))
         limit = elastic.round_log_bytes
-        self.link, self._service = link, f"{elastic.run}/{name}"
+        self.share, self._service = share, f"{elastic.run}/{name}"
+        self._link = share.link.link
         self._source = _C.StateSource([state_tensors(part) for part in parts])
         self.log = RoundLog(default_log_bytes(parts) if limit is None else limit, self._source)
-        link.link.serve(self._service, self._source)
-        # A dropped object leaves the link too.
-        self._leave = weakref.finalize(self, link.leave, name)
-        self._leave.atexit = False
+        self._link.serve(self._service, self._source)
+        self._is_closed = threading.Event()
         self.is_pulling = True
         self.caught_up_bytes = 0
         self._driver: Driver | None = None
@@ -109,19 +110,21 @@ class StateTransfer:
     def attach(self, driver: Driver, report: Callable[[JoinProgress], None]) -> None:
         """Publish in the driver's beats where this process serves, and which checkpoint it has."""
         self._driver, self._report = driver, report
-        place = _place_of(self.link)
+        place = _place_of(self.share.link)
         driver.serves = place.to_text()
         if not place.address:
-            driver.on_beats = self._meet_newcomers
+            name = "diloco_comm meets newcomers"
+            threading.Thread(target=self._meet_newcomers, daemon=True, name=name).start()
         driver.inner_step, driver.positions = max(0, self.saved_step), self._saved_rounds
 
     def close(self) -> None:
-        """End both sides; idempotent."""
-        self._end_copy()
+        """End both sides, and not yet the part in the link; idempotent."""
+        self._is_closed.set()
+        # A forked child has the object, and not the link.
         with contextlib.suppress(RuntimeError):
-            self.link.link.serve(self._service, None)
+            self._end_copy()
+            self._link.serve(self._service, None)
         self._source.close()
-        self._leave()
 
     # --------------------------------------------------------------------------- the newcomer
 
@@ -138,7 +141,7 @@ class StateTransfer:
         newcomer = self._newcomer
         if newcomer is None:
             limit = self._elastic.join_bandwidth
-            newcomer = Newcomer(self.link.link, self._service, self._parts, self._places, limit)
+            newcomer = Newcomer(self._link, self._service, self._parts, self._places, limit)
             self._newcomer, self._moved_at = newcomer, time.monotonic()
             if self._load_saved is not None:
                 self._load_saved()
@@ -231,11 +234,20 @@ class StateTransfer:
         found = {name: Place.from_text(text) for name, text in self._driver.donors().items()}
         return {name: place for name, place in found.items() if place is not None}
 
-    def _meet_newcomers(self, beats: Sequence[Beat]) -> None:
-        """Dial the replicas that copy a state, from a process that nobody can dial."""
-        found = [Place.from_text(beat.serves) for beat in beats if beat.stage == PULLING]
-        ways = [place.way for place in found if place is not None and place.address]
-        self.link.link.reach(self._service, ways if self._newcomer is None else [])
+    def _meet_newcomers(self) -> None:
+        """Dial the replicas that copy a state, from a process that nobody can dial.
+
+        On a thread of its own: the name of a host may take long to be found.
+        """
+        assert self._driver is not None
+        with contextlib.suppress(RuntimeError):  # The link was closed.
+            while not self._is_closed.wait(_MEET_S):
+                if self.is_pulling or self._newcomer is not None:
+                    continue
+                beats = [beat for beat in self._driver.beats or () if beat.stage == PULLING]
+                places = [Place.from_text(beat.serves) for beat in beats]
+                ways = [place.way for place in places if place is not None and place.address]
+                self._link.reach(self._service, ways)
 
 
 def _place_of(link: OwnLink) -> Place:

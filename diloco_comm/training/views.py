@@ -22,7 +22,7 @@ from ..elastic.options import Elastic
 from ..elastic.phases import FLUSHES, Event, Loop, Phase, Repetition, Report
 from ..elastic.views import View
 from ..exchange.exchange import Exchange
-from ..exchange.membership.own_link import OwnLink
+from ..exchange.membership.own_link import LinkShare, OwnLink
 from ..methods.settings import Settings
 from ..rounds.handshake import gather_json
 from ..rounds.part import SyncedPart
@@ -102,6 +102,7 @@ class ElasticTraining:
         except BaseException:
             if self.transfer is not None:
                 self.transfer.close()
+            self._leave_link()
             raise
         # Until the first step, at which the schedules of the learning rate are looked at.
         self._optimizers = list(replica.optimizers)
@@ -124,10 +125,17 @@ class ElasticTraining:
         """Whether this replica has left the group, or has taken and shared all steps."""
         return self._loop.is_done
 
-    def close(self, *, is_finished: bool) -> None:
-        """Tell the others that this replica has ended; idempotent."""
+    def close(self, exchange: Exchange, *, is_finished: bool) -> None:
+        """Tell the others that this replica has ended, and end its exchange; idempotent."""
         has_all_steps = is_finished and self._loop.phase is Phase.FINISHED
         self.group.close(is_finished=is_finished, has_all_steps=has_all_steps)
+        exchange.close()
+        self._leave_link()
+
+    def _leave_link(self) -> None:
+        """End the part of this object in the link, after the exchange."""
+        if self.transfer is not None:
+            self.transfer.share.end()
 
     def enter(self, place: Place) -> Joined:
         """Come to the group, as a founder or a newcomer."""
@@ -136,6 +144,7 @@ class ElasticTraining:
         except BaseException:
             self._forget_inner()
             self.group.close(is_finished=False)
+            self._leave_link()
             raise
         if self._inner is not None:
             self._inner.keep()
@@ -174,7 +183,7 @@ class ElasticTraining:
             source_rank=source_rank,
             admission=group,
             beside=NothingBeside() if self.transfer is None else self.transfer,
-            own_link=None if self.transfer is None else self.transfer.link,
+            link_share=None if self.transfer is None else self.transfer.share,
             inner=self._inner,
         )
         joined = join(self._replica, there)
@@ -448,12 +457,12 @@ def _transfer(elastic: Elastic, replica: Replica, place: Place) -> StateTransfer
     is_able = elastic.round_log_bytes != 0 and replica.workers is None
     is_able = is_able and settings.overlap.is_shared and not settings.overlap.rounds
     if is_able and can_replay(plan.parts):
-        link = _own_link(elastic, place)
+        share = LinkShare(_own_link(elastic, place), place.name)
         try:
             parts = plan.parameter_parts()
-            return StateTransfer(elastic, parts, plan.saved_layout, link, place.name)
+            return StateTransfer(elastic, parts, plan.saved_layout, share, place.name)
         except BaseException:
-            link.leave(place.name)
+            share.end()
             raise
     if elastic.checkpoint is not None:
         raise ValueError(

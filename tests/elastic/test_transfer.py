@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from typing import Any
@@ -250,7 +251,7 @@ def asked(group: Group, content: bytes, service: str = SERVICE) -> tuple[bytes, 
     """Ask the first donor for anything, over the connection that is there; return the answer."""
     link, way = group.fresh.link, group.places["0"].way
     group.turn_until(lambda: any(donor.status for donor in group.newcomer._usable()))
-    number = link.ask(way, service, content, 1 << 20)
+    number = link.request(way, service, content, 1 << 20)
     assert number > 0
     for _ in range(200):
         for found, head, body in link.replies(service, 0.1):
@@ -347,6 +348,61 @@ def test_a_connection_that_ends_is_made_anew() -> None:
         group.turn_until(group.is_ready)
         group.check()
         assert group.newcomer._usable() == [donor]
+
+
+def test_a_source_that_ends_answers_what_waits() -> None:
+    """No request stays open, and a connection outlives many sources."""
+    with training(SGD, 1, width=32) as group:
+        donor, fresh, way = group.replicas[0].link, group.fresh.link, group.places["0"].way
+        group.turn_until(lambda: any(one.status for one in group.newcomer._usable()))
+        for _ in range(20):
+            source = _C.StateSource([state_tensors(part) for part in group.replicas[0].parts])
+            donor.serve("another", source)
+            wanted = Wanted(Kind.STATUS).to_bytes()
+            open_requests = {fresh.request(way, "another", wanted, 1 << 20) for _ in range(4)}
+            source.close()
+            while open_requests:
+                found = fresh.replies("another", 10.0)
+                assert found
+                open_requests -= {number for number, _, _ in found}
+        assert fresh.counters()["connects"] == 1
+
+
+def test_a_forked_child_ends_with_a_source() -> None:
+    with training(SGD, 1, width=32) as group:
+        child = os.fork()
+        if child == 0:
+            group.replicas[0].source.close()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        group.turn_until(group.is_ready)
+
+
+def test_wrong_places_are_a_trouble_of_their_own_peer() -> None:
+    with training(SGD, 1, width=32) as group:
+        fresh, good = group.fresh.link, group.places["0"].way
+        nonce = "ab" * 16
+        wrong = [("x", "", "", ""), (nonce, "h:1", "ab" * 32, ""), (nonce, "", "", "")]
+        wrong.append((nonce, "no-such-host.invalid:5", "", ""))
+        group.turn_until(lambda: fresh.reach("another", [good])[0] == "")
+        troubles = fresh.reach("another", [good, *wrong])
+        assert troubles[0] == "" and all(troubles[1:])
+        assert "hexadecimal" in troubles[1] and "no key" in troubles[2]
+        assert "no address" in troubles[3] and "not known" in troubles[4]
+
+
+def test_a_donor_that_nobody_can_dial_dials() -> None:
+    with training(Nesterov, 1, donor_address="") as group:
+        donor = group.replicas[0].link
+        place = group.fresh.link
+        way = (place.nonce, place.address, "", "")
+
+        def is_ready() -> bool:
+            donor.reach(SERVICE, [way])
+            return group.is_ready()
+
+        group.turn_until(is_ready)
+        group.check()
 
 
 def test_the_log_keeps_the_latest_rounds_within_its_limit() -> None:

@@ -96,9 +96,13 @@ import torch.distributed as dist
 from diloco_comm import _C
 from diloco_comm.exchange.exchange import Exchange
 
-engine = Exchange(dist.HashStore(), 0, [0]).engine
-job = engine.submit(_C.Header("exchange_objects"))
-call = {"engine": lambda: engine.reserve_staging(0), "job": lambda: job.wait(0.0)}[sys.argv[1]]
+kind = sys.argv[1]
+if kind == "link":
+    call = _C.Link("127.0.0.1:0", "127.0.0.1:0").counters
+else:
+    engine = Exchange(dist.HashStore(), 0, [0]).engine
+    job = engine.submit(_C.Header("exchange_objects"))
+    call = {"engine": lambda: engine.reserve_staging(0), "job": lambda: job.wait(0.0)}[kind]
 
 def repeat():
     while True:
@@ -111,7 +115,7 @@ time.sleep(0.2)
 
 
 @pytest.mark.fresh_interpreter
-@pytest.mark.parametrize("kind", ["engine", "job"])
+@pytest.mark.parametrize("kind", ["engine", "job", "link"])
 def test_a_program_ends_while_its_threads_are_in_calls(kind: str) -> None:
     """The threads want the GIL back after the interpreter has begun to end."""
     command = [sys.executable, "-c", _CALLS_IN_THREADS, kind]

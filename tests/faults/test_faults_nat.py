@@ -150,14 +150,13 @@ def outer_bytes(diloco: DiLoCo, model: Any) -> bytes:
     return outer.numpy().tobytes()
 
 
-def check(site: Site, ends: list[Any], members: tuple[int, ...]) -> None:
+def check(site: Site, ends: list[Any], members: tuple[int, ...], copied: bytes) -> None:
     """The replicas are one, and with keys no packet shows what they train."""
     living = [end for rank, end in enumerate(ends) if rank != DEAD]
     assert [end[:2] for end in living] == [(members, living[0][1])] * 3
     flows = site.flows()
     assert sum(map(len, flows)) > 50_000
-    # The newcomer has copied the outer parameters.
-    words = [b"the-run", b"replica", b"sync_every", b'"address": "', ends[NEWCOMER][2][64:80]]
+    words = [b"the-run", b"replica", b"sync_every", b'"address": "', copied]
     seen = {word for word in words if any(word in flow for flow in flows)}
     assert seen == (set(words) if site.keys is None else set()), seen
 
@@ -206,10 +205,17 @@ def test_a_fixed_group_of_homes(
     with opened(zygote, reason, tmp_path, keyed) as site:
         pool = fresh_workers(4, init_group=False)
         ends = pool.run(in_fixed_group, site, expect_exit={DEAD}, timeout=120)
-        check(site, ends, (0, 1, 2))
+        # The newcomer has copied the outer parameters.
+        check(site, ends, (0, 1, 2), ends[NEWCOMER][2][64:80])
 
 
 # ------------------------------------------------------------------------------ an elastic group
+
+
+def listening() -> list[str]:
+    """Return the sockets that listen in the namespace of this replica, which nobody can dial."""
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").open()]
+    return [line for line in lines if line.split()[3] == "0A"]
 
 
 def in_elastic_group(rank: int, world: int, site: Site) -> Any:
@@ -227,6 +233,8 @@ def in_elastic_group(rank: int, world: int, site: Site) -> Any:
         min_replicas=2,
         suspect_after=SUSPECT_AFTER_S,
         store=site.store,
+        # No round of this run is too old for the newcomer's copy.
+        round_log_bytes=1 << 24,
         key=None if site.keys is None else site.keys / "registry" / f"r{rank}.key_secret",
         insecure=site.keys is None,
         on_event=happenings.append,
@@ -239,6 +247,9 @@ def in_elastic_group(rank: int, world: int, site: Site) -> Any:
             assert time.monotonic() < until
             train(diloco, model, optimizer, rank, diloco.inner_step + H)
             num_whole += diloco.members == (0, 1, 2)
+            if diloco.members == (0, 1):
+                # A round takes the newcomer a trip through the relay.
+                time.sleep(0.05)
             if rank == DEAD and num_whole == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 0 and num_whole and diloco.members == (0, 1):
@@ -247,12 +258,13 @@ def in_elastic_group(rank: int, world: int, site: Site) -> Any:
                 meeting.set("last", str(diloco.inner_step + 20 * H))
             if meeting.check(["last"]):
                 last = int(meeting.get("last"))
+        assert listening() == []
         if rank == NEWCOMER:
             # The whole state came through the relay, while the others trained.
             (copied,) = [one for one in happenings if isinstance(one, JoinProgress)][-1:]
             assert copied.is_ready and copied.received_bytes >= copied.total_bytes > 0
             first_view = next(one for one in happenings if isinstance(one, ViewChanged))
-            assert first_view.copied_bytes == 0
+            assert first_view.copied_bytes == 0, happenings
         return tuple(diloco.members), diloco.outer_hash(), first
 
 
@@ -266,7 +278,8 @@ def test_an_elastic_group_of_homes(
     with opened(zygote, reason, tmp_path, keyed) as site:
         pool = fresh_workers(4, init_group=False)
         ends = pool.run(in_elastic_group, site, expect_exit={DEAD}, timeout=150)
-        check(site, ends, (0, 1, 2))
+        # The newcomer has heard how far its donors are.
+        check(site, ends, (0, 1, 2), b'"num_newcomers":')
 
 
 # ------------------------------------------------------------------------- every policy and size

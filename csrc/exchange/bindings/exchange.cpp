@@ -158,12 +158,12 @@ py::bytes public_key(const Link& link) {
     return bytes_of(link.public_key());
 }
 
-uint32_t ask(Link& link, const std::vector<std::string>& peer, const std::string& service,
-             const std::string& request, uint64_t most_bytes) {
+uint32_t send_request(Link& link, const std::vector<std::string>& peer, const std::string& service,
+                      const std::string& request, uint64_t most_bytes) {
     const link::Place place = places_of({peer}).front();
     const std::vector<uint8_t> bytes(request.begin(), request.end());
     const WithoutGil no_gil;
-    return link.ask(place, service, bytes, most_bytes);
+    return link.request(place, service, bytes, most_bytes);
 }
 
 py::list replies(Link& link, const std::string& service, double limit_s) {
@@ -267,7 +267,7 @@ void register_link(py::module_& m) {
         .def(
             "serve",
             [](Link& link, const std::string& service, std::shared_ptr<StateSource> source) {
-                link.serve(service, source);
+                link.set_responder(service, source ? source->responder() : nullptr);
             },
             py::arg("service"), py::arg("source"), release(),
             "Sets the source that answers requests to this name from now on; None: nothing does.")
@@ -280,10 +280,12 @@ void register_link(py::module_& m) {
             py::arg("service"), py::arg("peers"),
             "Connects to processes outside of groups, and keeps dialling until the next call: why "
             "each is not connected so far, or an empty text.")
-        .def("ask", &ask, py::arg("peer"), py::arg("service"), py::arg("request"),
+        .def("request", &send_request, py::arg("peer"), py::arg("service"), py::arg("request"),
              py::arg("most_bytes"), "The number of the request; 0 without a connection.")
         .def("replies", &replies, py::arg("service"), py::arg("limit_s"),
              "(number, head, body) of the answers that have come; no head: the connection ended.")
+        .def("arrived", &Link::arrived, py::arg("tickets"), release(),
+             "Bytes that have come so far of the bodies of open requests.")
         .def("forget", &Link::forget, py::arg("tickets"), release())
         .def("close", &Link::close, release())
         .def("counters", &Link::counters, release())

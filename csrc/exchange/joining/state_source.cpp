@@ -1,6 +1,7 @@
 #include "exchange/joining/state_source.h"
 
 #include <ATen/ops/empty.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -20,16 +21,15 @@ constexpr size_t kMostBodies = 2;
 // So long a replica that has asked counts as one that joins.
 constexpr milliseconds kRecent{3000};
 
-std::string text_of(const StateSource::Standing& standing) {
-    return "[" + std::to_string(standing.round) + "," + std::to_string(standing.history) + "," +
-           std::to_string(standing.num_steps) + "]";
-}
-
 template <class Items, class Text>
 std::string list_of(const Items& items, Text text) {
     std::string joined;
     for (const auto& item : items) joined += (joined.empty() ? "" : ",") + text(item);
     return "[" + joined + "]";
+}
+
+std::string list_of(std::initializer_list<uint64_t> numbers) {
+    return list_of(numbers, [](uint64_t number) { return std::to_string(number); });
 }
 
 at::Tensor bytes_of(const std::string& text) {
@@ -46,9 +46,25 @@ uint64_t digest_of(const at::Tensor& tensor) {
     return wire::mix64(1 ^ wire::finish_digest(sums.product, sums.sum, num_bytes));
 }
 
+StateSource::Kind kind_of(const link::Request& request) {
+    uint32_t kind = 0;
+    if (request.bytes.size() >= sizeof(kind)) {
+        std::memcpy(&kind, request.bytes.data(), sizeof(kind));
+    }
+    return static_cast<StateSource::Kind>(kind);
+}
+
 }  // namespace
 
-struct StateSource::UnderWay {
+struct StateSource::UnderWay : link::Responder {
+    bool take(link::Request request) override {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (is_closing) return false;
+        waiting.push_back(std::move(request));
+        changed.notify_all();
+        return true;
+    }
+
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<link::Request> waiting;
@@ -69,7 +85,7 @@ struct StateSource::UnderWay {
 };
 
 StateSource::StateSource(std::vector<std::vector<at::Tensor>> parts)
-    : under_way_(std::make_shared<UnderWay>()) {
+    : under_way_(std::make_shared<UnderWay>()), pid_(getpid()) {
     for (std::vector<at::Tensor>& tensors : parts) {
         auto part = std::make_unique<Part>();
         part->num_elements = static_cast<uint64_t>(tensors.at(0).numel());
@@ -90,20 +106,29 @@ StateSource::StateSource(std::vector<std::vector<at::Tensor>> parts)
 
 StateSource::~StateSource() { close(); }
 
+std::shared_ptr<link::Responder> StateSource::responder() const { return under_way_; }
+
 void StateSource::close() {
+    if (pid_ != getpid()) {
+        // A forked child has no such thread. Nobody frees what the thread would wait on.
+        new std::thread(std::move(thread_));
+        new std::shared_ptr<UnderWay>(under_way_);
+        return;
+    }
+    std::deque<link::Request> unanswered;
     {
         const std::lock_guard<std::mutex> lock(under_way_->mutex);
         under_way_->is_closing = true;
+        unanswered.swap(under_way_->waiting);
         under_way_->changed.notify_all();
     }
     if (thread_.joinable()) thread_.join();
+    for (const link::Request& request : unanswered) request.answer({}, {});
 }
 
 // --------------------------------------------------------------------------- the training thread
 
-void StateSource::begin_write(size_t fragment) {
-    parts_.at(fragment)->num_writes.fetch_add(1);
-}
+void StateSource::begin_write(size_t fragment) { parts_.at(fragment)->num_writes.fetch_add(1); }
 
 void StateSource::end_write(size_t fragment, const Standing& standing) {
     Part& part = *parts_.at(fragment);
@@ -127,30 +152,19 @@ void StateSource::add(size_t fragment, uint64_t number, const std::string& entry
     const c10::Device device = parts_.at(fragment)->tensors[0].device();
     if (!device.is_cpu()) round.copied = mark_stream(caller_stream(device));
     const std::lock_guard<std::mutex> lock(rounds_mutex_);
-    order_.emplace_back(fragment, number);
-    rounds_[order_.back()] = std::move(round);
+    round.place = ++num_added_;
+    rounds_[{fragment, number}] = std::move(round);
 }
 
 void StateSource::remove(size_t fragment, uint64_t number) {
-    const std::pair<size_t, uint64_t> key{fragment, number};
     const std::lock_guard<std::mutex> lock(rounds_mutex_);
-    rounds_.erase(key);
-    order_.erase(std::remove(order_.begin(), order_.end(), key), order_.end());
+    rounds_.erase({fragment, number});
 }
 
 void StateSource::open(const std::vector<Standing>& standings) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = 0; i < parts_.size(); ++i) parts_[i]->standing = standings.at(i);
     is_open_ = true;
-}
-
-// ----------------------------------------------------------------------------- the link's thread
-
-void StateSource::take(link::Request request) {
-    const std::lock_guard<std::mutex> lock(under_way_->mutex);
-    if (under_way_->is_closing) return;
-    under_way_->waiting.push_back(std::move(request));
-    under_way_->changed.notify_all();
 }
 
 // -------------------------------------------------------------------------------- the own thread
@@ -161,26 +175,25 @@ void StateSource::run() {
         const std::optional<link::Request> request = next(lock);
         if (!request) return;
         lock.unlock();
-        Answer answer;
-        try {
-            answer = this->answer(*request);
-        } catch (const std::exception& error) {
-            answer.found.kind = static_cast<uint32_t>(Kind::kRefused);
-            answer.body = bytes_of(error.what());
-        }
-        link::Body body;
-        if (answer.body.defined()) {
-            body.owner = UnderWay::keep(under_way_, request->connection_id, answer.body);
-            body.data = static_cast<const uint8_t*>(answer.body.data_ptr());
-            body.num_bytes = static_cast<uint64_t>(answer.body.nbytes());
-            const auto kind = static_cast<Kind>(answer.found.kind);
-            const bool is_copy = kind == Kind::kElements || kind == Kind::kPayloads;
-            if (is_copy) served_bytes_ += answer.body.nbytes();
-        }
         std::vector<uint8_t> head(sizeof(Found));
-        std::memcpy(head.data(), &answer.found, sizeof(Found));
+        link::Body body;
+        try {
+            const Result result = answer(*request);
+            std::memcpy(head.data(), &result.found, sizeof(Found));
+            if (result.body.defined()) {
+                body.owner = UnderWay::keep(under_way_, request->connection_id, result.body);
+                body.data = static_cast<const uint8_t*>(result.body.data_ptr());
+                body.num_bytes = static_cast<uint64_t>(result.body.nbytes());
+            }
+            const auto kind = static_cast<Kind>(result.found.kind);
+            const bool is_copy = kind == Kind::kElements || kind == Kind::kPayloads;
+            if (is_copy) served_bytes_ += result.body.nbytes();
+        } catch (const std::exception&) {
+            // There is no memory: an answer without a head.
+            head.clear();
+            body = {};
+        }
         request->answer(std::move(head), std::move(body));
-        answer = Answer();
         lock.lock();
     }
 }
@@ -192,6 +205,8 @@ std::optional<link::Request> StateSource::next(std::unique_lock<std::mutex>& loc
         const auto found =
             std::find_if(state.waiting.begin(), state.waiting.end(), [&](const auto& request) {
                 const auto bodies = state.num_bodies.find(request.connection_id);
+                // The rounds that a status tells of are soon gone.
+                if (kind_of(request) == Kind::kStatus) return true;
                 return bodies == state.num_bodies.end() || bodies->second < kMostBodies;
             });
         if (found != state.waiting.end()) {
@@ -204,17 +219,29 @@ std::optional<link::Request> StateSource::next(std::unique_lock<std::mutex>& loc
     return std::nullopt;
 }
 
-StateSource::Answer StateSource::answer(const link::Request& request) {
+StateSource::Result StateSource::answer(const link::Request& request) {
+    const auto now = Clock::now();
+    num_askers(now);
+    asked_at_[request.connection_id] = now;
+    try {
+        return result_of(request);
+    } catch (const std::invalid_argument& error) {
+        Result result;
+        result.found.kind = static_cast<uint32_t>(Kind::kRefused);
+        result.body = bytes_of(error.what());
+        return result;
+    }
+}
+
+StateSource::Result StateSource::result_of(const link::Request& request) {
     Wanted wanted;
     if (request.bytes.size() != sizeof(wanted)) {
         throw std::invalid_argument("this is no request of a replica that joins");
     }
     std::memcpy(&wanted, request.bytes.data(), sizeof(wanted));
-    const auto now = Clock::now();
-    asked_at_[request.connection_id] = now;
     if (!is_open_) throw std::invalid_argument("this replica does not hold the state of the group");
-    const auto kind = static_cast<Kind>(wanted.kind);
-    if (kind == Kind::kStatus) return status();
+    const Kind kind = kind_of(request);
+    if (kind == Kind::kStatus) return status(wanted);
     if (kind != Kind::kState && kind != Kind::kDigest && kind != Kind::kRound) {
         throw std::invalid_argument("a request of kind " + std::to_string(wanted.kind) +
                                     " is not known");
@@ -226,26 +253,40 @@ StateSource::Answer StateSource::answer(const link::Request& request) {
     return kind == Kind::kRound ? round(wanted) : state(wanted, *parts_[wanted.fragment]);
 }
 
-StateSource::Answer StateSource::status() {
-    Answer answer;
-    std::string standings, log;
+// The standing of each fragment, and the lowest of its rounds in the log; the rounds in the log
+// that are not known yet, and the place of the last one.
+StateSource::Result StateSource::status(const Wanted& wanted) {
+    Result result;
+    std::vector<Standing> standings;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         for (const auto& part : parts_) {
-            if (part->num_writes.load(std::memory_order_acquire) % 2 == 0) continue;
-            answer.found.kind = static_cast<uint32_t>(Kind::kLater);
-            return answer;
+            if (part->num_writes % 2 != 0) {
+                result.found.kind = static_cast<uint32_t>(Kind::kLater);
+                return result;
+            }
+            standings.push_back(part->standing);
         }
-        standings = list_of(parts_, [](const auto& part) { return text_of(part->standing); });
     }
-    {
-        const std::lock_guard<std::mutex> lock(rounds_mutex_);
-        log = list_of(order_, [&](const auto& key) { return rounds_.at(key).entry; });
+    const std::lock_guard<std::mutex> lock(rounds_mutex_);
+    size_t index = 0;
+    const std::string fragments = list_of(standings, [&](const Standing& standing) {
+        const auto lowest = rounds_.lower_bound({index, 0});
+        const bool has_any = lowest != rounds_.end() && lowest->first.first == index;
+        ++index;
+        return list_of({standing.round, standing.history, standing.num_steps,
+                        has_any ? lowest->first.second : standing.round});
+    });
+    std::vector<const Round*> unknown;
+    for (const auto& [key, round] : rounds_) {
+        if (round.place > wanted.number) unknown.push_back(&round);
     }
-    answer.found.kind = static_cast<uint32_t>(Kind::kIsAt);
-    answer.body = bytes_of("{\"fragments\":" + standings + ",\"log\":" + log +
+    const std::string log = list_of(unknown, [](const Round* round) { return round->entry; });
+    result.found.kind = static_cast<uint32_t>(Kind::kIsAt);
+    result.body = bytes_of("{\"fragments\":" + fragments + ",\"log\":" + log +
+                           ",\"last\":" + std::to_string(num_added_) +
                            ",\"num_newcomers\":" + std::to_string(num_askers(Clock::now())) + "}");
-    return answer;
+    return result;
 }
 
 // Connections over which a replica has asked lately.
@@ -256,7 +297,7 @@ size_t StateSource::num_askers(Clock::time_point now) {
     return asked_at_.size();
 }
 
-StateSource::Answer StateSource::state(const Wanted& wanted, Part& part) {
+StateSource::Result StateSource::state(const Wanted& wanted, Part& part) {
     const uint64_t most = std::max<uint64_t>(1, kMostBytes / (sizeof(float) * part.tensors.size()));
     const uint64_t begin = wanted.begin, end = wanted.end;
     if (begin >= end || end > part.num_elements || end - begin > most) {
@@ -266,26 +307,26 @@ StateSource::Answer StateSource::state(const Wanted& wanted, Part& part) {
                                     ", got [" + std::to_string(begin) + ", " + std::to_string(end) +
                                     ")");
     }
-    Answer answer;
+    Result result;
     const uint64_t num_writes = part.num_writes.load(std::memory_order_acquire);
     Mark written;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        answer.found.standing = part.standing;
+        result.found.standing = part.standing;
         written = part.written;
     }
     at::Tensor values;
     if (num_writes % 2 == 0) values = copy(part, written, begin, end);
     // A write, so that no read of the values moves behind the second look at the number.
     if (num_writes % 2 != 0 || part.num_writes.fetch_add(0) != num_writes) {
-        answer.found.kind = static_cast<uint32_t>(Kind::kLater);
-        return answer;
+        result.found.kind = static_cast<uint32_t>(Kind::kLater);
+        return result;
     }
-    answer.found.digest = digest_of(values);
+    result.found.digest = digest_of(values);
     const bool is_digest = wanted.kind == static_cast<uint32_t>(Kind::kDigest);
-    answer.found.kind = static_cast<uint32_t>(is_digest ? Kind::kHashed : Kind::kElements);
-    if (!is_digest) answer.body = values;
-    return answer;
+    result.found.kind = static_cast<uint32_t>(is_digest ? Kind::kHashed : Kind::kElements);
+    if (!is_digest) result.body = values;
+    return result;
 }
 
 // fp32 [number of tensors, end - begin], in host memory.
@@ -311,18 +352,18 @@ at::Tensor StateSource::copy(Part& part, const Mark& written, uint64_t begin, ui
     return values;
 }
 
-StateSource::Answer StateSource::round(const Wanted& wanted) {
+StateSource::Result StateSource::round(const Wanted& wanted) {
     if (wanted.end - wanted.begin > kMostBytes || wanted.begin >= wanted.end) {
         throw std::invalid_argument("an answer has 1 to " + std::to_string(kMostBytes) +
                                     " bytes of a round, got [" + std::to_string(wanted.begin) +
                                     ", " + std::to_string(wanted.end) + ")");
     }
-    Answer answer;
+    Result result;
     const std::lock_guard<std::mutex> lock(rounds_mutex_);
     const auto found = rounds_.find({wanted.fragment, wanted.number});
     if (found == rounds_.end() || wanted.end > found->second.num_bytes) {
-        answer.found.kind = static_cast<uint32_t>(Kind::kGone);
-        return answer;
+        result.found.kind = static_cast<uint32_t>(Kind::kGone);
+        return result;
     }
     if (found->second.copied) found->second.copied->synchronize();
     at::Tensor bytes = at::empty({static_cast<int64_t>(wanted.end - wanted.begin)}, at::kByte);
@@ -338,10 +379,10 @@ StateSource::Answer StateSource::round(const Wanted& wanted) {
         }
         offset += size;
     }
-    answer.found.kind = static_cast<uint32_t>(Kind::kPayloads);
-    answer.found.digest = digest_of(bytes);
-    answer.body = bytes;
-    return answer;
+    result.found.kind = static_cast<uint32_t>(Kind::kPayloads);
+    result.found.digest = digest_of(bytes);
+    result.body = bytes;
+    return result;
 }
 
 }  // namespace diloco

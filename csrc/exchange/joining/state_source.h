@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <sys/types.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -25,7 +26,7 @@
 
 namespace diloco {
 
-class StateSource : public link::Responder {
+class StateSource {
   public:
     // Where the outer state of a fragment is: number of the next round, history, outer steps.
     struct Standing {
@@ -37,10 +38,10 @@ class StateSource : public link::Responder {
 
     enum class Kind : uint32_t {
         // Requests.
-        kStatus = 1,
-        kState,   // elements [begin, end) of all tensors of a fragment
-        kDigest,  // of the same
-        kRound,   // bytes [begin, end) of the payloads of round `number`
+        kStatus = 1,  // `number`: the last logged round that is known already, as a status said
+        kState,       // elements [begin, end) of all tensors of a fragment
+        kDigest,      // of the same
+        kRound,       // bytes [begin, end) of the payloads of round `number`
         // Answers.
         kIsAt = 32,  // the body is JSON
         kElements,
@@ -57,7 +58,7 @@ class StateSource : public link::Responder {
         uint64_t number = 0, begin = 0, end = 0;
     };
     struct Found {
-        uint32_t kind = 0, is_whole = 1;
+        uint32_t kind = 0, reserved = 0;
         Standing standing{};
         uint64_t digest = 0;
     };
@@ -65,7 +66,9 @@ class StateSource : public link::Responder {
 
     // `parts`: by fragment, its tensors, fp32 of one size.
     explicit StateSource(std::vector<std::vector<at::Tensor>> parts);
-    ~StateSource() override;
+    ~StateSource();
+    // For a link. Its end waits for nothing.
+    std::shared_ptr<link::Responder> responder() const;
 
     // The training thread. Between begin_write() and end_write() the state of a fragment changes.
     void begin_write(size_t fragment);
@@ -80,9 +83,8 @@ class StateSource : public link::Responder {
 
     // Bytes of state and payloads that were given to the link.
     int64_t served_bytes() const { return served_bytes_; }
+    // Nothing answers any more.
     void close();
-
-    void take(link::Request request) override;
 
   private:
     struct Part {
@@ -95,22 +97,25 @@ class StateSource : public link::Responder {
     struct Round {
         std::string entry{};
         std::vector<at::Tensor> payloads{};
+        uint64_t place = 0;  // among all rounds that were ever added
         uint64_t num_bytes = 0;
         Mark copied{};  // to the host
     };
-    struct Answer {
+    struct Result {
         Found found{};
         at::Tensor body{};
     };
-    // Bodies that the link has not sent yet, by connection. Bodies may outlive their source.
+    // The requests that wait, and the bodies that the link has not sent yet. Both may outlive their
+    // source.
     struct UnderWay;
 
     void run();
     std::optional<link::Request> next(std::unique_lock<std::mutex>& lock);
-    Answer answer(const link::Request& request);
-    Answer status();
-    Answer state(const Wanted& wanted, Part& part);
-    Answer round(const Wanted& wanted);
+    Result answer(const link::Request& request);
+    Result result_of(const link::Request& request);
+    Result status(const Wanted& wanted);
+    Result state(const Wanted& wanted, Part& part);
+    Result round(const Wanted& wanted);
     at::Tensor copy(Part& part, const Mark& written, uint64_t begin, uint64_t end) const;
     size_t num_askers(link::Clock::time_point now);
 
@@ -118,12 +123,13 @@ class StateSource : public link::Responder {
     std::unordered_map<c10::Device, std::unique_ptr<OwnStream>> streams_{};
     const std::shared_ptr<UnderWay> under_way_;
     std::mutex rounds_mutex_;
-    std::map<std::pair<size_t, uint64_t>, Round> rounds_{};  // in the order of `order_`
-    std::vector<std::pair<size_t, uint64_t>> order_{};
+    std::map<std::pair<size_t, uint64_t>, Round> rounds_{};  // by fragment and number
+    uint64_t num_added_ = 0;
     std::mutex mutex_;  // of the standings
     std::atomic<bool> is_open_{false};
     std::atomic<int64_t> served_bytes_{0};
     std::map<uint64_t, link::Clock::time_point> asked_at_{};  // by connection
+    const pid_t pid_;
     std::thread thread_;
 };
 

@@ -57,8 +57,9 @@ uint64_t link::hash_of(const std::string& name) {
     return hash ^ (hash >> 29);
 }
 
-link::PeerId Link::peer_id_of(size_t rank, const link::Place& place, bool is_own) const {
-    return {bytes_of<Nonce>("a nonce", place.nonce), key_of(rank, is_own, place.key)};
+link::PeerId Link::peer_id_of(const std::string& name, const link::Place& place,
+                              bool is_own) const {
+    return {bytes_of<Nonce>("a nonce", place.nonce), key_of(name, is_own, place.key)};
 }
 
 std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
@@ -138,7 +139,8 @@ Link::Call Link::begin_call(const std::string& token, int rank,
             throw std::invalid_argument("rank " + std::to_string(j) + " and rank " +
                                         std::to_string(i) + " are the same process");
         }
-        call.ids.push_back(peer_id_of(i, peers[i], i == static_cast<size_t>(rank)));
+        const std::string name = "rank " + std::to_string(i);
+        call.ids.push_back(peer_id_of(name, peers[i], i == static_cast<size_t>(rank)));
         call.addresses.push_back(address);
         call.targets.emplace_back();
         call.found.emplace_back();
@@ -195,9 +197,8 @@ void Link::look_up_missing(Call& call) const {
     call.next_look_up = Clock::now() + kLookUpPeriod;
 }
 
-// The key of a rank; zeros where the link has no keys.
-link::PublicKey Link::key_of(size_t rank, bool is_own, const std::string& text) const {
-    const std::string name = "rank " + std::to_string(rank);
+// The key of a process; zeros where the link has no keys. `name`: for an error.
+link::PublicKey Link::key_of(const std::string& name, bool is_own, const std::string& text) const {
     if (!identity_) {
         if (text.empty()) return {};
         throw std::invalid_argument("this link has no key, and " + name + " has the key " + text);

@@ -156,10 +156,13 @@ int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool
             }
         }
     };
-    if (control.empty() && with_bulk) plan_all(bulk, FrameKind::kData, kFragmentBytes);
-    if (control.empty() && bulk.empty() && with_copies) {
+    if (control.empty() && with_copies) {
+        const size_t all = std::exchange(most_bytes, std::min(most_bytes, planned + 1));
+        plan_all(short_copies, FrameKind::kCopy, kCopyBytes);
         plan_all(copies, FrameKind::kCopy, kCopyBytes);
+        most_bytes = all;
     }
+    if (control.empty() && with_bulk) plan_all(bulk, FrameKind::kData, kFragmentBytes);
     int num_parts = 0;
     for (OutFrame& out : batch) {
         const size_t head = std::min(out.done, sizeof(Frame));
@@ -189,7 +192,8 @@ Connection::Written Connection::wrote(size_t num_bytes) {
         if (begins && is_bulk && out.message) {
             out.message->moved += out.frame.length;
             if (out.message->moved == out.message->num_bytes) {
-                (is_copy ? copies : bulk).pop_front();
+                const bool is_short = out.message->num_bytes <= kCopyBytes;
+                (!is_copy ? bulk : is_short ? short_copies : copies).pop_front();
             }
         }
         if (is_bulk) (is_copy ? written.copy_bytes : written.round_bytes) += step;
@@ -197,6 +201,7 @@ Connection::Written Connection::wrote(size_t num_bytes) {
         num_bytes -= step;
         if (out.done < out.size()) continue;
         ++num_complete;
+        written.num_answered += out.ends_request ? 1 : 0;
         const bool is_last =
             out.message && (!is_bulk || out.frame.offset + out.frame.length == out.frame.total);
         if (is_last) written.complete.push_back(out.message);

@@ -70,8 +70,7 @@ enum class FrameKind : uint8_t {
     kEnd,       // the sender has closed this group
     kPing,      // asks for a sign of life
     kPong,      // the answer, on the same connection
-    kRequest,   // of the service with the token: an answer with this ticket, and at most `total`
-                // bytes of body
+    kRequest,   // asks the service with this token for an answer with this ticket
     kAnswer,    // the head of the answer, whose body has `total` bytes
     kCopy,      // a part of the body
 };
@@ -163,6 +162,7 @@ struct OutFrame {
     const uint8_t* payload = nullptr;  // there
     MessagePtr message{};
     size_t done = 0;  // bytes of header and payload that are written
+    bool ends_request = false;
 
     size_t size() const { return sizeof(Frame) + frame.length; }
     const uint8_t* bytes() const { return copy.empty() ? payload : copy.data(); }
@@ -208,9 +208,11 @@ struct Connection {
     bool is_writing = false;
     uint64_t num_writable = 0;  // how often the kernel has said that there is room
     std::deque<OutFrame> control{};
-    std::deque<MessagePtr> bulk{};    // in the order of their grants
-    std::deque<MessagePtr> copies{};  // bodies of answers
-    size_t num_requests = 0;          // whose answers have not left
+    std::deque<MessagePtr> bulk{};  // in the order of their grants
+    // Bodies of answers; bodies of one fragment overtake the others.
+    std::deque<MessagePtr> short_copies{}, copies{};
+    size_t num_requests = 0;       // whose answers have not left
+    Clock::time_point round_at{};  // the last byte of bulk that the kernel took
     std::vector<OutFrame>
         batch{};  // between plan_write() and wrote(); else at most one begun frame
 
@@ -219,7 +221,9 @@ struct Connection {
     bool has_output(bool with_bulk = true) const {
         return has_unsent || !batch.empty() || !control.empty() || (with_bulk && !bulk.empty());
     }
-    // Chooses what to write next: control frames first, copies last; returns the number of parts.
+    bool has_copies() const { return !short_copies.empty() || !copies.empty(); }
+    // Chooses what to write next: control frames, then a fragment of a copy if `with_copies`, then
+    // bulk; returns the number of parts.
     int plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk,
                    bool with_copies = false);
     // A frame of the connection itself; none where the peer does not read.
@@ -228,6 +232,7 @@ struct Connection {
     struct Written {
         std::vector<MessagePtr> complete{};
         uint64_t round_bytes = 0, copy_bytes = 0;
+        size_t num_answered = 0;  // requests
     };
     Written wrote(size_t num_bytes);
     // The message's memory will be gone: a begun fragment goes on from a copy. Not while it is

@@ -1,5 +1,8 @@
 #include "exchange/link/copies.h"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -23,32 +26,29 @@ namespace {
 // The part of the bytes sent that copies have while rounds send.
 constexpr double kShare = 0.05;
 constexpr double kMostCredit = 16 * kCopyBytes;
-// So long after its last byte a round counts as sending: between two of its messages; and while a
-// message waits for the kernel to take more. A peer that reads nothing for longer holds no copy up.
-constexpr milliseconds kPause{50}, kStall{500};
+// A round whose peer reads nothing for so long holds no copy up.
+constexpr milliseconds kStall{500};
 
 }  // namespace
 
 bool CopyShare::is_busy(Clock::time_point now) const {
-    return now - sent_at_ < (waits_ ? kStall : kPause);
+    return has_rounds_ && now - sent_at_ < kStall;
 }
 
 void CopyShare::count_round(uint64_t num_bytes, bool earns, Clock::time_point now) {
     if (num_bytes == 0) return;
-    if (!is_busy(now)) credit_ = 0;
     sent_at_ = now;
     if (!earns) return;
     const double earned = static_cast<double>(num_bytes) * kShare / (1 - kShare);
     credit_ = std::min(credit_ + earned, kMostCredit);
 }
 
-void CopyShare::count_copies(uint64_t num_bytes, Clock::time_point now) {
-    // Bytes that leave while no round sends cost nothing.
-    if (is_busy(now)) credit_ = std::max(credit_ - static_cast<double>(num_bytes), -kMostCredit);
+void CopyShare::count_copies(uint64_t num_bytes) {
+    credit_ = std::max(credit_ - static_cast<double>(num_bytes), -kMostCredit);
 }
 
-bool CopyShare::is_open(bool waits, Clock::time_point now) {
-    waits_ = waits;
+bool CopyShare::is_open(bool has_rounds, Clock::time_point now) {
+    has_rounds_ = has_rounds;
     return !is_busy(now) || credit_ > 0;
 }
 
@@ -61,7 +61,8 @@ void Request::answer(std::vector<uint8_t> head, Body body) const {
 
 // ------------------------------------------------------------------------------- who answers
 
-void Link::serve(const std::string& service, const std::shared_ptr<link::Responder>& responder) {
+void Link::set_responder(const std::string& service,
+                         const std::shared_ptr<link::Responder>& responder) {
     check_process();
     const Lock lock(mutex_);
     if (responder) {
@@ -72,11 +73,10 @@ void Link::serve(const std::string& service, const std::shared_ptr<link::Respond
 }
 
 void Link::on_request(const ConnectionPtr& connection, const Frame& frame, const uint8_t* payload) {
-    if (connection->num_requests >= link::kMostRequests) {
+    if (++connection->num_requests > link::kMostRequests) {
         throw ProtocolError("more than " + std::to_string(link::kMostRequests) +
                             " requests that are open");
     }
-    ++connection->num_requests;
     connection->peer->idle_since = Clock::now();
     link::Request request;
     request.link = weak_from_this();
@@ -86,9 +86,7 @@ void Link::on_request(const ConnectionPtr& connection, const Frame& frame, const
     request.bytes.assign(payload, payload + frame.length);
     const auto found = responders_.find(frame.token);
     const auto responder = found == responders_.end() ? nullptr : found->second.lock();
-    if (responder) {
-        responder->take(std::move(request));
-    } else {
+    if (!responder || !responder->take(std::move(request))) {
         put_answer(connection, frame.ticket, {}, {});
     }
 }
@@ -108,10 +106,9 @@ void Link::put_answer(const ConnectionPtr& connection, uint32_t ticket, std::vec
     out.frame.length = static_cast<uint32_t>(head.size());
     out.frame.total = body.num_bytes;
     out.copy = std::move(head);
+    out.ends_request = body.num_bytes == 0;
     connection->control.push_back(std::move(out));
-    if (body.num_bytes == 0) {
-        --connection->num_requests;
-    } else {
+    if (body.num_bytes > 0) {
         auto message = std::make_shared<link::Message>();
         message->is_send = true;
         // The link only reads what it sends.
@@ -119,23 +116,29 @@ void Link::put_answer(const ConnectionPtr& connection, uint32_t ticket, std::vec
         message->num_bytes = body.num_bytes;
         message->ticket = ticket;
         message->owner = std::move(body.owner);
-        connection->copies.push_back(std::move(message));
+        const bool is_short = body.num_bytes <= link::kCopyBytes;
+        (is_short ? connection->short_copies : connection->copies).push_back(std::move(message));
     }
     mark_ready(connection);
 }
 
 // Whether copies may leave now.
 bool Link::may_copy(Clock::time_point now) {
-    const bool waits = std::any_of(connections_.begin(), connections_.end(),
-                                   [](const auto& entry) { return !entry.second->bulk.empty(); });
-    return share_.is_open(waits, now);
+    const auto has_round = [&](const auto& entry) {
+        const link::Connection& it = *entry.second;
+        int num_unheard = 0;
+        return !it.bulk.empty() ||
+               (now - it.round_at < link::kStall &&
+                ioctl(it.fd.get(), SIOCOUTQ, &num_unheard) == 0 && num_unheard > 0);
+    };
+    return share_.is_open(std::any_of(connections_.begin(), connections_.end(), has_round), now);
 }
 
 // Looks again at connections whose copies had to wait.
 void Link::resume_copies(Clock::time_point now) {
     is_copying_ = false;
     for (const auto& [id, connection] : connections_) {
-        if (connection->copies.empty() || connection->state != State::kOpen) continue;
+        if (!connection->has_copies() || connection->state != State::kOpen) continue;
         is_copying_ = true;
         if (connection->can_write && may_copy(now)) mark_ready(connection);
     }
@@ -146,67 +149,98 @@ void Link::resume_copies(Clock::time_point now) {
 std::vector<std::string> Link::reach(const std::string& service,
                                      const std::vector<link::Place>& peers) {
     check_process();
-    std::vector<std::string> troubles(peers.size());
-    std::vector<link::PeerId> ids;
+    const size_t size = peers.size();
+    std::vector<std::string> troubles(size);
+    std::vector<link::PeerId> ids(size);
+    std::set<link::PeerId> wanted;
+    for (size_t i = 0; i < size; ++i) {
+        try {
+            wanted.insert(ids[i] = peer_id_of("that process", peers[i]));
+        } catch (const std::invalid_argument& error) {
+            troubles[i] = error.what();
+        }
+    }
     std::vector<size_t> missing;
     {
         Lock lock(mutex_);
-        for (size_t i = 0; i < peers.size(); ++i) {
-            ids.push_back(peer_id_of(i, peers[i]));
-            const PeerPtr peer = peer_of(ids.back(), "the process at " + peers[i].address);
-            peer->idle_since = Clock::now();
-            if (peer->lanes.empty()) peer->lanes.resize(1);
-            if (!way_to(*peer) && !peer->lanes[0].dial) missing.push_back(i);
+        for (size_t i = 0; i < size; ++i) {
+            if (!troubles[i].empty()) continue;
+            const link::Peer& peer = *reached_peer(ids[i], peers[i].address);
+            if (!way_to(peer) && !peer.lanes[0].dial) missing.push_back(i);
         }
-        std::set<link::PeerId> wanted(ids.begin(), ids.end());
         const uint64_t hash = link::hash_of(service);
         const auto former = std::exchange(reached_[hash], std::move(wanted));
-        if (ids.empty()) {
-            reached_.erase(hash);
-            replies_.erase(hash);
-        }
+        if (size == 0) reached_.erase(hash);
         for (const link::PeerId& id : former) {
             const auto found = peers_.find(id);
             if (found == peers_.end() || is_reached(id)) continue;
-            stop_dial(lock, found->second->lanes[0]);
+            link::Lane& lane = found->second->lanes[0];
+            if (lane.dial && lane.dial->is_for_copies) stop_dial(lock, lane);
         }
     }
-    // Without the mutex: a name server may take its time.
-    std::vector<std::shared_ptr<link::Dial>> dials;
     for (const size_t i : missing) {
         const bool is_relayed = peers[i].address.empty();
         const std::string& dialled = is_relayed ? peers[i].relay : peers[i].address;
-        const auto place = split_place(dialled);
         auto dial = std::make_shared<link::Dial>();
-        if (place) dial->addresses = addresses_of(*place);
+        if (const auto place = split_place(dialled)) {
+            dial->addresses = known_addresses(ids[i], *place);
+            dial->target = *place;
+        }
         if (dial->addresses.empty()) {
             troubles[i] = dialled.empty() ? "it has no address that others can dial"
                                           : "its address " + dialled + " is not known here";
             continue;
         }
-        dial->target = *place;
         dial->is_relayed = is_relayed;
+        dial->is_for_copies = true;
         dial->share = limits_.greeting;
-        dials.push_back(dial);
-        dials.back()->lane = 0;
-        dial->peer = std::make_shared<link::Peer>();
-        dial->peer->id = ids[i];
-    }
-    const Lock lock(mutex_);
-    for (const auto& dial : dials) {
-        dial->peer = peer_of(dial->peer->id, "");
+        const Lock lock(mutex_);
+        dial->peer = reached_peer(ids[i], peers[i].address);
         link::Lane& lane = dial->peer->lanes[0];
         if (is_closing_ || way_to(*dial->peer) || lane.dial) continue;
         lane.dial = dial;
         dials_.push_back(dial);
         wake();
     }
-    for (size_t i = 0; i < peers.size(); ++i) {
-        const PeerPtr peer = peer_of(ids[i], "");
-        const auto dial = peer->lanes[0].dial;
-        if (!way_to(*peer) && troubles[i].empty()) troubles[i] = dial ? trouble_of(*dial) : "";
+    const Lock lock(mutex_);
+    for (size_t i = 0; i < size; ++i) {
+        if (!troubles[i].empty()) continue;
+        const link::Peer& peer = *reached_peer(ids[i], peers[i].address);
+        const auto& dial = peer.lanes[0].dial;
+        if (!way_to(peer)) troubles[i] = dial ? trouble_of(*dial) : "the link was closed";
     }
     return troubles;
+}
+
+// The peer, which has a lane.
+Link::PeerPtr Link::reached_peer(const link::PeerId& id, const std::string& address) {
+    PeerPtr peer = peer_of(id, "the process at " + address);
+    peer->idle_since = Clock::now();
+    if (peer->lanes.empty()) peer->lanes.resize(1);
+    return peer;
+}
+
+// Without the mutex: a name server may take its time. A host that is not known is looked up again
+// after a pause, which is longer than the look-up was.
+std::vector<Address> Link::known_addresses(const link::PeerId& id,
+                                           const std::pair<std::string, std::string>& target) {
+    constexpr milliseconds kLeastPause{1000};
+    constexpr int kPauses = 10;
+    const auto begin = Clock::now();
+    {
+        const Lock lock(mutex_);
+        const auto unknown = unknown_hosts_.find(id);
+        if (unknown != unknown_hosts_.end() && begin < unknown->second) return {};
+    }
+    std::vector<Address> found = addresses_of(target);
+    const auto end = Clock::now();
+    const Lock lock(mutex_);
+    unknown_hosts_.erase(id);
+    if (found.empty()) {
+        const auto pause = std::max<Clock::duration>(kLeastPause, kPauses * (end - begin));
+        unknown_hosts_[id] = end + pause;
+    }
+    return found;
 }
 
 // Whether anybody in this process wants a way to the peer.
@@ -222,15 +256,16 @@ ConnectionPtr Link::way_to(const link::Peer& peer) {
     return lane.own ? lane.own : lane.theirs;
 }
 
-uint32_t Link::ask(const link::Place& peer, const std::string& service,
-                   const std::vector<uint8_t>& request, uint64_t most_bytes) {
+uint32_t Link::request(const link::Place& peer, const std::string& service,
+                       const std::vector<uint8_t>& bytes, uint64_t most_bytes) {
     check_process();
-    if (request.size() > link::kMostHeadBytes) {
+    if (bytes.size() > link::kMostHeadBytes) {
         throw std::invalid_argument("a request has at most " +
                                     std::to_string(link::kMostHeadBytes) + " bytes");
     }
+    const link::PeerId id = peer_id_of("that process", peer);
     Lock lock(mutex_);
-    const auto known = peers_.find(peer_id_of(0, peer));
+    const auto known = peers_.find(id);
     const ConnectionPtr connection = known == peers_.end() ? nullptr : way_to(*known->second);
     if (!connection || connection->state != State::kOpen || is_closing_) return 0;
     known->second->idle_since = Clock::now();
@@ -244,11 +279,9 @@ uint32_t Link::ask(const link::Place& peer, const std::string& service,
     out.frame.kind = static_cast<uint8_t>(FrameKind::kRequest);
     out.frame.token = inquiry.service;
     out.frame.ticket = ticket;
-    out.frame.length = static_cast<uint32_t>(request.size());
-    out.frame.total = most_bytes;
-    out.copy = request;
+    out.frame.length = static_cast<uint32_t>(bytes.size());
+    out.copy = bytes;
     connection->control.push_back(std::move(out));
-    connection->has_carried = true;
     flush(lock, connection, false);
     return ticket;
 }
@@ -259,6 +292,19 @@ std::vector<Reply> Link::replies(const std::string& service, milliseconds timeou
     Lock lock(mutex_);
     replied_.wait_for(lock, timeout, [&] { return is_closing_ || !replies_[hash].empty(); });
     return std::exchange(replies_[hash], {});
+}
+
+uint64_t Link::arrived(const std::vector<uint32_t>& tickets) const {
+    check_process();
+    const Lock lock(mutex_);
+    uint64_t num_bytes = 0;
+    for (const uint32_t ticket : tickets) {
+        const auto found = inquiries_.find(ticket);
+        if (found != inquiries_.end() && found->second.target) {
+            num_bytes += found->second.target->moved;
+        }
+    }
+    return num_bytes;
 }
 
 void Link::forget(const std::vector<uint32_t>& tickets) {
@@ -274,12 +320,11 @@ Inquiry* Link::inquiry_of(const ConnectionPtr& connection, const Frame& frame) {
     return &found->second;
 }
 
-void Link::on_answer(const ConnectionPtr& connection, const Frame& frame, const uint8_t* payload) {
+void Link::on_reply(const ConnectionPtr& connection, const Frame& frame, const uint8_t* payload) {
     Inquiry* const inquiry = inquiry_of(connection, frame);
     if (!inquiry) return;
-    if (inquiry->target || frame.total > inquiry->most_bytes) {
-        throw ProtocolError("an answer that nobody has asked for");
-    }
+    if (inquiry->target) throw ProtocolError("two answers to one request");
+    if (frame.total > inquiry->most_bytes) return end_inquiry(frame.ticket);
     inquiry->reply.head.assign(payload, payload + frame.length);
     if (frame.total == 0) return end_inquiry(frame.ticket);
     const std::shared_ptr<uint8_t[]> bytes(new uint8_t[frame.total]);

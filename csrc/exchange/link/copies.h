@@ -20,7 +20,7 @@ class Link;
 
 namespace link {
 
-// Requests of one connection that are not answered to their last byte.
+// Requests of one connection whose answers have not left to their last byte.
 constexpr size_t kMostRequests = 8;
 
 // The number that stands for a name on the wire.
@@ -48,8 +48,9 @@ struct Request {
 class Responder {
   public:
     virtual ~Responder() = default;
-    // On the link's thread, under its mutex: must neither wait nor answer there.
-    virtual void take(Request request) = 0;
+    // On the link's thread, under its mutex: must neither wait nor answer there, and its end must
+    // not either. False: nothing will answer.
+    virtual bool take(Request request) = 0;
 };
 
 // The answer to a request of this process; without a head if the connection has ended first.
@@ -68,20 +69,21 @@ struct Inquiry {
     MessagePtr target{};  // of the body
 };
 
-// How much of the link copies may take. While rounds send, copies get a share of their bytes, so
-// that rounds never starve them; else copies take what is left.
+// How much of the link copies may take. Beside no round copies take all. While bytes of rounds are
+// on their way, copies go on only where they had less than their share of all bytes lately, so that
+// rounds never starve them.
 class CopyShare {
   public:
     // `earns`: copies wait for their share.
     void count_round(uint64_t num_bytes, bool earns, Clock::time_point now);
-    void count_copies(uint64_t num_bytes, Clock::time_point now);
-    // `waits`: a message of a round waits to be sent.
-    bool is_open(bool waits, Clock::time_point now);
+    void count_copies(uint64_t num_bytes);
+    // `has_rounds`: a message of a round is to be sent, or its bytes are not acknowledged.
+    bool is_open(bool has_rounds, Clock::time_point now);
 
   private:
     bool is_busy(Clock::time_point now) const;
 
-    bool waits_ = false;
+    bool has_rounds_ = false;
     Clock::time_point sent_at_{};  // the last byte of a round
     double credit_ = 0;            // bytes
 };

@@ -580,9 +580,9 @@ void Link::sweep(Lock& lock, Clock::time_point now) {
             }
         }
         const auto waits = [](const auto& entry) { return entry.second->has_unfinished(); };
-        const ConnectionPtr way = way_to(*peer);
-        const auto is_asked = [&](const auto& entry) {
-            return way && entry.second.connection_id == way->id;
+        const auto is_asked = [&, &peer = *peer](const auto& entry) {
+            const auto found = connections_.find(entry.second.connection_id);
+            return found != connections_.end() && found->second->peer.get() == &peer;
         };
         if (std::any_of(peer->channels.begin(), peer->channels.end(), waits) ||
             std::any_of(inquiries_.begin(), inquiries_.end(), is_asked)) {
@@ -592,7 +592,8 @@ void Link::sweep(Lock& lock, Clock::time_point now) {
                 }
             }
         }
-        if (peer->num_users > 0 || now - peer->idle_since < limits_.grace) continue;
+        const bool is_used = peer->num_users > 0 || is_reached(id);
+        if (is_used || now - peer->idle_since < limits_.grace) continue;
         for (const link::Lane& lane : std::vector(peer->lanes)) {
             for (const ConnectionPtr& one : {lane.own, lane.theirs}) {
                 if (one) disconnect(lock, one, "");

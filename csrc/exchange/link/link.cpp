@@ -308,16 +308,13 @@ void Link::serve(Lock& lock, const ConnectionPtr& connection) {
 void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
     Connection& it = *connection;
     size_t budget = kBytesAWrite;
-    const auto may_copy = [&] {
-        return with_bulk && !it.copies.empty() && it.bulk.empty() && this->may_copy(Clock::now());
-    };
+    const auto with_copies = [&] { return with_bulk && it.has_copies() && may_copy(Clock::now()); };
     while (budget > 0 && it.state == State::kOpen && it.can_write && !it.is_writing && !it.is_cut) {
-        const bool with_copies = may_copy();
-        if (!it.has_output(with_bulk) && !with_copies) break;
+        const bool has_copies = with_copies();
+        if (!it.has_output(with_bulk) && !has_copies) break;
         std::array<iovec, kMostParts> parts;
-        // After each fragment of a copy a round may have begun.
-        const size_t most = with_copies ? std::min(budget, link::kCopyBytes) : budget;
-        const int num_parts = it.plan_write(parts.data(), kMostParts, most, with_bulk, with_copies);
+        const int num_parts =
+            it.plan_write(parts.data(), kMostParts, budget, with_bulk, has_copies);
         if (num_parts == 0 && !it.has_unsent) return;  // its first message is being cancelled
         size_t planned = 0;
         for (int i = 0; i < num_parts; ++i) planned += parts[static_cast<size_t>(i)].iov_len;
@@ -336,9 +333,11 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
             if (message->channel) message->channel->finish(message, "");
             if (message->owner) --it.num_requests;
         }
+        it.num_requests -= written.num_answered;
+        if (written.round_bytes > 0) it.round_at = Clock::now();
         share_.count_round(written.round_bytes, is_copying_, Clock::now());
         if (written.copy_bytes > 0) {
-            share_.count_copies(written.copy_bytes, Clock::now());
+            share_.count_copies(written.copy_bytes);
             it.peer->idle_since = Clock::now();
         }
         if (num_cancelling_ > 0) io_done_.notify_all();
@@ -354,8 +353,8 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
         sent_bytes_ += static_cast<int64_t>(done);
         budget -= std::min(budget, done);
     }
-    const bool has_more = it.can_write && (it.has_output() || may_copy()) && !it.is_writing;
-    is_copying_ = is_copying_ || !it.copies.empty();
+    const bool has_more = it.can_write && (it.has_output() || with_copies()) && !it.is_writing;
+    is_copying_ = is_copying_ || it.has_copies();
     if (it.state == State::kOpen && (has_more || it.is_cut)) mark_ready(connection);
 }
 
@@ -457,7 +456,6 @@ void check_frame(const Frame& frame) {
 void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& frame,
                     const uint8_t* payload) {
     check_frame(frame);
-    connection->has_carried = true;
     const auto kind = static_cast<FrameKind>(frame.kind);
     if (kind == FrameKind::kPing || kind == FrameKind::kPong) {
         if (kind == FrameKind::kPing) connection->put(FrameKind::kPong);
@@ -465,8 +463,9 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
         return announce();
     }
     if (kind == FrameKind::kRequest) return on_request(connection, frame, payload);
-    if (kind == FrameKind::kAnswer) return on_answer(connection, frame, payload);
+    if (kind == FrameKind::kAnswer) return on_reply(connection, frame, payload);
     if (kind == FrameKind::kCopy) return on_copy(connection, frame);
+    connection->has_carried = true;
     if (kind == FrameKind::kData) connection->left = frame.length;
     const ChannelPtr channel = channel_of(*connection->peer, frame);
     // Credit is for all groups of the channel.
@@ -611,6 +610,7 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
     if (!it.is_writing) {
         it.control.clear();
         it.bulk.clear();
+        it.short_copies.clear();
         it.copies.clear();
         it.batch.clear();
     }

@@ -43,6 +43,7 @@ struct Dial {
     int lane = 0;
     std::vector<Address> addresses{};  // of the peer, of its relay, or of the proxy
     bool is_relayed = false;
+    bool is_for_copies = false;
     std::pair<std::string, std::string> target{};  // host and port of the peer or its relay
     size_t next = 0;
     Clock::duration share{};  // for one attempt
@@ -138,8 +139,10 @@ class Link : public std::enable_shared_from_this<Link> {
         const std::string& token, int rank, const std::vector<link::Place>& peers, int lanes,
         std::chrono::milliseconds limit, const std::function<void()>& check = [] {});
 
-    // Whoever answers to a name; null: nobody any more. Others get an answer without a head.
-    void serve(const std::string& service, const std::shared_ptr<link::Responder>& responder);
+    // Sets the responder to requests of a name; null: none any more. Requests that nothing answers
+    // get an answer without a head.
+    void set_responder(const std::string& service,
+                       const std::shared_ptr<link::Responder>& responder);
     void answer(const link::Request& request, std::vector<uint8_t> head, link::Body body);
 
     // Connects this process to others outside of groups, and keeps dialling until the next call for
@@ -148,10 +151,13 @@ class Link : public std::enable_shared_from_this<Link> {
     std::vector<std::string> reach(const std::string& service,
                                    const std::vector<link::Place>& peers);
     // Asks a process that is connected; returns the number of the request, 0 without a connection.
-    uint32_t ask(const link::Place& peer, const std::string& service,
-                 const std::vector<uint8_t>& request, uint64_t most_bytes);
-    // The answers of this name that have come, after the first one at the latest.
+    // An answer with a longer body counts as none.
+    uint32_t request(const link::Place& peer, const std::string& service,
+                     const std::vector<uint8_t>& bytes, uint64_t most_bytes);
+    // Waits for the first answer of this name, then returns all that have come.
     std::vector<link::Reply> replies(const std::string& service, std::chrono::milliseconds timeout);
+    // Bytes that have come so far of the bodies of open requests.
+    uint64_t arrived(const std::vector<uint32_t>& tickets) const;
     // No answer is wanted any more.
     void forget(const std::vector<uint32_t>& tickets);
 
@@ -240,10 +246,13 @@ class Link : public std::enable_shared_from_this<Link> {
                     link::Body body);
     bool may_copy(Clock::time_point now);
     void resume_copies(Clock::time_point now);
+    PeerPtr reached_peer(const link::PeerId& id, const std::string& address);
+    std::vector<Address> known_addresses(const link::PeerId& id,
+                                         const std::pair<std::string, std::string>& target);
     static ConnectionPtr way_to(const link::Peer& peer);
     link::Inquiry* inquiry_of(const ConnectionPtr& connection, const link::Frame& frame);
-    void on_answer(const ConnectionPtr& connection, const link::Frame& frame,
-                   const uint8_t* payload);
+    void on_reply(const ConnectionPtr& connection, const link::Frame& frame,
+                  const uint8_t* payload);
     void on_copy(const ConnectionPtr& connection, const link::Frame& frame);
     void end_inquiry(uint32_t ticket);
     bool is_reached(const link::PeerId& id) const;
@@ -294,8 +303,9 @@ class Link : public std::enable_shared_from_this<Link> {
                     int lanes, std::chrono::milliseconds limit);
     std::vector<Address> addresses_of(const std::pair<std::string, std::string>& target) const;
     void look_up_missing(Call& call) const;
-    link::PublicKey key_of(size_t rank, bool is_own, const std::string& text) const;
-    link::PeerId peer_id_of(size_t rank, const link::Place& place, bool is_own = false) const;
+    link::PublicKey key_of(const std::string& name, bool is_own, const std::string& text) const;
+    link::PeerId peer_id_of(const std::string& name, const link::Place& place,
+                            bool is_own = false) const;
     void end_other_keys(Lock& lock, const Call& call);
     void enter(Lock& lock, Call& call);
     bool are_connected(Lock& lock, Call& call, bool is_asking);
@@ -345,6 +355,7 @@ class Link : public std::enable_shared_from_this<Link> {
     std::vector<uint8_t> scratch_;  // what nobody wants is read into it
 
     std::map<uint64_t, std::weak_ptr<link::Responder>> responders_;  // by the hash of the name
+    std::map<link::PeerId, Clock::time_point> unknown_hosts_;        // when to look them up again
     std::map<uint64_t, std::set<link::PeerId>> reached_;             // by the same
     std::map<uint64_t, std::vector<link::Reply>> replies_;           // by the same
     std::map<uint32_t, link::Inquiry> inquiries_;                    // by ticket

@@ -17,34 +17,45 @@ class Status:
     Attributes:
         standings: Of each fragment.
         log: Logged rounds by fragment and number.
+        last: The number by which the donor knows the last round of the log.
         num_newcomers: That copy from this donor now.
     """
 
     standings: tuple[Standing, ...]
     log: Mapping[tuple[int, int], LoggedRound]
+    last: int
     num_newcomers: int
 
     @classmethod
-    def read(cls, numbers: Mapping[str, Any], num_fragments: int) -> Status:
+    def read(
+        cls, numbers: Mapping[str, Any], num_fragments: int, before: Status | None = None
+    ) -> Status:
         """Return the status that a donor has sent.
+
+        Args:
+            before: The donor's last status, which has the rounds that this one leaves out.
 
         Raises:
             ValueError: If it is none.
         """
         try:
-            standings = tuple([_standing(*one) for one in numbers["fragments"]])
+            fragments = [tuple(map(_count, one)) for one in numbers["fragments"]]
+            standings = tuple([Standing(*one) for *one, _ in fragments])
+            lowest = [one[-1] for one in fragments]
             entries = [_logged(*one) for one in numbers["log"]]
-            num_newcomers = int(numbers["num_newcomers"])
+            counts = _count(numbers["last"]), _count(numbers["num_newcomers"])
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"a donor's status cannot be read: {error}") from None
         if len(standings) != num_fragments:
             raise ValueError(f"a donor has {len(standings)} fragments, expected {num_fragments}")
-        log = {(entry.fragment, entry.number): entry for entry in entries}
-        return cls(standings, log, num_newcomers)
-
-
-def _standing(round: Any, history: Any, num_steps: Any) -> Standing:
-    return Standing(_count(round), _count(history), _count(num_steps))
+        log = {} if before is None else dict(before.log)
+        log |= {(entry.fragment, entry.number): entry for entry in entries}
+        kept = {
+            key: entry
+            for key, entry in log.items()
+            if key[0] < num_fragments and key[1] >= lowest[key[0]]
+        }
+        return cls(standings, kept, *counts)
 
 
 def _logged(

@@ -14,8 +14,10 @@ from .messages import MOST_TEXT, Answer, Kind, Wanted
 
 # Requests for bytes that are open at one donor at a time.
 MAX_OPEN = 2
-# Seconds without an answer after which a donor is given up, and bytes that take a second more.
-_STALL_S, _SLOWEST_BYTES_PER_S = 10.0, 400e3
+# Seconds without a byte of an answer after which a donor is given up.
+_STALL_S = 10.0
+# Seconds for which a donor is asked nothing after an answer without a body.
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,11 @@ class Donor:
         self.trouble = ""
         self.received_bytes = 0
         self._open: dict[int, Asked] = {}
-        # When bytes were asked for last.
-        self._last_asked = 0.0
+        # When bytes were asked for last; until when nothing is asked.
+        self._last_asked = self._pause_until = 0.0
         self._blocked_at = 0.0
+        # When the last byte came while requests were open, and how many had come then.
+        self._heard_at, self._num_arrived = 0.0, 0
 
     @property
     def num_open(self) -> int:
@@ -105,6 +109,7 @@ class Donor:
     def may_ask(self) -> bool:
         """Whether one more request for bytes makes sense."""
         is_able = self.status is not None and not self.is_lost and not self._blocked_at
+        is_able = is_able and time.monotonic() >= self._pause_until
         return is_able and self.num_open < MAX_OPEN
 
     @property
@@ -123,14 +128,18 @@ class Donor:
     def ask(
         self, wanted: Wanted, num_bytes: int, take: Callable[[Donor, Answer | None], None]
     ) -> bool:
-        """Send a request; return False if there is no connection."""
-        content, most = wanted.to_bytes(), max(num_bytes, MOST_TEXT)
-        number = self._link.ask(self.place.way, self._service, content, most)
+        """Send a request; return False if there is no connection, or the donor has a pause."""
         now = time.monotonic()
+        if now < self._pause_until:
+            return False
+        content, most = wanted.to_bytes(), max(num_bytes, MOST_TEXT)
+        number = self._link.request(self.place.way, self._service, content, most)
         if number == 0:
             self._blocked_at = self._blocked_at or now
             return False
         self._blocked_at = 0.0
+        if not self._open:
+            self._heard_at = now
         self._open[number] = Asked(wanted.kind, now, num_bytes, take)
         if num_bytes:
             self._last_asked = now
@@ -145,24 +154,31 @@ class Donor:
         if asked is None:
             return False
         self.received_bytes += body.numel() if asked.num_bytes else 0
+        self._heard_at = time.monotonic()
         answer = None
         if head:
             try:
                 answer = Answer.read(head, body)
             except ValueError:
                 self.lose(is_wrong=True)
+        if answer is None or answer.kind in (Kind.LATER, Kind.GONE, Kind.REFUSED):
+            self._pause_until = self._heard_at + _PAUSE_S
         asked.take(self, answer)
         return True
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the donor has not answered for too long."""
+        """Whether nothing has come from the donor for too long."""
         now = time.monotonic()
         if self._blocked_at and self.status is not None and now - self._blocked_at > _STALL_S:
             return True
-        waiting = sum(asked.num_bytes for asked in self._open.values())
-        limit = _STALL_S + waiting / _SLOWEST_BYTES_PER_S
-        return any(now - asked.at > limit for asked in self._open.values())
+        if not self._open or now - self._heard_at <= _STALL_S:
+            return False
+        # Beside rounds on a slow link, an answer takes its time.
+        arrived = self._link.arrived(list(self._open))
+        if arrived != self._num_arrived:
+            self._num_arrived, self._heard_at = arrived, now
+        return now - self._heard_at > _STALL_S
 
     def lose(self, *, is_wrong: bool = False) -> None:
         """Ask nothing more here, and let others be asked for what is open; idempotent."""

@@ -79,6 +79,7 @@ class Newcomer:
         for donor in self._donors.values():
             donor.lose()
         self._link.reach(self._service, [])
+        self._link.replies(self._service, 0.0)
 
     # ------------------------------------------------------------------------------- how far
 
@@ -118,7 +119,7 @@ class Newcomer:
 
     @property
     def has_donor(self) -> bool:
-        return bool(self._usable())
+        return bool(self._known())
 
     def use_saved(self) -> None:
         """Begin with what the fragments hold: the state of a checkpoint, with its numbers."""
@@ -210,9 +211,10 @@ class Newcomer:
     def _known(self) -> list[Status]:
         return [donor.status for donor in self._usable() if donor.status is not None]
 
-    def _log(self) -> dict[tuple[int, int], LoggedRound]:
-        """Return the rounds that any donor has: one that has joined lately has few."""
-        return {key: entry for status in self._known() for key, entry in status.log.items()}
+    def _logged(self, fragment: int, number: int) -> LoggedRound | None:
+        """Return a round that any donor has: one that has joined lately has few."""
+        found = (status.log.get((fragment, number)) for status in self._known())
+        return next((entry for entry in found if entry is not None), None)
 
     def _newest(self) -> Status | None:
         """Return the status of the donor that is furthest; any of them at one round."""
@@ -226,7 +228,7 @@ class Newcomer:
             return
         for copy in self.copies:
             if copy.is_saved:
-                copy.adopt(status, self._log())
+                copy.adopt(status, self._logged)
             index, low = copy.part.index, copy.lowest
             download = self._downloads.get(index)
             if download is not None and not download.num_missing:
@@ -243,7 +245,7 @@ class Newcomer:
             )
 
     def _begin_download(self, copy: FragmentCopy, low: Standing, status: Status) -> None:
-        entry = self._log().get((copy.part.index, low.round))
+        entry = self._logged(copy.part.index, low.round)
         if entry is None or (entry.before, entry.num_steps) != (low.history, low.num_steps):
             # The log has lost the round, or the piece is of another line of training. A donor that
             # was asked before that round does not know.
@@ -270,7 +272,8 @@ class Newcomer:
             self._look_at = now + self._look_s
             for donor in self._usable():
                 if not donor.has_open(Kind.STATUS):
-                    donor.ask(Wanted(Kind.STATUS), 0, self._take_status)
+                    known = 0 if donor.status is None else donor.status.last
+                    donor.ask(Wanted(Kind.STATUS, number=known), 0, self._take_status)
         if self._bytes_per_s is not None:
             earned = self._bytes_per_s * (now - self._allowed_at)
             self._allowed_bytes = min(self._allowed_bytes + earned, earned + PIECE_BYTES)
@@ -332,7 +335,7 @@ class Newcomer:
         if answer is None or answer.kind in (Kind.LATER, Kind.REFUSED):
             return
         try:
-            donor.status = Status.read(answer.numbers(), len(self.copies))
+            donor.status = Status.read(answer.numbers(), len(self.copies), donor.status)
         except ValueError:
             donor.lose(is_wrong=True)
 

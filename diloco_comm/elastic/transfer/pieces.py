@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -105,7 +105,7 @@ class FragmentCopy:
         rows = [tensor[piece.begin : piece.end] for tensor in self._tensors]
         return digest_of([torch.stack(rows).cpu()])
 
-    def adopt(self, status: Status, log: Mapping[tuple[int, int], LoggedRound]) -> None:
+    def adopt(self, status: Status, logged: Callable[[int, int], LoggedRound | None]) -> None:
         """Take the fragment's own values, from a checkpoint, as pieces that donors must confirm.
 
         Nothing is done while the donors are behind the checkpoint. Where the log does not reach
@@ -117,7 +117,7 @@ class FragmentCopy:
             self.was_ahead = True
             return
         self.is_saved = False
-        entry = log.get((index, part.round))
+        entry = logged(index, part.round)
         if at.round > part.round:
             if entry is None:
                 return

@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,6 +186,23 @@ class OwnLink:
                 whys.append(why)
                 refused.append(member)
         return "; ".join(whys), refused
+
+
+class LinkShare:
+    """The part of one object in a link; the part ends with the last holder of this share.
+
+    Args:
+        name: The name of the object, see ``OwnLink.leave``.
+    """
+
+    def __init__(self, link: OwnLink, name: str) -> None:
+        self.link = link
+        self._leave = weakref.finalize(self, link.leave, name)
+        self._leave.atexit = False
+
+    def end(self) -> None:
+        """End the part of the object; idempotent."""
+        self._leave()
 
 
 @dataclass

@@ -25,11 +25,13 @@ class Plan:
     """What all participants agreed on: the epoch, and what each participant said.
 
     Attributes:
+        id: Names this plan, unlike any other one.
         reached: Participants whose address this replica could connect to.
     """
 
     epoch: int
     infos: dict[int, dict[str, Any]]
+    id: str
     reached: frozenset[int] = frozenset()
 
 

@@ -174,7 +174,8 @@ def connect(member: Member, agreement: Agreement) -> rendezvous.Groups:
     dial = None
     if member.tcp is not None:
         ways = [plan.infos[replica] for replica in members]
-        dial = Dial(member.tcp, f"{member.name}/{plan.epoch}", members, ways)
+        # The link may have had another exchange before, which counted the same epochs.
+        dial = Dial(member.tcp, f"{member.name}/{plan.epoch}/{plan.id}", members, ways)
     with verdicts.added(member, store):
         return connecting.connect_members(
             store, plan, members, member.replica, member.lanes, limit, dial

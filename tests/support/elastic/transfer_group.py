@@ -35,7 +35,14 @@ def place_of(link: _C.Link) -> Place:
 class Replica:
     """The outer state of one replica, its log, and the link at which it serves."""
 
-    def __init__(self, outer: OuterOptimizer, seed: int, log_bytes: int, width: int) -> None:
+    def __init__(
+        self,
+        outer: OuterOptimizer,
+        seed: int,
+        log_bytes: int,
+        width: int,
+        address: str = "127.0.0.1:0",
+    ) -> None:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -44,7 +51,7 @@ class Replica:
         for part in self.parts:
             part.read_local()
             history.begin(part, is_shared=True)
-        self.link = _C.Link("127.0.0.1:0", "127.0.0.1:0")
+        self.link = _C.Link(address, address)
         self.source = _C.StateSource([state_tensors(part) for part in self.parts])
         self.log = RoundLog(log_bytes, self.source)
 
@@ -87,7 +94,8 @@ class Group:
     """Replicas that train together, and one that wants to join.
 
     Args:
-        bytes_per_s, seed: Of the newcomer; the others have the seed 1.
+        bytes_per_s, seed: The newcomer has them; the others have the seed 1.
+        donor_address: The donors listen there; "": nobody can dial them.
     """
 
     def __init__(
@@ -99,8 +107,10 @@ class Group:
         width: int = WIDTH,
         bytes_per_s: float | None = None,
         seed: int = 2,
+        donor_address: str = "127.0.0.1:0",
     ) -> None:
-        self.replicas = [Replica(outer(), 1, log_bytes, width) for _ in range(size)]
+        more = log_bytes, width, donor_address
+        self.replicas = [Replica(outer(), 1, *more) for _ in range(size)]
         for replica in self.replicas:
             replica.serve()
             replica.open()

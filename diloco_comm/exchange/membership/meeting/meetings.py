@@ -159,7 +159,7 @@ class Meeting:
             plan = self._accepted
             if plan.get("id") == fate["plan"]:
                 infos = {int(r): i for r, i in plan["infos"].items()}
-                return Plan(plan["epoch"], infos, self._reached)
+                return Plan(plan["epoch"], infos, plan["id"], self._reached)
             raise LeftBehind(
                 f"another process took the place of replica {self.replica} in epoch "
                 f"{fate['epoch']}, while this process was silent: end this process, or let it "
