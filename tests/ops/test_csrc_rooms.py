@@ -13,6 +13,7 @@ ENGINE = "exchange/engine"
 EXCHANGE_ROOMS = ("exchange/transport", "exchange/device", "exchange/failure")
 LINK = "exchange/link"
 STORE = "exchange/store"
+JOINING = "exchange/joining"
 
 # What each room may include beside itself: rooms, with the rooms inside of them, or single files.
 # The exchange calls operators through torch's dispatcher, and so includes neither their room nor
@@ -32,8 +33,9 @@ MAY_INCLUDE = {
     STORE: (LINK,),
     **dict.fromkeys(EXCHANGE_ROOMS, ()),
     "exchange/failure": ("exchange/link/sockets.h", STORE),
+    JOINING: (f"{LINK}/copies.h", "exchange/device", "codec/digest.h"),
     ENGINE: (*EXCHANGE_ROOMS, "wire", "codec"),
-    "exchange/bindings": (ENGINE, LINK, STORE, *EXCHANGE_ROOMS, "codec"),
+    "exchange/bindings": (ENGINE, LINK, STORE, JOINING, *EXCHANGE_ROOMS, "codec"),
     "": ("operators/bindings.h", "exchange/bindings/bindings.h"),
 }
 
