@@ -12,7 +12,7 @@ from transfer_group import SERVICE, Group, training
 
 from diloco_comm import _C
 from diloco_comm.elastic.transfer import donors
-from diloco_comm.elastic.transfer.donors import Donor
+from diloco_comm.elastic.transfer.donors import Donor, Place
 from diloco_comm.elastic.transfer.downloads import values_of
 from diloco_comm.elastic.transfer.messages import Answer, Kind, Wanted
 from diloco_comm.methods.outer import SGD, Adam, Nesterov
@@ -389,6 +389,21 @@ def test_wrong_places_are_a_trouble_of_their_own_peer() -> None:
         assert troubles[0] == "" and all(troubles[1:])
         assert "hexadecimal" in troubles[1] and "no key" in troubles[2]
         assert "no address" in troubles[3] and "not known" in troubles[4]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "tcp://h:1 key", f"{'ab' * 16} h:1 - - -", f"{'AB' * 16} h:1 - -",
+     f"{'ab' * 16} h:1 abcd -", f"{'ab' * 16} h\ud800:1 - -"],
+)  # fmt: skip
+def test_a_beat_without_a_place_names_no_donor(text: str) -> None:
+    assert Place.from_text(text) is None
+
+
+def test_a_place_is_its_text() -> None:
+    for address, key, relay in [("h:1", "", ""), ("", "ab" * 32, "r:2"), ("", "", "")]:
+        place = Place("ab" * 16, address, key, relay)
+        assert Place.from_text(place.to_text()) == place
 
 
 def test_a_donor_that_nobody_can_dial_dials() -> None:

@@ -43,7 +43,7 @@ class Place:
     def from_text(cls, text: str) -> Place | None:
         """Return the place that a beat names; None if the text names none."""
         words = ["" if word == "-" else word for word in text.split(" ")]
-        is_sound = len(words) == 4 and _is_hex(words[0], 32)
+        is_sound = text.isascii() and len(words) == 4 and _is_hex(words[0], 32)
         return cls(*words) if is_sound and (not words[2] or _is_hex(words[2], 64)) else None
 
     @property
