@@ -75,6 +75,22 @@ def test_a_copy_keeps_no_payload_of_a_round_that_pieces_have_overtaken() -> None
         assert all(part.state.last_update is None for part in group.fresh.parts)
 
 
+def test_a_round_that_all_logs_lose_while_bandwidth_lacks_is_given_up() -> None:
+    with training(Nesterov, 2, log_bytes=12 << 20) as group:
+        group.train()
+        group.turn_until(group.is_ready)
+        newcomer = group.newcomer
+        # From now on nothing may be asked for until more bytes are earned.
+        newcomer._bytes_per_s, newcomer._allowed_bytes = 1.0, -1000.0
+        group.train()
+        group.turn_until(lambda: bool(newcomer._downloads))
+        group.train(5)
+        group.turn_until(lambda: not newcomer._downloads and newcomer.rounds_behind == -1)
+        newcomer._bytes_per_s = None
+        group.turn_until(group.is_ready)
+        group.check()
+
+
 def test_rounds_that_come_too_fast_end_the_copy() -> None:
     with training(Nesterov, 1, log_bytes=0, width=64) as group:
 
@@ -366,6 +382,21 @@ def test_a_source_that_ends_answers_what_waits() -> None:
                 assert found
                 open_requests -= {number for number, _, _ in found}
         assert fresh.counters()["connects"] == 1
+
+
+def test_requests_of_connections_that_have_ended_cost_no_answer() -> None:
+    with training(Nesterov, 1) as group:
+        way, wanted = group.places["0"].way, Wanted(Kind.STATE, 0, 0, 0, 1).to_bytes()
+        before = len(group.replicas[0].log.rounds())
+        for _ in range(20):
+            stranger = _C.Link("", "")
+            group.turn_until(lambda link=stranger: link.reach("s", [way])[0] == "")  # type: ignore[misc]
+            for _ in range(8):
+                stranger.request(way, SERVICE, wanted, 1 << 20)
+            stranger.close()
+        group.turn_until(group.is_ready)
+        status = group.newcomer._newest()
+        assert status is not None and status.num_newcomers <= 2 and before == 0
 
 
 def test_a_forked_child_ends_with_a_source() -> None:

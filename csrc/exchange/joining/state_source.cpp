@@ -18,6 +18,7 @@ namespace {
 
 // Bodies that wait for one connection; further requests wait until the link has sent one of them.
 constexpr size_t kMostBodies = 2;
+constexpr size_t kMostWaiting = 1024;  // with more requests, ended connections are looked for
 // So long a replica that has asked counts as one that joins.
 constexpr milliseconds kRecent{3000};
 
@@ -60,9 +61,16 @@ struct StateSource::UnderWay : link::Responder {
     bool take(link::Request request) override {
         const std::lock_guard<std::mutex> lock(mutex);
         if (is_closing) return false;
+        if (waiting.size() >= kMostWaiting) forget_ended();
         waiting.push_back(std::move(request));
         changed.notify_all();
         return true;
+    }
+
+    // Nobody waits for answers to requests of connections that have ended.
+    void forget_ended() {
+        const auto has_ended = [](const link::Request& one) { return one.connection.expired(); };
+        waiting.erase(std::remove_if(waiting.begin(), waiting.end(), has_ended), waiting.end());
     }
 
     std::mutex mutex;
@@ -202,13 +210,17 @@ void StateSource::run() {
 std::optional<link::Request> StateSource::next(std::unique_lock<std::mutex>& lock) {
     UnderWay& state = *under_way_;
     while (!state.is_closing) {
-        const auto found =
-            std::find_if(state.waiting.begin(), state.waiting.end(), [&](const auto& request) {
-                const auto bodies = state.num_bodies.find(request.connection_id);
-                // The rounds that a status tells of are soon gone.
-                if (kind_of(request) == Kind::kStatus) return true;
-                return bodies == state.num_bodies.end() || bodies->second < kMostBodies;
-            });
+        state.forget_ended();
+        const auto has_room = [&](const link::Request& request) {
+            const auto bodies = state.num_bodies.find(request.connection_id);
+            return bodies == state.num_bodies.end() || bodies->second < kMostBodies;
+        };
+        const auto is_status = [](const auto& one) { return kind_of(one) == Kind::kStatus; };
+        // The rounds that a status tells of are soon gone.
+        auto found = std::find_if(state.waiting.begin(), state.waiting.end(), is_status);
+        if (found == state.waiting.end()) {
+            found = std::find_if(state.waiting.begin(), state.waiting.end(), has_room);
+        }
         if (found != state.waiting.end()) {
             link::Request request = std::move(*found);
             state.waiting.erase(found);
@@ -222,7 +234,7 @@ std::optional<link::Request> StateSource::next(std::unique_lock<std::mutex>& loc
 StateSource::Result StateSource::answer(const link::Request& request) {
     const auto now = Clock::now();
     num_askers(now);
-    asked_at_[request.connection_id] = now;
+    asked_at_[request.connection_id] = {now, request.connection};
     try {
         return result_of(request);
     } catch (const std::invalid_argument& error) {
@@ -292,7 +304,9 @@ StateSource::Result StateSource::status(const Wanted& wanted) {
 // Connections over which a replica has asked lately.
 size_t StateSource::num_askers(Clock::time_point now) {
     for (auto it = asked_at_.begin(); it != asked_at_.end();) {
-        it = now - it->second > kRecent ? asked_at_.erase(it) : std::next(it);
+        const auto& [at, connection] = it->second;
+        const bool is_gone = now - at > kRecent || connection.expired();
+        it = is_gone ? asked_at_.erase(it) : std::next(it);
     }
     return asked_at_.size();
 }

@@ -128,7 +128,8 @@ class StateSource {
     std::mutex mutex_;  // of the standings
     std::atomic<bool> is_open_{false};
     std::atomic<int64_t> served_bytes_{0};
-    std::map<uint64_t, link::Clock::time_point> asked_at_{};  // by connection
+    using Asker = std::pair<link::Clock::time_point, std::weak_ptr<link::Connection>>;
+    std::map<uint64_t, Asker> asked_at_{};  // by connection
     const pid_t pid_;
     std::thread thread_;
 };

@@ -231,6 +231,9 @@ class Newcomer:
                 copy.adopt(status, self._logged)
             index, low = copy.part.index, copy.lowest
             download = self._downloads.get(index)
+            if download is not None and download.wanted and self._is_gone(download.entry):
+                del self._downloads[index]
+                download = None
             if download is not None and not download.num_missing:
                 del self._downloads[index]
                 self._advance(copy, download)
@@ -243,6 +246,11 @@ class Newcomer:
                 "the rounds of the group come faster than this replica can copy its state: give "
                 "the members more round_log_bytes, or this replica more join_bandwidth"
             )
+
+    def _is_gone(self, entry: LoggedRound) -> bool:
+        """Whether the log of every donor has lost a round."""
+        known = [donor for donor in self._usable() if donor.status is not None]
+        return bool(known) and all(_lacks(entry, donor) for donor in known)
 
     def _begin_download(self, copy: FragmentCopy, low: Standing, status: Status) -> None:
         entry = self._logged(copy.part.index, low.round)
@@ -275,7 +283,8 @@ class Newcomer:
                     known = 0 if donor.status is None else donor.status.last
                     donor.ask(Wanted(Kind.STATUS, number=known), 0, self._take_status)
         if self._bytes_per_s is not None:
-            earned = self._bytes_per_s * (now - self._allowed_at)
+            # After a standstill of this process, no more than a second's bytes come at once.
+            earned = self._bytes_per_s * min(now - self._allowed_at, 1.0)
             self._allowed_bytes = min(self._allowed_bytes + earned, earned + PIECE_BYTES)
         self._allowed_at = now
         self._ask_for_rounds()
