@@ -323,7 +323,7 @@ def rows_of_deaths() -> list[Setting]:
 def through_the_relay(site: Site) -> dict[str, Any]:
     """The options of a run whose replicas are at the homes of a site."""
     link = Link("tcp", relay=site.relay, suspect_after=SUSPECT_AFTER_S)
-    return {"link": link, "homes": site.homes, "address": parse_address(site.store)}
+    return {"link": link, "homes": site.homes, "address": parse_address("store", site.store)}
 
 
 @pytest.mark.nightly("24 rows of up to eight processes, twice; the fixed group has one policy")
