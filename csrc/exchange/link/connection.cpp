@@ -192,8 +192,7 @@ Connection::Written Connection::wrote(size_t num_bytes) {
         if (begins && is_bulk && out.message) {
             out.message->moved += out.frame.length;
             if (out.message->moved == out.message->num_bytes) {
-                const bool is_short = out.message->num_bytes <= kCopyBytes;
-                (!is_copy ? bulk : is_short ? short_copies : copies).pop_front();
+                (is_copy ? copies_like(*out.message) : bulk).pop_front();
             }
         }
         if (is_bulk) (is_copy ? written.copy_bytes : written.round_bytes) += step;

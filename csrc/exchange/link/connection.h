@@ -221,6 +221,9 @@ struct Connection {
     bool has_output(bool with_bulk = true) const {
         return has_unsent || !batch.empty() || !control.empty() || (with_bulk && !bulk.empty());
     }
+    std::deque<MessagePtr>& copies_like(const Message& message) {
+        return message.num_bytes <= kCopyBytes ? short_copies : copies;
+    }
     bool has_copies() const { return !short_copies.empty() || !copies.empty(); }
     // Chooses what to write next: control frames, then a fragment of a copy if `with_copies`, then
     // bulk; returns the number of parts.

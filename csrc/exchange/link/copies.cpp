@@ -116,8 +116,7 @@ void Link::put_answer(const ConnectionPtr& connection, uint32_t ticket, std::vec
         message->num_bytes = body.num_bytes;
         message->ticket = ticket;
         message->owner = std::move(body.owner);
-        const bool is_short = body.num_bytes <= link::kCopyBytes;
-        (is_short ? connection->short_copies : connection->copies).push_back(std::move(message));
+        connection->copies_like(*message).push_back(message);
     }
     mark_ready(connection);
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import _C
 from .answers import Status
-from .messages import MOST_TEXT, Answer, Kind, Wanted
+from .messages import MOST_TEXT, Answer, Kind, Wanted, has_body
 
 # Requests for bytes that are open at one donor at a time.
 MAX_OPEN = 2
@@ -66,7 +66,6 @@ class Asked:
     """
 
     kind: Kind
-    at: float
     num_bytes: int
     take: Callable[[Donor, Answer | None], None]
 
@@ -140,7 +139,7 @@ class Donor:
         self._blocked_at = 0.0
         if not self._open:
             self._heard_at = now
-        self._open[number] = Asked(wanted.kind, now, num_bytes, take)
+        self._open[number] = Asked(wanted.kind, num_bytes, take)
         if num_bytes:
             self._last_asked = now
         return True
@@ -161,7 +160,7 @@ class Donor:
                 answer = Answer.read(head, body)
             except ValueError:
                 self.lose(is_wrong=True)
-        if answer is None or answer.kind in (Kind.LATER, Kind.GONE, Kind.REFUSED):
+        if not has_body(answer):
             self._pause_until = self._heard_at + _PAUSE_S
         asked.take(self, answer)
         return True

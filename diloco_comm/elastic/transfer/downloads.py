@@ -10,7 +10,7 @@ from torch import Tensor
 from ...ops.digests import digest_of
 from ...rounds.round_log import LoggedRound
 from .donors import Donor
-from .messages import PIECE_BYTES, Answer, Kind
+from .messages import PIECE_BYTES, Answer, Kind, has_body
 
 
 @dataclass
@@ -33,11 +33,6 @@ class Download:
         starts = range(0, size, PIECE_BYTES)
         wanted = [(begin, min(begin + PIECE_BYTES, size)) for begin in starts]
         return cls(entry, torch.empty(size, dtype=torch.uint8), wanted, size)
-
-
-def has_body(answer: Answer | None) -> bool:
-    """Whether a donor has answered with what was asked for, right or wrong."""
-    return answer is not None and answer.kind not in (Kind.LATER, Kind.GONE, Kind.REFUSED)
 
 
 def values_of(donor: Donor, answer: Answer | None, kind: Kind, size: int) -> Tensor | None:

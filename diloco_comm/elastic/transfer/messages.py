@@ -100,6 +100,11 @@ class Answer:
         return found
 
 
+def has_body(answer: Answer | None) -> bool:
+    """Whether a donor has answered with what was asked for, right or wrong."""
+    return answer is not None and answer.kind not in (Kind.LATER, Kind.GONE, Kind.REFUSED)
+
+
 def piece_elements(part: SyncedFragment) -> int:
     """Return how many elements of a fragment travel in one answer, with all buffers."""
     return max(1, PIECE_BYTES // (4 * len(state_tensors(part))))

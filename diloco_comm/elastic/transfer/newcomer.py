@@ -17,8 +17,8 @@ from ...rounds.part import SyncedFragment
 from ...rounds.round_log import LoggedRound, Standing
 from .answers import Status
 from .donors import Donor, Place
-from .downloads import Download, has_body, values_of
-from .messages import PIECE_BYTES, Answer, Kind, Wanted
+from .downloads import Download, values_of
+from .messages import PIECE_BYTES, Answer, Kind, Wanted, has_body
 from .pieces import FragmentCopy, Piece
 
 # Seconds between two looks at where the donors are; the second while all members wait.
