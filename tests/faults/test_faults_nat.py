@@ -25,7 +25,6 @@ from workers import Pool
 from zygote import Job, Zygote
 
 from diloco_comm import DiLoCo, Elastic, Link, StorePeers, SyncError, connect_store
-from diloco_comm.base.service.addresses import parse_address
 from diloco_comm.elastic.happenings import Happening, JoinProgress, ViewChanged
 
 pytestmark = [
@@ -323,7 +322,7 @@ def rows_of_deaths() -> list[Setting]:
 def through_the_relay(site: Site) -> dict[str, Any]:
     """The options of a run whose replicas are at the homes of a site."""
     link = Link("tcp", relay=site.relay, suspect_after=SUSPECT_AFTER_S)
-    return {"link": link, "homes": site.homes, "address": parse_address("store", site.store)}
+    return {"link": link, "homes": site.homes, "address": site.store}
 
 
 @pytest.mark.nightly("24 rows of up to eight processes, twice; the fixed group has one policy")

@@ -169,13 +169,13 @@ def collect(
     pool: Pool,
     pairs: Sequence[tuple[str, str]],
     killed: Collection[int] = (),
-    address: tuple[str, int] | None = None,
+    address: tuple[str, int] | str | None = None,
     **options: Any,
 ) -> dict[str, Bits | str]:
     """Let a pool train rows; put together what the replicas of each have.
 
     Args:
-        address: Host and port of the store of the rows; None: the pool's.
+        address: Of the store of the rows, as ``run_entries`` takes it; None: the store of the pool.
     """
     lists = pool.run(
         run_entries,

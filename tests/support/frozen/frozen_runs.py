@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from diloco_comm import DiLoCo, Link, SyncError
+from diloco_comm import DiLoCo, Link, SyncError, connect_store
 from diloco_comm.ops.digests import digest_of
 from diloco_comm.training import presets
 
@@ -416,7 +416,7 @@ def replica_of(setting: Setting, rank: int, world: int) -> int | None:
 def run_entries(
     rank: int,
     world: int,
-    address: tuple[str, int],
+    address: tuple[str, int] | str,
     run: str,
     entries: Sequence[tuple[str, str]],
     device: str = "cpu",
@@ -429,6 +429,7 @@ def run_entries(
     """Train rows one after the other, each with an implementation.
 
     Args:
+        address: Of the store: a ``TCPStore``, or a text of ``diloco-comm store``.
         run: Tells apart the runs that share a store.
         device: Name of the device of all models, see ``devices.use``.
         library: File of the stand-in device.
@@ -440,7 +441,11 @@ def run_entries(
     """
     if homes:
         cut_links.enter(homes[rank])
-    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store: dist.Store
+    if isinstance(address, str):
+        store = connect_store(address, timeout=TIMEOUT_S)
+    else:
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     own_store = dist.PrefixStore(run, store)
     torch.set_num_threads(num_threads)
     place = devices.use(device, library)
