@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .training.presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
     from .training.sampler import ElasticSampler
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CO2",

@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+
+from diloco_comm.base.store_host import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "examples" / "slurm"
@@ -35,9 +35,7 @@ def test_the_scripts_parse(script: str) -> None:
 @pytest.mark.nightly("20 s; test_faults_store has jobs of their own that meet at a store")
 def test_each_replica_is_a_job_of_its_own(tmp_path: Path) -> None:
     stand_in(tmp_path, "srun", 'exec "$@"')
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-    )
+    store = open_store("127.0.0.1", 0)
     jobs = [
         subprocess.Popen(
             ["bash", str(SLURM / "replica.sbatch")],
@@ -47,7 +45,7 @@ def test_each_replica_is_a_job_of_its_own(tmp_path: Path) -> None:
             cwd=ROOT,
             env=environment(
                 tmp_path,
-                STORE=f"tcp://127.0.0.1:{store.port}",
+                STORE=store.address,
                 REPLICA=str(replica),
                 REPLICAS="2",
                 GLOO_SOCKET_IFNAME="lo",

@@ -175,7 +175,7 @@ def collect(
     """Let a pool train rows; put together what the replicas of each have.
 
     Args:
-        address: Of the store of the rows, as ``run_entries`` takes it; None: the store of the pool.
+        address: The address of the rows' store, see ``run_entries``; None: the pool's store.
     """
     lists = pool.run(
         run_entries,

@@ -429,7 +429,7 @@ def run_entries(
     """Train rows one after the other, each with an implementation.
 
     Args:
-        address: Of the store: a ``TCPStore``, or a text of ``diloco-comm store``.
+        address: The store's: host and port of a ``TCPStore``, or the text of ``diloco-comm store``.
         run: Tells apart the runs that share a store.
         device: Name of the device of all models, see ``devices.use``.
         library: File of the stand-in device.
