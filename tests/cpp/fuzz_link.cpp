@@ -76,7 +76,7 @@ class Liar {
     // One frame with fields that the input chooses, or bytes as they are.
     void say(Input& input) {
         const uint8_t choice = input.byte();
-        if (choice % 16 >= 14) {
+        if (choice % 16 >= 14 && choice < 128) {
             const Bytes bytes = input.rest(choice);
             socket_.write(bytes.data(), bytes.size());
             return;
@@ -89,7 +89,7 @@ class Liar {
         made.total = input.size();
         const auto kind = static_cast<FrameKind>(made.kind);
         const bool has_payload = diloco::link::is_short(made.kind) || kind == FrameKind::kData ||
-                                 kind == FrameKind::kCopy;
+                                 kind == FrameKind::kCopy || kind == FrameKind::kTell;
         if (has_payload || choice >= 224) made.length = static_cast<uint32_t>(input.size());
         if (choice >= 240) made.token = input.byte();
         Bytes bytes(sizeof(made) + std::min<uint64_t>(made.length, kMostPayload));

@@ -244,6 +244,16 @@ void register_link(py::module_& m) {
         .def("choose", &link::Strangers::choose,
              "The stranger that goes when there are too many; 0 where there is none.");
     py::class_<LinkGroup, c10d::Backend, c10::intrusive_ptr<LinkGroup>>(m, "LinkGroup");
+    py::class_<link::PeerLife>(m, "PeerLife", "What a link knows of the life of a process.")
+        .def_readonly("nonce", &link::PeerLife::nonce)
+        .def_readonly("silent_s", &link::PeerLife::silent_s,
+                      "Seconds since its last byte; infinite before the first.")
+        .def_readonly("still_s", &link::PeerLife::still_s,
+                      "Seconds since its inner step moved, or bytes of a round with it.")
+        .def_readonly("inner_step", &link::PeerLife::inner_step)
+        .def_readonly("phase", &link::PeerLife::phase)
+        .def_readonly("is_refused", &link::PeerLife::is_refused,
+                      "It is silent, and its address refuses: it has ended.");
     py::class_<Link, std::shared_ptr<Link>>(m, "Link")
         .def(py::init([](const std::string& listen, const std::string& advertise,
                          const py::bytes& seed, const std::optional<ProxyParts>& proxy) {
@@ -287,6 +297,37 @@ void register_link(py::module_& m) {
         .def("arrived", &Link::arrived, py::arg("tickets"), release(),
              "Bytes that have come so far of the bodies of open requests.")
         .def("forget", &Link::forget, py::arg("tickets"), release())
+        .def(
+            "set_progress",
+            [](Link& link, uint64_t inner_step, const std::string& phase) {
+                link.set_progress(inner_step, link::phase_of(phase));
+            },
+            py::arg("inner_step"), py::arg("phase"), "What the next beats say of this process.")
+        .def("life", &Link::life, release(),
+             "What is known of each process that a group has, or that reach() has asked for.")
+        .def(
+            "tell",
+            [](Link& link, const std::string& nonce, const std::string& service,
+               const std::string& message) {
+                const std::vector<uint8_t> bytes(message.begin(), message.end());
+                return without_gil([&] { return link.tell(nonce, service, bytes); });
+            },
+            py::arg("nonce"), py::arg("service"), py::arg("message"),
+            "Sends at most 64 KiB ahead of all bulk; False without a connection, or where a MiB "
+            "waits for that process.")
+        .def(
+            "told",
+            [](Link& link, const std::string& service, double limit_s) {
+                py::list found;
+                for (const auto& [nonce, bytes] :
+                     without_gil([&] { return link.told(service, from_seconds(limit_s)); })) {
+                    const auto* data = reinterpret_cast<const char*>(bytes.data());
+                    found.append(py::make_tuple(nonce, py::bytes(data, bytes.size())));
+                }
+                return found;
+            },
+            py::arg("service"), py::arg("limit_s"),
+            "(nonce, message) of what has come to this name since its first call.")
         .def("close", &Link::close, release())
         .def("counters", &Link::counters, release())
         .def(

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "exchange/link/connection.h"
+#include "exchange/link/life.h"
 
 namespace diloco::link {
 
@@ -42,6 +43,9 @@ struct Peer {
     Clock::time_point idle_since{};
     // Connections that have ended in good order: the others may still bring messages.
     std::vector<End> ends{};
+    Life life{};
+    std::deque<Told> told{};
+    uint64_t told_bytes = 0;
 };
 
 class Channel : public std::enable_shared_from_this<Channel> {

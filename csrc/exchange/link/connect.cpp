@@ -57,9 +57,11 @@ uint64_t link::hash_of(const std::string& name) {
     return hash ^ (hash >> 29);
 }
 
+Nonce link::nonce_of(const std::string& text) { return bytes_of<Nonce>("a nonce", text); }
+
 link::PeerId Link::peer_id_of(const std::string& name, const link::Place& place,
                               bool is_own) const {
-    return {bytes_of<Nonce>("a nonce", place.nonce), key_of(name, is_own, place.key)};
+    return {link::nonce_of(place.nonce), key_of(name, is_own, place.key)};
 }
 
 std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
@@ -379,7 +381,7 @@ std::string Link::missing_rank(const Call& call, size_t rank) const {
 
 std::vector<link::LaneFacts> Link::lanes(const std::string& nonce) const {
     check_process();
-    const auto wanted = bytes_of<Nonce>("a nonce", nonce);
+    const Nonce wanted = link::nonce_of(nonce);
     const Lock lock(mutex_);
     std::vector<link::LaneFacts> facts;
     for (const auto& [id, peer] : peers_) {

@@ -8,6 +8,8 @@
 #include <iterator>
 #include <utility>
 
+#include "exchange/link/life.h"
+
 namespace diloco::link {
 namespace {
 
@@ -133,6 +135,10 @@ int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool
         plan(std::move(control.front()));
         control.pop_front();
     }
+    while (control.empty() && !messages.empty() && has_room()) {
+        plan(std::move(messages.front()));
+        messages.pop_front();
+    }
     const auto plan_all = [&](const std::deque<MessagePtr>& messages, FrameKind kind,
                               uint64_t fragment) {
         for (auto it = messages.begin(); it != messages.end() && has_room(); ++it) {
@@ -156,13 +162,14 @@ int Connection::plan_write(iovec* parts, int most_parts, size_t most_bytes, bool
             }
         }
     };
-    if (control.empty() && with_copies) {
+    const bool is_urgent = !control.empty() || !messages.empty();
+    if (!is_urgent && with_copies) {
         const size_t all = std::exchange(most_bytes, std::min(most_bytes, planned + 1));
         plan_all(short_copies, FrameKind::kCopy, kCopyBytes);
         plan_all(copies, FrameKind::kCopy, kCopyBytes);
         most_bytes = all;
     }
-    if (control.empty() && with_bulk) plan_all(bulk, FrameKind::kData, kFragmentBytes);
+    if (!is_urgent && with_bulk) plan_all(bulk, FrameKind::kData, kFragmentBytes);
     int num_parts = 0;
     for (OutFrame& out : batch) {
         const size_t head = std::min(out.done, sizeof(Frame));
@@ -201,6 +208,9 @@ Connection::Written Connection::wrote(size_t num_bytes) {
         if (out.done < out.size()) continue;
         ++num_complete;
         written.num_answered += out.ends_request ? 1 : 0;
+        if (out.frame.kind == static_cast<uint8_t>(FrameKind::kTell)) {
+            told_bytes -= out.frame.length + kTellCost;
+        }
         const bool is_last =
             out.message && (!is_bulk || out.frame.offset + out.frame.length == out.frame.total);
         if (is_last) written.complete.push_back(out.message);
@@ -210,7 +220,7 @@ Connection::Written Connection::wrote(size_t num_bytes) {
     while (!batch.empty() && batch.back().done == 0) {
         const auto kind = static_cast<FrameKind>(batch.back().frame.kind);
         if (kind != FrameKind::kData && kind != FrameKind::kCopy) {
-            control.push_front(std::move(batch.back()));
+            (kind == FrameKind::kTell ? messages : control).push_front(std::move(batch.back()));
         }
         batch.pop_back();
     }

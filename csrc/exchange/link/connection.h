@@ -29,7 +29,7 @@ using Nonce = std::array<uint8_t, 16>;
 // ------------------------------------------------------------------ the wire (little endian)
 
 constexpr std::array<uint8_t, 8> kGreeting{'D', 'I', 'L', 'O', 'L', 'I', 'N', 'K'};
-constexpr uint32_t kLinkVersion = 2;
+constexpr uint32_t kLinkVersion = 3;
 constexpr uint8_t kTlsAlert = 21, kTlsHandshake = 22;  // the first byte, where TLS is spoken
 
 struct Hello {
@@ -73,6 +73,8 @@ enum class FrameKind : uint8_t {
     kRequest,   // asks the service with this token for an answer with this ticket
     kAnswer,    // the head of the answer, whose body has `total` bytes
     kCopy,      // a part of the body
+    kBeat,      // tag: phase; ticket: number; offset: inner step; total: bytes of rounds heard
+    kTell,      // a message to the service with this token
 };
 
 // Whether the payload of a frame is short, and comes with its header.
@@ -141,6 +143,7 @@ struct Message {
 
     uint64_t moved = 0;  // bytes given to the connection, or received
     uint32_t ticket = 0;
+    bool is_told = false;  // of kTell
     bool is_in_io = false;
     bool is_arriving = false;  // a connection reads a fragment of it
     bool is_cancelled = false;
@@ -208,7 +211,9 @@ struct Connection {
     bool is_writing = false;
     uint64_t num_writable = 0;  // how often the kernel has said that there is room
     std::deque<OutFrame> control{};
-    std::deque<MessagePtr> bulk{};  // in the order of their grants
+    std::deque<OutFrame> messages{};  // of kTell: after control frames
+    uint64_t told_bytes = 0;          // of messages that have not left
+    std::deque<MessagePtr> bulk{};    // in the order of their grants
     // Bodies of answers; bodies of one fragment overtake the others.
     std::deque<MessagePtr> short_copies{}, copies{};
     size_t num_requests = 0;       // whose answers have not left
@@ -219,14 +224,15 @@ struct Connection {
     bool has_unsent = false;  // encrypted bytes wait in the session
 
     bool has_output(bool with_bulk = true) const {
-        return has_unsent || !batch.empty() || !control.empty() || (with_bulk && !bulk.empty());
+        return has_unsent || !batch.empty() || !control.empty() || !messages.empty() ||
+               (with_bulk && !bulk.empty());
     }
     std::deque<MessagePtr>& copies_like(const Message& message) {
         return message.num_bytes <= kCopyBytes ? short_copies : copies;
     }
     bool has_copies() const { return !short_copies.empty() || !copies.empty(); }
-    // Chooses what to write next: control frames, then a fragment of a copy if `with_copies`, then
-    // bulk; returns the number of parts.
+    // Chooses what to write next: control frames, messages, a fragment of a copy if `with_copies`,
+    // then bulk; returns the number of parts.
     int plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk,
                    bool with_copies = false);
     // A frame of the connection itself; none where the peer does not read.

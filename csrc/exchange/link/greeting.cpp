@@ -98,6 +98,7 @@ Link::Link(const std::string& listen, const std::string& advertise, Limits limit
                                  std::strerror(errno));
     }
     next_sweep_ = Clock::now() + kSweepPeriod;
+    next_beat_ = Clock::now() + link::kBeatPeriod;
     thread_ = std::thread([this] { loop(); });
     if (identity_) shake_thread_ = std::thread([this] { shake_hands(); });
 }
@@ -311,6 +312,7 @@ void Link::settle(Lock& lock, const ConnectionPtr& connection, bool is_own) {
     if (!is_own) lane.theirs_since = Clock::now();
     connection->state = State::kOpen;
     connection->heard_at = Clock::now();
+    peer.life.hear(own_clock_.at(connection->heard_at));
     ++num_connects_;
     announce();
 }
@@ -324,7 +326,11 @@ void Link::start(const std::shared_ptr<Dial>& dial) {
     });
     if (!fd) return dial_failed(*dial, unreachable(std::strerror(errno)));
     if (::connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
-        return dial_failed(*dial, unreachable(std::strerror(errno)));
+        const int error = errno;
+        if (error == ECONNREFUSED && is_direct(*dial)) {
+            dial->peer->life.refuse(address, Clock::now());
+        }
+        return dial_failed(*dial, unreachable(std::strerror(error)));
     }
     dial->connection = add_connection(std::move(fd), State::kConnecting);
     if (!dial->connection) return dial_failed(*dial, unreachable(std::strerror(errno)));
@@ -338,6 +344,11 @@ void Link::finish_connect(Lock& lock, const ConnectionPtr& connection) {
     int error = 0;
     socklen_t length = sizeof(error);
     getsockopt(connection->fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+    if (const Dial& dial = *connection->dial; is_direct(dial)) {
+        const Address& address = dial.addresses[dial.next];
+        if (error == 0) dial.peer->life.take(address);
+        if (error == ECONNREFUSED) dial.peer->life.refuse(address, Clock::now());
+    }
     if (error != 0) {
         return disconnect(lock, connection,
                           unreachable(is_reset(error) ? link::kHasClosed : std::strerror(error)));
@@ -470,10 +481,15 @@ void Link::on_answer(Lock& lock, const ConnectionPtr& connection) {
                               link::to_hex(public_key()));
     }
     if (status != Status::kWelcome || answer.own != connection->peer->id.first) {
+        const Dial& dial = *connection->dial;
+        if (status == Status::kOtherProcess && is_direct(dial)) {
+            dial.peer->life.replace(dial.addresses[dial.next], Clock::now());
+        }
         return disconnect(lock, connection, "another process listens there now");
     }
     const auto dial = std::exchange(connection->dial, nullptr);
     dial->connection.reset();
+    if (is_direct(*dial)) connection->peer->life.accept(dial->addresses[dial->next]);
     settle(lock, connection, true);
     stop_dial(lock, connection->peer->lanes[static_cast<size_t>(connection->lane)]);
 }
@@ -522,6 +538,10 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
     }
     if (is_copying_) resume_copies(now);
     if (std::exchange(has_new_keys_, false)) end_removed_keys(lock);
+    if (next_beat_ <= now && !is_closing_) {
+        next_beat_ = now + link::kBeatPeriod;
+        beat(lock, now);
+    }
     if (next_sweep_ > now) return;
     next_sweep_ = now + kSweepPeriod;
     if (listener_) reserve_.fill();
@@ -592,13 +612,13 @@ void Link::sweep(Lock& lock, Clock::time_point now) {
                 }
             }
         }
-        const bool is_used = peer->num_users > 0 || is_reached(id);
-        if (is_used || now - peer->idle_since < limits_.grace) continue;
+        if (is_wanted(*peer) || now - peer->idle_since < limits_.grace) continue;
         for (const link::Lane& lane : std::vector(peer->lanes)) {
             for (const ConnectionPtr& one : {lane.own, lane.theirs}) {
                 if (one) disconnect(lock, one, "");
             }
         }
+        forget_told(*peer);
         peers_.erase(id);
     }
 }

@@ -232,7 +232,8 @@ int Link::next_timeout(Clock::time_point now) const {
     if (!dials_.empty() || !strangers_.empty() || !is_accepting_ || is_closing_ || is_copying_) {
         return kOften;
     }
-    const auto left = std::chrono::ceil<milliseconds>(next_sweep_ - now).count();
+    const auto due = std::min(next_sweep_, next_beat_);
+    const auto left = std::chrono::ceil<milliseconds>(due - now).count();
     return static_cast<int>(std::max<int64_t>(left, 0));
 }
 
@@ -389,6 +390,9 @@ void Link::read(Lock& lock, const ConnectionPtr& connection) {
         if (num_bytes > 0) {
             it.heard_at = Clock::now();
             it.is_pinged = false;
+            const auto at = own_clock_.at(it.heard_at);
+            it.peer->life.hear(at);
+            if (target && !target->owner) it.peer->life.hear_round(num_bytes, at);
             if (it.took(num_bytes)) end_payload(connection);
             parse(lock, connection);
         }
@@ -429,7 +433,12 @@ void Link::end_payload(const ConnectionPtr& connection) {
     const MessagePtr target = std::exchange(connection->target, nullptr);
     if (!target) return;
     if (target->channel) target->channel->on_data_end(target);
-    if (target->owner && target->moved == target->num_bytes) end_inquiry(target->ticket);
+    if (!target->owner || target->moved < target->num_bytes) return;
+    if (target->is_told) {
+        end_tell(*connection->peer, *target);
+    } else {
+        end_inquiry(target->ticket);
+    }
 }
 
 namespace {
@@ -437,12 +446,13 @@ namespace {
 void check_frame(const Frame& frame) {
     const auto kind = static_cast<FrameKind>(frame.kind);
     if (frame.magic != Frame::kFrameMagic) throw ProtocolError("no frame where one must begin");
-    if (kind < FrameKind::kJoin || kind > FrameKind::kCopy) {
+    if (kind < FrameKind::kJoin || kind > FrameKind::kTell) {
         throw ProtocolError("a frame of kind " + std::to_string(frame.kind));
     }
     uint64_t most = 0;
     if (kind == FrameKind::kEager) most = link::kEagerBytes;
     if (kind == FrameKind::kRequest || kind == FrameKind::kAnswer) most = link::kMostHeadBytes;
+    if (kind == FrameKind::kTell) most = link::kMostTellBytes;
     const bool is_part = kind == FrameKind::kData || kind == FrameKind::kCopy;
     if (is_part) most = link::kFragmentBytes;
     if (frame.length > most || (is_part && frame.length == 0)) {
@@ -465,6 +475,12 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
     if (kind == FrameKind::kRequest) return on_request(connection, frame, payload);
     if (kind == FrameKind::kAnswer) return on_reply(connection, frame, payload);
     if (kind == FrameKind::kCopy) return on_copy(connection, frame);
+    if (kind == FrameKind::kTell) return on_tell(connection, frame);
+    if (kind == FrameKind::kBeat) {
+        // The peer wants the connection.
+        connection->peer->idle_since = Clock::now();
+        return connection->peer->life.hear_beat(frame, own_clock_.at(Clock::now()));
+    }
     connection->has_carried = true;
     if (kind == FrameKind::kData) connection->left = frame.length;
     const ChannelPtr channel = channel_of(*connection->peer, frame);
@@ -513,6 +529,8 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
         case FrameKind::kRequest:
         case FrameKind::kAnswer:
         case FrameKind::kCopy:
+        case FrameKind::kBeat:
+        case FrameKind::kTell:
             break;
         case FrameKind::kEnd:
             channel->ended.insert(frame.number);
@@ -609,6 +627,7 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
     // A caller that writes has its own reference, and closes the descriptor afterwards.
     if (!it.is_writing) {
         it.control.clear();
+        it.messages.clear();
         it.bulk.clear();
         it.short_copies.clear();
         it.copies.clear();

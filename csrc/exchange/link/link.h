@@ -14,6 +14,7 @@
 #include <sys/types.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -31,6 +32,7 @@
 
 #include "exchange/link/channel.h"
 #include "exchange/link/copies.h"
+#include "exchange/link/life.h"
 #include "exchange/link/strangers.h"
 
 namespace diloco {
@@ -161,6 +163,23 @@ class Link : public std::enable_shared_from_this<Link> {
     // No answer is wanted any more.
     void forget(const std::vector<uint32_t>& tickets);
 
+    // Says to the others, in its next beats, how far this process is. From any thread; waits for
+    // nothing.
+    void set_progress(uint64_t inner_step, link::Phase phase);
+    // Of each process that a group has, or that reach() has asked for.
+    std::vector<link::PeerLife> life() const;
+
+    // Sends a message of at most 64 KiB, ahead of all bulk; false without a connection, or where a
+    // MiB of messages waits for that process. Messages over one connection keep their order, and
+    // are lost with the connection.
+    bool tell(const std::string& nonce, const std::string& service,
+              const std::vector<uint8_t>& bytes);
+    // Waits for the first message of this name, then returns all: who has sent it, and its bytes.
+    // Messages that have come before the first call are lost; so are the oldest messages of a
+    // process that has a MiB of them waiting here.
+    std::vector<std::pair<std::string, std::vector<uint8_t>>> told(
+        const std::string& service, std::chrono::milliseconds timeout);
+
     // Takes a connection that a process has dialled elsewhere for this one: at a relay.
     void adopt(Descriptor fd);
 
@@ -257,6 +276,17 @@ class Link : public std::enable_shared_from_this<Link> {
     void end_inquiry(uint32_t ticket);
     bool is_reached(const link::PeerId& id) const;
     void lose_inquiries(uint64_t connection_id);
+
+    // life.cpp: signs of life, and messages.
+    bool is_wanted(const link::Peer& peer) const;
+    void beat(Lock& lock, Clock::time_point now);
+    void redial(const PeerPtr& peer);
+    bool is_direct(const link::Dial& dial) const;
+    void on_tell(const ConnectionPtr& connection, const link::Frame& frame);
+    void end_tell(link::Peer& peer, const link::Message& message);
+    template <class Wants>
+    void drop_told(link::Peer& peer, Wants wants);
+    void forget_told(link::Peer& peer);
 
     // greeting.cpp: strangers, greetings and dials.
     ConnectionPtr add_connection(Descriptor fd, link::Connection::State state);
@@ -363,6 +393,12 @@ class Link : public std::enable_shared_from_this<Link> {
     uint32_t last_ticket_ = 0;
     link::CopyShare share_;
     bool is_copying_ = false;  // copies wait on some connection
+
+    std::atomic<uint64_t> progress_{0};  // inner step and phase
+    link::OwnClock own_clock_{Clock::now()};
+    Clock::time_point next_beat_{};
+    uint32_t num_beats_ = 0;
+    std::map<uint64_t, size_t> num_told_;  // messages that wait, by the hashes of known names
 
     int64_t num_strangers_ = 0;
     int64_t num_dropped_ = 0;
