@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         RunEnded,
         SyncError,
     )
-    from .elastic.lighthouse import LighthouseDetector
     from .elastic.options import Elastic
     from .exchange.collective import all_reduce, shutdown
     from .methods.outer import (
@@ -58,7 +57,6 @@ __all__ = [
     "FromTorch",
     "HeavyBall",
     "LeftBehind",
-    "LighthouseDetector",
     "Link",
     "Nesterov",
     "NonFinite",
@@ -94,7 +92,6 @@ __getattr__ = lazy_names(
         # The operators load the extension, or say what to do when the extension is missing.
         ".ops": "_C",
         ".base.errors": "LeftBehind NonFiniteError PeerLeft ReplicaMismatch RunEnded SyncError",
-        ".elastic.lighthouse": "LighthouseDetector",
         ".elastic.options": "Elastic",
         ".exchange.collective": "all_reduce shutdown",
         ".methods.outer": "Adam FromTorch HeavyBall Nesterov OuterOptimizer SGD WarmupCosine",

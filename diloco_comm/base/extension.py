@@ -30,7 +30,7 @@ _MARK = b"diloco_comm is built for torch "
 # different sizes abort before they compare the version in the headers.
 HANDSHAKE = 3
 # Records of views and beats of members in the registry of elastic training, as JSON.
-VIEW = 2
+VIEW = 3
 # Requests of a replica that joins, and the answers of its donors, over the link.
 TRANSFER = 4
 # Frames between a server of asynchronous or decoupled training and its workers.

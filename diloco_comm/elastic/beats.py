@@ -51,7 +51,9 @@ class Beat:
         positions: The last applied rounds of the fragments of its checkpoint, each number once; ()
             without a checkpoint.
         unreachable: Nonces of processes that it could not reach.
-        serves: Where other processes can copy its outer state, and its public key; "" for nowhere.
+        link: Where its link is found, see ``Place``; "" for nowhere.
+        serves: Other processes can copy its outer state there.
+        phase: Of its training loop, see ``DiLoCo.doing``.
     """
 
     member: Member
@@ -65,7 +67,9 @@ class Beat:
     inner_step: int = 0
     positions: tuple[int, ...] = ()
     unreachable: tuple[str, ...] = ()
-    serves: str = ""
+    link: str = ""
+    serves: bool = False
+    phase: str = ""
 
     def to_bytes(self) -> bytes:
         """Return the text of this beat.
@@ -108,9 +112,9 @@ class Beat:
 def _is_sound(beat: Beat) -> bool:
     member = beat.member
     numbers = (member.id, member.workers, beat.counter, beat.view, beat.attempt, beat.voted)
-    names = (member.nonce, member.address, member.settings, beat.serves)
+    names = (member.nonce, member.address, member.settings, beat.link, beat.phase)
     texts: tuple[Any, ...] = (*names, *beat.unreachable)
-    flags = (beat.has_state, beat.is_leaving)
+    flags = (beat.has_state, beat.is_leaving, beat.serves)
     return (
         all(type(one) is int for one in (*numbers, beat.inner_step, *beat.positions))
         and all(type(one) is str for one in texts)

@@ -12,13 +12,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from .. import _C
+from ..exchange.membership.own_link import OwnLink
 from . import core
 from .beats import FINISHED, GONE, READY, TRAINING, Beat
 from .core import events as ev
-from .detecting import AGAIN_S, Detector, Signs
 from .exits import Ended, is_asked_to_leave
 from .numbers import NumberChoice
 from .registry.protocol import (
@@ -29,6 +30,7 @@ from .registry.protocol import (
     RegistryUnavailable,
 )
 from .state_folder import StateFolder
+from .transfer.donors import Place
 from .views import View, from_bytes
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,81 @@ _HASTE = 0.2
 _LOOK_S, _PATIENCE = 0.03, 0.1
 # Seconds in which the end of the run is written again while the registry does not answer.
 _LAST_SWAP_S = 5.0
+# Seconds of silence after which a process is not heard any more to which there is no connection.
+_LOST_S = 2.0
+# Seconds between two lines about those for whom this process waits.
+_LINE_S = 60.0
+
+
+class Signs:
+    """What the link of this process hears of the other members.
+
+    Args:
+        own: The link of this process.
+        service: Names what the link connects for this object, equal on all members.
+        suspect_after_s: Seconds without a byte after which a process is not heard any more.
+
+    Attributes:
+        place: Of the own link, for beats.
+    """
+
+    def __init__(self, own: OwnLink, service: str, suspect_after_s: float) -> None:
+        self._link, self._service, self._suspect_after_s = own.link, service, suspect_after_s
+        ways = own.ways()
+        self.place = Place(ways["link"], ways["address"], ways["link key"], ways["relay"])
+        # By nonces of processes: their links, and what was heard at the last look.
+        self._places: dict[str, Place] = {}
+        self._lives: dict[str, _C.PeerLife] = {}
+
+    def connect(self, view: View) -> None:
+        """Let the link connect to all members of a view; a name server may take its time."""
+        places = [self._places.get(member.nonce) for member in view.members]
+        ways = [place.way for place in places if place is not None and place != self.place]
+        self._link.reach(self._service, ways)
+
+    def close(self) -> None:
+        """Let the link connect to nobody any more; idempotent."""
+        with contextlib.suppress(RuntimeError):  # The link was closed.
+            self._link.reach(self._service, [])
+
+    def set_progress(self, inner_step: int, phase: str) -> None:
+        """Say to the others how far this process is, see ``DiLoCo.doing``."""
+        self._link.set_progress(inner_step, phase)
+
+    def look(self, beats: Sequence[Beat]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the nonces of processes that have ended, and of those that the link hears."""
+        for beat in beats:
+            place = Place.from_text(beat.link)
+            if place is not None:
+                self._places[beat.member.nonce] = place
+        lives = {life.nonce: life for life in self._link.life()}
+        self._lives = {n: lives[p.nonce] for n, p in self._places.items() if p.nonce in lives}
+        ended = tuple(nonce for nonce, life in self._lives.items() if life.is_refused)
+        return ended, tuple(nonce for nonce in self._lives if self._is_heard(nonce))
+
+    def _is_heard(self, nonce: str) -> bool:
+        life = self._lives[nonce]
+        limit = self._suspect_after_s if life.is_connected else _LOST_S
+        return life.silent_s < limit
+
+    def waited_for(self, view: View, silent: Collection[str], waited: float) -> list[str]:
+        """Describe the members that live and take no part, if this process waits for them.
+
+        Args:
+            silent: Nonces of processes whose beats stand still.
+            waited: Seconds for which the training thread has waited.
+        """
+        texts = []
+        for member in view.members:
+            life = self._lives.get(member.nonce)
+            if life is None or not self._is_heard(member.nonce):
+                continue
+            is_still = min(waited, life.still_s) >= self._suspect_after_s
+            if member.nonce in silent or is_still:
+                at = f"inner step {life.inner_step}"
+                phase = f", phase {life.phase}" if life.phase else ""
+                texts.append(f"replica {member.id} ({at}{phase}, still for {life.still_s:.0f} s)")
+        return texts
 
 
 _open: weakref.WeakSet[Driver] = weakref.WeakSet()
@@ -57,8 +134,7 @@ class Driver:
         say: Called with each action of the core, on the driver's thread.
         chooses_number: The number in ``state`` is a guess: take another if it is taken.
         folder: Of the launcher, in which this process notes its number and may be asked to leave.
-        detector: A further source of which processes have ended.
-        asks_hosts: The address of a member leads to its own process, which may be asked.
+        signs: What the link hears of other processes.
 
     Attributes:
         state: The core's newest state.
@@ -69,7 +145,7 @@ class Driver:
         waits_since: Since when the training thread may wait for the other members; 0: it does not.
         waiting_for: The reason for which the core waits; "" for nothing.
         loss: Why the last poll had no answer of this process's registry; None if it had one.
-        serves: For its beats, see there.
+        serves, phase: For its beats, see there.
         beats: The last beat of every process; None before the first poll.
     """
 
@@ -80,10 +156,9 @@ class Driver:
         *,
         period_s: float,
         say: Callable[[ev.Action], None],
+        signs: Signs,
         chooses_number: bool = False,
         folder: StateFolder | None = None,
-        detector: Detector | None = None,
-        asks_hosts: bool = True,
     ) -> None:
         self._registry, self._period_s, self._say = registry, period_s, say
         self.state = state
@@ -96,7 +171,7 @@ class Driver:
         self.positions: tuple[int, ...] = ()
         self.waiting_for = ""
         self.waits_since = 0.0
-        self.serves = ""
+        self.serves, self.phase = False, ""
         self.beats: Sequence[Beat] | None = None
         self._break: Callable[[], None] = lambda: None
         self._events: queue.SimpleQueue[ev.Event | None] = queue.SimpleQueue()
@@ -106,14 +181,14 @@ class Driver:
         self._abandoned = -1
         self._ended: Ended | None = None
         self._counter = 0
-        self._signs = Signs(detector, asks_hosts)
+        self.signs = signs
+        self._line_at = 0.0
         self._has_warned = False
         self._loss_since = 0.0
         self._last_poll = self._last_answer = self._stage_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
 
     def start(self) -> None:
-        self._signs.begin(self.state.member.nonce)
         self._thread.start()
         _open.add(self)
 
@@ -159,7 +234,7 @@ class Driver:
         limit = state.settings.suspect_after
         silent = {peer.key for peer in state.peers if peer.silent_polls >= limit}
         return {
-            name_of(beat.member.id, beat.member.nonce): beat.serves
+            name_of(beat.member.id, beat.member.nonce): beat.link
             for beat in self.beats or ()
             if beat.member.key in members
             and beat.member.key not in silent
@@ -209,7 +284,7 @@ class Driver:
             self._end("failed", f"{type(error).__name__}: {error}")
         finally:
             self._say_goodbye()
-            self._signs.close()
+            self.signs.close()
             self._registry.close()
 
     def _take_turn(self) -> bool:
@@ -235,8 +310,6 @@ class Driver:
             return self._period_s
         if self.state.stage not in (READY, TRAINING):
             return max(_LOOK_S, _PATIENCE * (time.monotonic() - self._stage_since))
-        if self._signs.is_in_doubt:
-            return AGAIN_S
         return _HASTE * self._period_s if self.state.is_outside else self._period_s
 
     def _poll(self, *, is_extra: bool) -> None:
@@ -249,7 +322,8 @@ class Driver:
         self._counter += 1
         member = self.state.member
         beat = core.beat_of(self.state, self._counter, self.inner_step, self.positions)
-        beat = replace(beat, serves=self.serves)
+        link = self.signs.place.to_text()
+        beat = replace(beat, link=link, serves=self.serves, phase=self.phase)
         try:
             texts = self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
             record = self._registry.read()
@@ -265,12 +339,12 @@ class Driver:
         beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
         if self._choice is not None and self._take_free_number(beats, record):
             return
-        self._step(
-            ev.Polled(record, tuple(beats), is_late, self._signs.ended_among(self.state, beats))
-        )
+        ended, heard = self.signs.look(beats)
+        self._step(ev.Polled(record, tuple(beats), is_late, ended, heard))
         self.beats = beats
         if not is_extra:
             self._break_off_silent_round()
+            self._say_who_is_waited_for()
 
     def _leave_if_asked(self) -> None:
         is_asked = self._folder is not None and self._folder.is_asked_to_leave
@@ -283,12 +357,30 @@ class Driver:
 
         The members' own connections do not tell where that member hosts the store of the view.
         """
-        waited = time.monotonic() - self.waits_since if self.waits_since else 0.0
-        if waited < 2 * self._period_s or self.state.stage != TRAINING:
+        if self._waited < 2 * self._period_s or self.state.stage != TRAINING:
             return
         if self.is_broken or core.silent_members(self.state):
             self.is_broken = True
             self._break_off()
+
+    @property
+    def _waited(self) -> float:
+        """Seconds for which the training thread has waited."""
+        return time.monotonic() - self.waits_since if self.waits_since else 0.0
+
+    def _say_who_is_waited_for(self) -> None:
+        """Log once a minute for whom the group waits, though they live."""
+        view, limit = self.state.recorded, self.state.settings.suspect_after
+        if view is None or self.state.key not in view.keys:
+            return
+        silent = {peer.key[1] for peer in self.state.peers if peer.silent_polls >= limit}
+        texts = self.signs.waited_for(view, silent, self._waited)
+        now = time.monotonic()
+        if texts and now - self._line_at >= _LINE_S:
+            self._line_at = now
+            logger.warning("waiting for %s: alive, and not taking part", ", ".join(texts))
+        elif not texts:
+            self._line_at = 0.0
 
     def _take_free_number(self, beats: Sequence[Beat], record: bytes) -> bool:
         """Take another number where an earlier process has this one; return whether it did."""

@@ -19,7 +19,6 @@ from ..base.errors import ReplicaMismatch, SyncError
 from ..base.service.addresses import parse_address, with_scheme
 from ..exchange.waiting import WaitLog
 from . import core, exits
-from .detecting import Detector
 from .hosting import Place, own_interface
 from .registry import connect
 from .registry.protocol import (
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 PERIOD_S = 0.5
 # Seconds without a beat after which a replica whose connection broke is not waited for.
 _UNHEARD_AFTER_S = 2.0
-# The same for a replica of which a detector says that its process has ended.
+# The same for a replica whose host says that its process has ended.
 _ENDED_AFTER_S = 1.0
 # Id of the registry in which this process was in a view, by address and run.
 _registries: dict[tuple[str, str], str] = {}
@@ -69,7 +68,11 @@ class Elastic:
         replica: This replica's number, which no other process may have. Default: the environment
             variable ``DILOCO_COMM_REPLICA``; without it, under ``diloco-comm launch`` the number
             of the process before; else the lowest number that is free.
-        suspect_after: Seconds without a beat after which the others do not wait for a replica.
+        suspect_after: Seconds without a beat after which the others do not wait for a replica, if
+            its link is silent, too.
+        busy_after: The same for a replica whose link gives signs of life: its Python code is held
+            up, for instance by an extension that keeps the interpreter's lock. A longer
+            ``suspect_after`` counts for them, too.
         quorum_wait: Seconds to wait for enough replicas, or for an answer of the registry, before a
             SyncError; None: for ever.
         founding_wait: Seconds for which those that begin a run wait for more to come. After all
@@ -97,9 +100,6 @@ class Elastic:
             all replicas wait while it travels. Equal on all replicas, which then need inner
             optimizers of one class. A state of other than tensors and numbers is not given, and the
             log says so. Default: a replica that joins begins with a fresh state.
-        detector: A further source of which processes have ended, see ``LighthouseDetector``; of one
-            DiLoCo. Beside it, each replica asks the host of a silent process whether the process
-            still listens.
         key, insecure: Of the connection to the registry; see ``registry.connect``.
         on_event: Called with each ``Happening``: ``ViewChanged`` and ``JoinProgress`` on the thread
             that trains or constructs DiLoCo, the others on the one that beats. Must return soon,
@@ -115,6 +115,7 @@ class Elastic:
     total_steps: int | None = None
     replica: int | None = None
     suspect_after: float = 20.0
+    busy_after: float = 120.0
     quorum_wait: float | None = 3600.0
     founding_wait: float = 2.0
     rollback: bool = False
@@ -124,7 +125,6 @@ class Elastic:
     checkpoint: Mapping[str, Any] | None = None
     join_bandwidth: float | None = None
     inner_state: bool = False
-    detector: Detector | None = None
     key: str | Path | None = None
     insecure: bool | None = None
     on_event: Callable[[Happening], None] | None = None
@@ -143,10 +143,6 @@ class Elastic:
         self.founding_wait = not_negative("founding_wait", self.founding_wait)
         flag("rollback", self.rollback)
         flag("inner_state", self.inner_state)
-        if self.detector is not None and not hasattr(self.detector, "look"):
-            raise TypeError(
-                f"detector must be a Detector such as LighthouseDetector, got {self.detector!r}"
-            )
         if self.round_log_bytes is not None:
             self.round_log_bytes = integer("round_log_bytes", self.round_log_bytes, 0)
         if self.join_bandwidth is not None:
@@ -160,6 +156,7 @@ class Elastic:
         if self.store is not None:
             parse_address("store", self.store)
         self.suspect_after = timeout_seconds(self.suspect_after, "suspect_after")
+        self.busy_after = timeout_seconds(self.busy_after, "busy_after")
         if self.quorum_wait is not None:
             self.quorum_wait = timeout_seconds(self.quorum_wait, "quorum_wait")
         if self.suspect_after < 2 * PERIOD_S:
@@ -327,6 +324,7 @@ class Elastic:
             self.run,
             self.min_replicas,
             suspect_after=max(2, round(self.suspect_after / PERIOD_S)),
+            busy_after=round(self.busy_after / PERIOD_S),
             unheard_after=round(_UNHEARD_AFTER_S / PERIOD_S),
             ended_after=round(_ENDED_AFTER_S / PERIOD_S),
             founding_wait=round(self.founding_wait / PERIOD_S),

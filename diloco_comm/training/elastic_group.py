@@ -16,13 +16,14 @@ from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded,
 from ..base.service.keys import LinkKeys
 from ..elastic.core import events as ev
 from ..elastic.differences import found_difference
-from ..elastic.driver import Driver
+from ..elastic.driver import Driver, Signs
 from ..elastic.exits import LEFT_STAGE, Ended, end_with_status, forget_sigterm, heed_sigterm
 from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
 from ..elastic.hosting import Place, meeting_place, place_of_workers
 from ..elastic.options import PERIOD_S, Elastic
 from ..elastic.totals import Meter
 from ..elastic.views import Member, View
+from ..exchange.membership.own_link import LinkShare
 from ..exchange.waiting import WaitLog
 from ..replica.workers import WORKMATE_STAGE, ReplicaWorkers
 from ..rounds.runner import RoundRunner
@@ -51,6 +52,8 @@ class ElasticGroup:
         shown: What must be equal on all replicas, as JSON types.
         workers: The workers of this replica; worker 0 speaks for the replica.
         connect_s: Seconds in which the store of a view must answer.
+        share: The part of this object in the link of this process; None at workers but the first.
+        name: Of this object, equal on all replicas.
         keys: The link's keys, which protect the stores of the views as well.
         transfer: Serves the state, and copies the state of a group before this replica joins.
 
@@ -70,11 +73,14 @@ class ElasticGroup:
         shown: Any,
         workers: ReplicaWorkers | None,
         connect_s: float,
+        share: LinkShare | None,
+        name: str,
         keys: LinkKeys | None = None,
         transfer: StateTransfer | None = None,
     ) -> None:
         self.elastic, self._workers = elastic, workers
         self._connect_s, self._keys = connect_s, keys
+        self._share, self._name = share, name
         self.view: View | None = None
         self.is_done = False
         self.replica = -1
@@ -123,15 +129,16 @@ class ElasticGroup:
                 is_pulling=self._transfer is not None,
             )
             place.publish(state.member.nonce, self._shown)
+            assert self._share is not None and elastic.run is not None
+            service = f"{elastic.run}/{self._name}/members"
             driver = Driver(
                 registry,
                 state,
                 period_s=PERIOD_S,
                 say=self._say,
+                signs=Signs(self._share.link, service, elastic.suspect_after),
                 chooses_number=elastic.replica is None,
                 folder=folder,
-                detector=elastic.detector,
-                asks_hosts=elastic.store is None,
             )
             if self._transfer is not None:
                 self._transfer.attach(driver, self._emit)
@@ -184,6 +191,7 @@ class ElasticGroup:
             return False
         driver.warn_if_ended()
         driver.inner_step = inner_step
+        self._note("steps")
         rounds.announces_change = driver.is_change_wanted
         # Several workers could not stop at the same step without a message in each step.
         return driver.is_broken and self._workers is None
@@ -196,9 +204,27 @@ class ElasticGroup:
             return
         self._driver.waits_since = time.monotonic()
         try:
-            yield
+            with self.doing("exchange"):
+                yield
         finally:
             self._driver.waits_since = 0.0
+
+    @contextlib.contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Run a block in which this replica is in a phase, see ``DiLoCo.doing``."""
+        before = "" if self._driver is None else self._driver.phase
+        self._note(phase)
+        try:
+            yield
+        finally:
+            self._note(before)
+
+    def _note(self, phase: str) -> None:
+        """Let the others know what this replica does."""
+        driver = self._driver
+        if driver is not None:
+            driver.phase = phase
+            driver.signs.set_progress(driver.inner_step, phase)
 
     def is_boundary(self, rounds: RoundRunner) -> bool:
         """Whether the round just applied was the last of this view; all workers call this."""
@@ -346,6 +372,7 @@ class ElasticGroup:
         """Wait a moment for an order; a newcomer copies the state meanwhile."""
         if self._transfer is None or self.view is not None:
             return driver.next_form(_HEAR_S)
+        self._note("copying")
         until = time.monotonic() + _HEAR_S
         while not driver.has_order and time.monotonic() < until:
             self._transfer.turn(driver)
@@ -377,10 +404,12 @@ class ElasticGroup:
         if self._transfer is not None:
             self._transfer.has_begun()
         if self._driver is not None:
+            self._driver.signs.connect(view)
             entered = self._driver.state.recorded or view
             seconds = time.monotonic() - began
             step = entered.inner_step if entered.number == view.number else view.inner_step
             self._driver.inner_step = step
+            self._note("steps")
             who = view.number, view.ids, view.joined, view.left
             self._emit(ViewChanged(*who, view.reason, seconds, step, self.copied_bytes))
 

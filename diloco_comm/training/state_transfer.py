@@ -18,7 +18,7 @@ from ..elastic.happenings import JoinProgress
 from ..elastic.options import Elastic
 from ..elastic.transfer.donors import Place
 from ..elastic.transfer.newcomer import Newcomer
-from ..exchange.membership.own_link import LinkShare, OwnLink
+from ..exchange.membership.own_link import LinkShare
 from ..ops.wire import Layout
 from ..rounds.load import restore_outer
 from ..rounds.part import SyncedFragment
@@ -108,11 +108,10 @@ class StateTransfer:
         return self._source.served_bytes
 
     def attach(self, driver: Driver, report: Callable[[JoinProgress], None]) -> None:
-        """Publish in the driver's beats where this process serves, and which checkpoint it has."""
+        """Publish in the driver's beats that this process serves, and which checkpoint it has."""
         self._driver, self._report = driver, report
-        place = _place_of(self.share.link)
-        driver.serves = place.to_text()
-        if not place.address:
+        driver.serves = True
+        if not driver.signs.place.address:
             name = "diloco_comm meets newcomers"
             threading.Thread(target=self._meet_newcomers, daemon=True, name=name).start()
         driver.inner_step, driver.positions = max(0, self.saved_step), self._saved_rounds
@@ -245,14 +244,9 @@ class StateTransfer:
                 if self.is_pulling or self._newcomer is not None:
                     continue
                 beats = [beat for beat in self._driver.beats or () if beat.stage == PULLING]
-                places = [Place.from_text(beat.serves) for beat in beats]
+                places = [Place.from_text(beat.link) for beat in beats]
                 ways = [place.way for place in places if place is not None and place.address]
                 self._link.reach(self._service, ways)
-
-
-def _place_of(link: OwnLink) -> Place:
-    ways = link.ways()
-    return Place(ways["link"], ways["address"], ways["link key"], ways["relay"])
 
 
 def _step_of(checkpoint: Mapping[str, Any]) -> int:

@@ -87,7 +87,15 @@ class ElasticTraining:
         if self._inner is not None:
             shown["inner_optimizer"] = self._inner.describe()
         self.leasing = Leasing(workers)
-        self.transfer = _transfer(elastic, replica, place)
+        # Worker 0 speaks for a replica; the exchanges of the others have links of their own.
+        self._share = None
+        if workers is None or workers.rank == 0:
+            self._share = LinkShare(_own_link(elastic, place), place.name)
+        try:
+            self.transfer = _transfer(elastic, replica, self._share, place.name)
+        except BaseException:
+            self._leave_link()
+            raise
         # Nobody waits longer than that for a replica, whatever is cut.
         connect_s = min(replica.timeout_s, elastic.suspect_after, 10.0)
         try:
@@ -96,6 +104,8 @@ class ElasticTraining:
                 shown,
                 workers,
                 connect_s,
+                self._share,
+                place.name,
                 link_keys(place.link_keys),
                 transfer=self.transfer,
             )
@@ -134,8 +144,8 @@ class ElasticTraining:
 
     def _leave_link(self) -> None:
         """End the part of this object in the link, after the exchange."""
-        if self.transfer is not None:
-            self.transfer.share.end()
+        if self._share is not None:
+            self._share.end()
 
     def enter(self, place: Place) -> Joined:
         """Come to the group, as a founder or a newcomer."""
@@ -183,7 +193,7 @@ class ElasticTraining:
             source_rank=source_rank,
             admission=group,
             beside=NothingBeside() if self.transfer is None else self.transfer,
-            link_share=None if self.transfer is None else self.transfer.share,
+            link_share=self._share,
             inner=self._inner,
         )
         joined = join(self._replica, there)
@@ -451,19 +461,16 @@ class NothingBeside:
         """Do nothing: the newcomer is given all of the state."""
 
 
-def _transfer(elastic: Elastic, replica: Replica, place: Place) -> StateTransfer | None:
+def _transfer(
+    elastic: Elastic, replica: Replica, share: LinkShare | None, name: str
+) -> StateTransfer | None:
     """Return what copies the state beside training; None where replicas copy at a boundary."""
     plan, settings = replica.plan, replica.settings
     is_able = elastic.round_log_bytes != 0 and replica.workers is None
     is_able = is_able and settings.overlap.is_shared and not settings.overlap.rounds
     if is_able and can_replay(plan.parts):
-        share = LinkShare(_own_link(elastic, place), place.name)
-        try:
-            parts = plan.parameter_parts()
-            return StateTransfer(elastic, parts, plan.saved_layout, share, place.name)
-        except BaseException:
-            share.end()
-            raise
+        assert share is not None
+        return StateTransfer(elastic, plan.parameter_parts(), plan.saved_layout, share, name)
     if elastic.checkpoint is not None:
         raise ValueError(
             "a checkpoint= of Elastic goes with Blocking and Streaming, an outer optimizer of this "
@@ -474,7 +481,7 @@ def _transfer(elastic: Elastic, replica: Replica, place: Place) -> StateTransfer
 
 
 def _own_link(elastic: Elastic, place: Place) -> OwnLink:
-    """Return the link of this process: the exchanges', or over gloo one for copies alone."""
+    """Return the link of this process: the exchanges', or over gloo one beside them."""
     check_link(
         place.backend, place.listen, place.advertise, place.link_keys, place.relay, place.proxy
     )

@@ -353,7 +353,7 @@ def test_a_connection_that_ends_is_made_anew() -> None:
         hello = struct.pack(
             "<8sII16s16s",
             b"DILOLINK",
-            2,
+            3,
             0,
             bytes.fromhex(group.fresh.link.nonce),
             bytes.fromhex(nonce),

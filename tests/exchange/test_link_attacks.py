@@ -18,8 +18,8 @@ from diloco_comm import _C
 
 ANY_PORT = "127.0.0.1:0"
 LIMIT_S = 20.0
-GREETING = b"DILOLINK" + struct.pack("<I", 2)
-JOIN, GRANT, DATA = 1, 2, 4
+GREETING = b"DILOLINK" + struct.pack("<I", 3)
+JOIN, GRANT, DATA, BEAT = 1, 2, 4, 14
 FRAME = "<BBHIQIIQQ"  # magic, kind, number, length, token, tag, ticket, offset, total
 
 
@@ -190,7 +190,9 @@ def test_two_fragments_at_once_do_not_write_past_the_end(links: Callable[..., _C
         first.sendall(GREETING + struct.pack("<I", 1) + fake)
         second.sendall(GREETING + struct.pack("<I", 0) + fake + bytes.fromhex(link.nonce))
         read(second, 32)
-        token = struct.unpack(FRAME, read(first, 40))[4]
+        kind = BEAT
+        while kind == BEAT:
+            _, kind, _, _, token, *_ = struct.unpack(FRAME, read(first, 40))
         first.sendall(frame(JOIN, token=token, total=1))
         end.join()
         memory = torch.zeros(16384, dtype=torch.uint8)

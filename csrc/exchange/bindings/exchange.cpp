@@ -252,6 +252,7 @@ void register_link(py::module_& m) {
                       "Seconds since its inner step moved, or bytes of a round with it.")
         .def_readonly("inner_step", &link::PeerLife::inner_step)
         .def_readonly("phase", &link::PeerLife::phase)
+        .def_readonly("is_connected", &link::PeerLife::is_connected)
         .def_readonly("is_refused", &link::PeerLife::is_refused,
                       "It is silent, and its address refuses: it has ended.");
     py::class_<Link, std::shared_ptr<Link>>(m, "Link")

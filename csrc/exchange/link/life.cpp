@@ -122,6 +122,7 @@ std::vector<PeerLife> Link::life() const {
         if (!is_wanted(*peer)) continue;
         found.push_back(peer->life.facts(at));
         found.back().nonce = link::to_hex(id.first);
+        found.back().is_connected = is_connected(*peer);
     }
     return found;
 }

@@ -54,6 +54,7 @@ struct PeerLife {
     double still_s = std::numeric_limits<double>::infinity();
     uint64_t inner_step = 0;
     std::string phase{};
+    bool is_connected = false;
     bool is_refused = false;  // see Life::refuse()
 };
 

@@ -23,13 +23,15 @@ class Polled:
         record: b"" if there is none.
         beats: The last beat of every process, this one among them.
         is_late: This process stood still since its last poll: beats may be old for that reason.
-        ended: Nonces of processes that have ended, as a detector says; it may be wrong.
+        ended: Nonces of silent processes whose hosts refuse: they have ended, which may be wrong.
+        heard: Nonces of processes that this one hears over its link, whatever their beats.
     """
 
     record: bytes
     beats: tuple[Beat, ...]
     is_late: bool = False
     ended: tuple[str, ...] = ()
+    heard: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from ..beats import FINISHED, GONE, Beat
 from ..views import Key
 from .events import Polled
-from .state import Peer, State
+from .state import Peer, Settings, State
 
 
 def look(state: State, polled: Polled) -> tuple[Peer, ...]:
@@ -23,7 +23,7 @@ def look(state: State, polled: Polled) -> tuple[Peer, ...]:
     if view is not None:
         keys |= {*view.keys, *view.base_members}
     keys.discard(state.key)
-    limit = state.settings.suspect_after
+    limit = max(state.settings.suspect_after, state.settings.busy_after)
     return tuple(sorted(_look(known.get(k), k, counters.get(k, -1), polled, limit) for k in keys))
 
 
@@ -35,13 +35,23 @@ def _look(peer: Peer | None, key: Key, counter: int, polled: Polled, limit: int)
         return Peer(key, counter, 0, True)
     # Where this process stood still, a counter that did not rise says nothing.
     silent = peer.silent_polls + (not polled.is_late)
-    return Peer(key, peer.counter, min(silent, limit), peer.is_heard, key[1] in polled.ended)
+    is_busy = key[1] in polled.heard
+    is_ended = key[1] in polled.ended and not is_busy
+    return Peer(key, peer.counter, min(silent, limit), peer.is_heard, is_ended, is_busy)
 
 
 def is_dead(peer: Peer, state: State) -> bool:
-    """Whether a process beats no more, and a detector says that it has ended."""
+    """Whether a process beats no more, and its host says that it has ended."""
     limit = state.settings.ended_after
     return peer.is_ended and 0 < limit <= peer.silent_polls
+
+
+def _is_suspected(peer: Peer, settings: Settings) -> bool:
+    """Whether a process has not beaten for too long: busy ones have more time."""
+    limit = settings.suspect_after
+    if peer.is_busy:
+        limit = max(limit, settings.busy_after)
+    return peer.silent_polls >= limit
 
 
 def newly_suspected(state: State, peers: tuple[Peer, ...]) -> tuple[int, ...]:
@@ -59,8 +69,8 @@ def silent_members(state: State) -> tuple[int, ...]:
 
 
 def _suspected(state: State, peers: Iterable[Peer]) -> set[Key]:
-    limit = state.settings.suspect_after
-    return {peer.key for peer in peers if peer.silent_polls >= limit or is_dead(peer, state)}
+    settings = state.settings
+    return {p.key for p in peers if _is_suspected(p, settings) or is_dead(p, state)}
 
 
 class Roster:
@@ -75,8 +85,7 @@ class Roster:
         self.beats[state.key] = own
         self._own = state.key
         self._peers = {peer.key: peer for peer in state.peers}
-        self._limit = state.settings.suspect_after
-        self._unheard, self._unheard_limit = state.unheard, state.settings.unheard_after
+        self._settings, self._unheard = state.settings, state.unheard
         self._dead = {peer.key for peer in state.peers if is_dead(peer, state)}
 
     def has_died(self, key: Key) -> bool:
@@ -91,12 +100,14 @@ class Roster:
             return True
         peer, beat = self._peers.get(key), self.beats.get(key)
         has_ended = beat is not None and beat.stage in (GONE, FINISHED)
-        limit = self._limit
-        if key[1] in self._unheard and self._unheard_limit:
+        if peer is None or has_ended or key in self._dead:
+            return False
+        if key[1] in self._unheard and not peer.is_busy:
             # That its connection broke says the same: two signs make a short wait enough.
-            limit = min(limit, self._unheard_limit)
-        is_silent = peer is None or peer.silent_polls >= limit or key in self._dead
-        return not (is_silent or has_ended)
+            limit = self._settings.unheard_after
+            if 0 < limit <= peer.silent_polls:
+                return False
+        return not _is_suspected(peer, self._settings)
 
     def lives(self, key: Key) -> bool:
         """Whether a process was heard lately."""

@@ -22,7 +22,8 @@ class Settings:
         min_replicas: Fewer do not train.
         suspect_after: Polls in which a peer's counter must stand still for it to be suspected.
         unheard_after: The same for a peer whose connection broke; 0: no difference.
-        ended_after: The same for a peer that has ended, as a detector says; 0: no difference.
+        ended_after: The same for a peer whose host says that it has ended; 0: no difference.
+        busy_after: The same for a peer that the link hears; a longer ``suspect_after`` counts.
         founding_wait: Polls for which the founders wait for more to come.
         is_durable: The registry keeps its record when it ends. If not, a view needs more than half
             of its base, or exactly half with the lowest of them.
@@ -34,6 +35,7 @@ class Settings:
     suspect_after: int = 20
     unheard_after: int = 0
     ended_after: int = 0
+    busy_after: int = 0
     founding_wait: int = 0
     is_durable: bool = True
     allows_rollback: bool = False
@@ -51,9 +53,10 @@ class Peer:
 
     Attributes:
         counter: Of its last beat; -1 if there is none.
-        silent_polls: In which the counter stood still, at most ``suspect_after``.
+        silent_polls: In which the counter stood still, up to a limit.
         is_heard: The counter was seen to rise: an old beat may be that of a dead process.
-        is_ended: A detector said so at the last poll, in which the counter stood still.
+        is_ended: Its host said so at the last poll, in which the counter stood still.
+        is_busy: The link heard it at the last poll, in which the counter stood still.
     """
 
     key: Key
@@ -61,6 +64,7 @@ class Peer:
     silent_polls: int = 0
     is_heard: bool = False
     is_ended: bool = False
+    is_busy: bool = False
 
 
 @dataclass(frozen=True)
