@@ -113,7 +113,9 @@ class Signs:
             life = self._lives.get(member.nonce)
             if life is None or not self._is_heard(member.nonce):
                 continue
-            is_still = min(waited, life.still_s) >= self._suspect_after_s
+            # Others may wait for the same member.
+            is_still = life.phase != "exchange" and life.still_s >= self._suspect_after_s
+            is_still &= waited >= self._suspect_after_s
             if member.nonce in silent or is_still:
                 at = f"inner step {life.inner_step}"
                 phase = f", phase {life.phase}" if life.phase else ""

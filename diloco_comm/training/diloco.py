@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -195,13 +195,9 @@ class DiLoCo:
         self._skipped = SkippedSteps(optimizers)
 
         # Peers: the exchange with the other replicas, and the same state on all of them.
+        known = model, optimizers, settings, plan, workers, self._recorder
         replica = Replica(
-            model,
-            optimizers,
-            settings,
-            plan,
-            workers,
-            self._recorder,
+            *known,
             impl=self.impl,
             timeout_s=timeout_s,
             weight=weight,
@@ -534,9 +530,7 @@ class DiLoCo:
             RuntimeError: With ``Elastic``, which changes the group by itself.
         """
         if self._elastic is not None:
-            raise RuntimeError(
-                "peers=Elastic(...) changes the group by itself: leave out change_group"
-            )
+            raise RuntimeError("Elastic(...) changes the group by itself: leave out change_group")
         self._refuse_in_step("change_group")
         self._change_group(members, store)
 
@@ -580,6 +574,10 @@ class DiLoCo:
         if self._elastic is None:
             raise RuntimeError("leave() needs peers=Elastic(...): in a fixed group, call close()")
         self._elastic.group.leave()
+
+    def doing(self, phase: str) -> AbstractContextManager[None]:
+        """Name a phase, "evaluation" or "checkpoint", to those that wait, in a ``with`` block."""
+        return nullcontext() if self._elastic is None else self._elastic.group.doing(phase)
 
     def agree_on_steps(self, num_steps: int) -> int:
         """Return the least ``num_steps`` of all replicas; every replica calls this at one point.
@@ -753,7 +751,7 @@ class DiLoCo:
         local = [[tensor.clone() for tensor in part.fragment.local()] for part in parts]
         self._is_swapped = True
         try:
-            with self._watch.paused():
+            with self._watch.paused(), self.doing("evaluation"):
                 try:
                     # Workers with shards of their own need nothing from each other here.
                     with self._rounds.all_workers(parts) if is_sharded else nullcontext():

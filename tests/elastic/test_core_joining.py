@@ -167,7 +167,8 @@ def test_a_newcomer_names_as_many_replicas_out_of_reach_as_a_beat_holds() -> Non
     process.tell(Failed(5, missing=missing))
     assert len(process.state.unreachable) == len(missing)
     positions = tuple(range(1_000_000, 1_000_032))
-    told = replace(beat_of(process.state, 1, 0, positions), serves=f"{place} {'k' * 40}")
+    link = f"{'a' * 32} {place[6:]} {'b' * 64} {place[6:]}"
+    told = replace(beat_of(process.state, 1, 0, positions), link=link, serves=True, phase="copying")
     assert Beat.from_bytes(told.to_bytes()) == told
     assert set(told.unreachable) < set(process.state.unreachable) and len(told.unreachable) >= 20
 

@@ -120,6 +120,7 @@ def _beat_report(beat: Beat, view: View | None) -> dict[str, Any]:
         "stage": beat.stage,
         "view": beat.view,
         "inner_step": beat.inner_step,
+        "phase": beat.phase,
         "is_leaving": beat.is_leaving,
         "unreachable": beat.unreachable,
         "counter": beat.counter,
@@ -186,7 +187,8 @@ def _table(title: str, view: View | None, beats: list[Beat], silence: dict[str, 
     for beat in beats:
         row = _beat_report(beat, view)
         cells = [str(row["id"]), row["nonce"][:8], "yes" if row["is_member"] else "no"]
-        cells += [row["stage"], str(row["view"]), str(row["inner_step"]), row["address"]]
+        stage = f"{row['stage']} ({row['phase']})" if row["phase"] else row["stage"]
+        cells += [stage, str(row["view"]), str(row["inner_step"]), row["address"]]
         if silence:
             cells.append(f"{silence[row['nonce']]:.0f} s")
         table.add_row(*cells)

@@ -1,0 +1,200 @@
+"""Replicas whose Python code is held up, that are stopped, or that die: who is left out, and when.
+
+The beats at the registry come from a Python thread, those of the link do not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from elastic_replicas import registry as registry
+from fault_replicas import BLOCK, connect, make_model, make_optimizer, take_inner_step, wait_for
+from registries import Host
+from workers import Pool
+
+from diloco_comm import DiLoCo, Elastic, LeftBehind, Link, Wire
+from diloco_comm.elastic.happenings import Suspected, ViewChanged
+
+H = 4
+FAULT_STEP, LAST_STEP = 2 * H + 1, 8 * H
+
+
+@dataclass
+class End:
+    """How a replica ended.
+
+    Attributes:
+        views: The members of each of its views.
+        slowest_s: The longest change of the group.
+    """
+
+    inner_step: int
+    outer: str
+    views: list[tuple[int, ...]]
+    slowest_s: float
+    suspected: list[tuple[int, ...]]
+    lines: list[str]
+    is_left_behind: bool
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def hold(seconds: float) -> None:
+    """Sleep as an extension does that keeps the interpreter's lock."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def live(
+    rank: int,
+    world: int,
+    store: tuple[str, int],
+    registry: str,
+    fault: str,
+    seconds: float,
+    options: dict[str, Any],
+) -> End:
+    """Train; the last replica does something to itself once all are there."""
+    os.environ["DILOCO_COMM_REPORT_S"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    signs, lines = connect(store), Lines()
+    logging.getLogger("diloco_comm").addHandler(lines)
+    happenings: list[Any] = []
+    model = make_model()
+    optimizer = make_optimizer(model)
+    backend = options.pop("backend", "tcp")
+    membership = Elastic(
+        registry,
+        run="test",
+        replica=rank,
+        min_replicas=2,
+        founding_wait=5.0,
+        quorum_wait=40.0,
+        on_event=happenings.append,
+        **options,
+    )
+    diloco = DiLoCo(
+        model,
+        optimizer,
+        sync_every=H,
+        peers=membership,
+        wire=Wire(block_size=BLOCK),
+        link=Link(backend, chunk_bytes=512, timeout=60.0),
+    )
+    is_left_behind = False
+    try:
+        while diloco.inner_step < LAST_STEP:
+            take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+            if rank == world - 1 and diloco.inner_step == FAULT_STEP and fault:
+                assert len(diloco.members) == world
+                signs.set("pid", str(os.getpid()))
+                do(fault, seconds, diloco)
+                fault = ""
+        diloco.flush()
+    except LeftBehind:
+        is_left_behind = True
+    views = [one for one in happenings if isinstance(one, ViewChanged)]
+    end = End(
+        diloco.inner_step,
+        diloco.outer_hash(),
+        [view.members for view in views],
+        max(view.seconds for view in views[1:]) if views[1:] else 0.0,
+        [one.replicas for one in happenings if isinstance(one, Suspected)],
+        lines.lines,
+        is_left_behind,
+    )
+    diloco.close()
+    return end
+
+
+def do(fault: str, seconds: float, diloco: DiLoCo) -> None:
+    if fault == "hold":
+        with diloco.doing("evaluation"):
+            hold(seconds)
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+
+
+def alike(ends: list[End]) -> bool:
+    return len({(end.inner_step, end.outer) for end in ends}) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "seconds", "suspect_after"),
+    [("tcp", 4.0, 1.5), ("gloo", 4.0, 1.5), ("tcp", 12.0, 8.0)],
+    ids=["tcp", "gloo", "full"],
+)
+@pytest.mark.nightly(
+    "10 to 20 s each; they differ in the group's network and in times", but=["tcp"]
+)
+def test_a_replica_that_holds_the_gil_is_waited_for(
+    fresh_workers: Callable[..., Pool],
+    registry: Host,
+    backend: str,
+    seconds: float,
+    suspect_after: float,
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    options = {"suspect_after": suspect_after, "backend": backend}
+    ends = pool.run(live, pool.store, registry.address, "hold", seconds, options, timeout=80)
+    assert [(end.views, end.suspected, end.is_left_behind) for end in ends] == 3 * [
+        ([(0, 1, 2)], [], False)
+    ]
+    assert alike(ends) and ends[0].inner_step == LAST_STEP
+    for end in ends[:2]:
+        (line,) = [line for line in end.lines if line.endswith("alive, and not taking part")]
+        assert line.startswith("waiting for replica 2 (inner step ") and "evaluation" in line
+
+
+def test_a_replica_that_holds_the_gil_for_too_long_is_left_out(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    options = {"suspect_after": 1.5, "busy_after": 3.0}
+    ends = pool.run(live, pool.store, registry.address, "hold", 9.0, options, timeout=80)
+    assert [end.views for end in ends[:2]] == 2 * [[(0, 1, 2), (0, 1)]]
+    assert [end.suspected for end in ends[:2]] == 2 * [[(2,)]]
+    assert alike(ends[:2]) and ends[0].inner_step == LAST_STEP
+    assert ends[2].is_left_behind and ends[2].views == [(0, 1, 2)]
+
+
+@pytest.mark.nightly("15 s; the first tier has one that holds the interpreter's lock")
+def test_a_replica_that_is_stopped_for_a_while_is_waited_for(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    pool.submit(live, pool.store, registry.address, "stop", 0.0, {"suspect_after": 8.0})
+    wait_for(pool, ["pid"])
+    time.sleep(3.0)
+    os.kill(int(connect(pool.store).get("pid")), signal.SIGCONT)
+    ends = pool.collect(timeout=80)
+    assert [(end.views, end.suspected) for end in ends] == 3 * [([(0, 1, 2)], [])]
+    assert alike(ends)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "gloo"])
+@pytest.mark.nightly("8 s each; they differ in the group's network", but=["tcp"])
+def test_a_replica_that_is_killed_is_left_out_at_once(
+    fresh_workers: Callable[..., Pool], registry: Host, backend: str
+) -> None:
+    """Its host refuses: nobody waits for ``suspect_after``."""
+    pool = fresh_workers(3, init_group=False)
+    options = {"suspect_after": 60.0, "backend": backend}
+    arguments = pool.store, registry.address, "kill", 0.0, options
+    ends = pool.run(live, *arguments, expect_exit={2}, timeout=80)
+    assert [end.views for end in ends[:2]] == 2 * [[(0, 1, 2), (0, 1)]]
+    assert alike(ends[:2]) and ends[0].slowest_s < 60.0
