@@ -53,7 +53,7 @@ class Beat:
         unreachable: Nonces of processes that it could not reach.
         link: Where its link is found, see ``Place``; "" for nowhere.
         serves: Other processes can copy its outer state there.
-        phase: Of its training loop, see ``DiLoCo.doing``.
+        phase: The work of its training loop, see ``DiLoCo.doing``.
     """
 
     member: Member

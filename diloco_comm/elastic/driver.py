@@ -51,7 +51,7 @@ _LINE_S = 60.0
 
 
 class Signs:
-    """What the link of this process hears of the other members.
+    """The life of the other members, as the link of this process hears it.
 
     Args:
         own: The link of this process.
@@ -59,11 +59,11 @@ class Signs:
         suspect_after_s: Seconds without a byte after which a process is not heard any more.
 
     Attributes:
-        place: Of the own link, for beats.
+        place: The place of the own link, for beats.
     """
 
     def __init__(self, own: OwnLink, service: str, suspect_after_s: float) -> None:
-        self._link, self._service, self._suspect_after_s = own.link, service, suspect_after_s
+        self._own, self._service, self._suspect_after_s = own, service, suspect_after_s
         ways = own.ways()
         self.place = Place(ways["link"], ways["address"], ways["link key"], ways["relay"])
         # By nonces of processes: their links, and what was heard at the last look.
@@ -74,16 +74,16 @@ class Signs:
         """Let the link connect to all members of a view; a name server may take its time."""
         places = [self._places.get(member.nonce) for member in view.members]
         ways = [place.way for place in places if place is not None and place != self.place]
-        self._link.reach(self._service, ways)
+        self._own.link.reach(self._service, ways)
 
     def close(self) -> None:
         """Let the link connect to nobody any more; idempotent."""
         with contextlib.suppress(RuntimeError):  # The link was closed.
-            self._link.reach(self._service, [])
+            self._own.link.reach(self._service, [])
 
     def set_progress(self, inner_step: int, phase: str) -> None:
         """Say to the others how far this process is, see ``DiLoCo.doing``."""
-        self._link.set_progress(inner_step, phase)
+        self._own.link.set_progress(inner_step, phase)
 
     def look(self, beats: Sequence[Beat]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the nonces of processes that have ended, and of those that the link hears."""
@@ -91,7 +91,7 @@ class Signs:
             place = Place.from_text(beat.link)
             if place is not None:
                 self._places[beat.member.nonce] = place
-        lives = {life.nonce: life for life in self._link.life()}
+        lives = self._own.life()
         self._lives = {n: lives[p.nonce] for n, p in self._places.items() if p.nonce in lives}
         ended = tuple(nonce for nonce, life in self._lives.items() if life.is_refused)
         return ended, tuple(nonce for nonce in self._lives if self._is_heard(nonce))
@@ -136,7 +136,7 @@ class Driver:
         say: Called with each action of the core, on the driver's thread.
         chooses_number: The number in ``state`` is a guess: take another if it is taken.
         folder: Of the launcher, in which this process notes its number and may be asked to leave.
-        signs: What the link hears of other processes.
+        signs: The life of other processes.
 
     Attributes:
         state: The core's newest state.

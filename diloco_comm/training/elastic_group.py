@@ -53,7 +53,7 @@ class ElasticGroup:
         workers: The workers of this replica; worker 0 speaks for the replica.
         connect_s: Seconds in which the store of a view must answer.
         share: The part of this object in the link of this process; None at workers but the first.
-        name: Of this object, equal on all replicas.
+        name: The name of this object, equal on all replicas.
         keys: The link's keys, which protect the stores of the views as well.
         transfer: Serves the state, and copies the state of a group before this replica joins.
 

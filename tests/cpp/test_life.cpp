@@ -247,7 +247,7 @@ void test_a_process_that_ends() {
     until([&] { return life_of(pair.one, nonce).is_refused; });
 }
 
-// Who was only dialled by the peer knows no address that accepts.
+// A process that was only dialled by the peer knows no address that accepts.
 void test_no_refusal_without_an_own_dial() {
     const LinkPtr one = open_link(), other = open_link();
     allow_all({one, other});

@@ -80,7 +80,7 @@ def test_a_member_that_has_ended_is_left_out_before_it_is_suspected() -> None:
     assert proposal(process.poll(beat(1, BROKEN, one), silent=silent, ended=("n2",))).ids == (0, 1)
 
 
-def test_a_beat_proves_a_detector_wrong() -> None:
+def test_a_beat_proves_a_host_wrong() -> None:
     one = view(0, 1)
     process = Process(replace_settings(training(0, one), suspect_after=20, ended_after=2))
     mate = beat(1, TRAINING, one)
@@ -92,7 +92,7 @@ def test_a_beat_proves_a_detector_wrong() -> None:
     assert process.polls(2, silent=(replace(mate, counter=6),)) == []
 
 
-def test_a_detector_takes_its_sign_back() -> None:
+def test_a_host_takes_its_sign_back() -> None:
     one = view(0, 1, 2)
     process = Process(replace_settings(training(0, one), suspect_after=20, ended_after=2))
     mates = beat(1, TRAINING, one), beat(2, TRAINING, one)
@@ -112,6 +112,36 @@ def test_a_late_poll_tells_nothing_of_one_that_has_ended() -> None:
     process.poll(mate)
     silent = (replace(mate, counter=2),)
     assert process.polls(4, silent=silent, ended=("n1",), is_late=True) == []
+
+
+def test_a_member_that_the_link_hears_has_more_time() -> None:
+    one = view(0, 1, 2)
+    process = Process(replace_settings(training(0, one), busy_after=20))
+    mates = beat(1, TRAINING, one), beat(2, TRAINING, one)
+    process.poll(*mates)
+    silent = (replace(mates[1], counter=2),)
+    # Twice the usual limit of two polls, and more.
+    assert process.polls(5, mates[0], silent=silent, linked=("n2",)) == []
+    process.tell(Broke(4, unheard=(2,)))
+    waits = process.polls(1, beat(1, BROKEN, one), silent=silent, linked=("n2",))
+    assert not [one for one in waits if isinstance(one, Swap)]
+    # Once the link is silent, too, the usual limit counts at once.
+    assert proposal(process.poll(beat(1, BROKEN, one), silent=silent)).ids == (0, 1)
+
+
+def test_a_member_that_only_the_link_hears_is_left_out_in_the_end() -> None:
+    one = view(0, 1, 2)
+    process = Process(replace_settings(training(0, one), busy_after=12, ended_after=1))
+    mates = beat(1, TRAINING, one), beat(2, TRAINING, one)
+    process.poll(*mates)
+    silent = (replace(mates[1], counter=2),)
+    # A host may refuse connections of a process that lives.
+    signs = {"linked": ("n2",), "ended": ("n2",)}
+    assert process.polls(5, mates[0], silent=silent, **signs) == []
+    assert Suspect((2,)) in process.poll(mates[0], silent=silent, **signs)
+    # A beat of that process takes all back.
+    process.poll(*mates)
+    assert process.state.peers[1].silent_polls == 0 and not process.state.peers[1].is_busy
 
 
 def replace_settings(state: State, **options: Any) -> State:

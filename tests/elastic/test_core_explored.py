@@ -65,6 +65,14 @@ SETTLED: dict[str, Make] = {
         tells_ended=True,
         **ONE_ROUND,
     ),
+    "two-busy-by-mistake": lambda: Model(
+        cores(busy_after=2),
+        members(2),
+        Budget(deaths=1, breaks=1, suspicions=1),
+        highest=2,
+        tells_busy=True,
+        **NO_ROUND,
+    ),
     "two-again": lambda: Model(cores(), AGAIN, Budget(deaths=1), highest=4, **ONE_ROUND),
     "two-again-at-least-two": lambda: Model(
         cores(min_replicas=2), AGAIN, Budget(deaths=1), highest=4, **ONE_ROUND

@@ -1,6 +1,6 @@
 """Replicas whose Python code is held up, that are stopped, or that die: who is left out, and when.
 
-The beats at the registry come from a Python thread, those of the link do not.
+The beats at the registry come from a Python thread, and beats of the link do not.
 """
 
 from __future__ import annotations

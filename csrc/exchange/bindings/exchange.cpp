@@ -244,7 +244,7 @@ void register_link(py::module_& m) {
         .def("choose", &link::Strangers::choose,
              "The stranger that goes when there are too many; 0 where there is none.");
     py::class_<LinkGroup, c10d::Backend, c10::intrusive_ptr<LinkGroup>>(m, "LinkGroup");
-    py::class_<link::PeerLife>(m, "PeerLife", "What a link knows of the life of a process.")
+    py::class_<link::PeerLife>(m, "PeerLife", "The life of a process, as a link knows it.")
         .def_readonly("nonce", &link::PeerLife::nonce)
         .def_readonly("silent_s", &link::PeerLife::silent_s,
                       "Seconds since its last byte; infinite before the first.")
@@ -303,9 +303,9 @@ void register_link(py::module_& m) {
             [](Link& link, uint64_t inner_step, const std::string& phase) {
                 link.set_progress(inner_step, link::phase_of(phase));
             },
-            py::arg("inner_step"), py::arg("phase"), "What the next beats say of this process.")
+            py::arg("inner_step"), py::arg("phase"), "Sets the words of the next beats about this process.")
         .def("life", &Link::life, release(),
-             "What is known of each process that a group has, or that reach() has asked for.")
+             "The life of each process that a group has, or that reach() has asked for.")
         .def(
             "tell",
             [](Link& link, const std::string& nonce, const std::string& service,

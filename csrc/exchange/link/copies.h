@@ -25,7 +25,7 @@ constexpr size_t kMostRequests = 8;
 
 // The number that stands for a name on the wire.
 uint64_t hash_of(const std::string& name);
-// Of 32 hexadecimal digits; std::invalid_argument for another text.
+// The bytes of 32 hexadecimal digits; std::invalid_argument for another text.
 Nonce nonce_of(const std::string& text);
 
 // The bytes of a body, and what keeps them.

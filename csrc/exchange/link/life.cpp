@@ -59,7 +59,7 @@ void Life::hear(Clock::duration at) {
 }
 
 void Life::hear_beat(const Frame& beat, Clock::duration at) {
-    // Of two connections, one may bring an older beat later.
+    // One of two connections may bring an older beat later.
     if (static_cast<int32_t>(beat.ticket - last_beat_) <= 0) return;
     last_beat_ = beat.ticket;
     if (beat.offset != inner_step_ || beat.total != num_sent_) moved_at_ = at;

@@ -26,7 +26,7 @@ constexpr uint64_t kMostTellBytes = 64 * 1024;  // of one message
 constexpr uint64_t kMostToldBytes = 1024 * 1024;
 constexpr uint64_t kTellCost = 64;
 
-// What the program of a process does; the empty text: it has not said so.
+// The work of a program; the empty text: the program has not named any.
 enum class Phase : uint8_t { kUnknown, kSteps, kExchange, kEvaluation, kCheckpoint, kCopying };
 const char* name_of(Phase phase);
 // Throws std::invalid_argument for a text that names no phase.
@@ -45,7 +45,7 @@ class OwnClock {
     Clock::time_point ticked_at_;
 };
 
-// What this process knows of the life of another one, times by its OwnClock.
+// The life of another process, as this one knows it; times by the OwnClock.
 struct PeerLife {
     std::string nonce{};
     // Since the last byte on any lane; infinite before the first.

@@ -166,7 +166,7 @@ class Link : public std::enable_shared_from_this<Link> {
     // Says to the others, in its next beats, how far this process is. From any thread; waits for
     // nothing.
     void set_progress(uint64_t inner_step, link::Phase phase);
-    // Of each process that a group has, or that reach() has asked for.
+    // The life of each process that a group has, or that reach() has asked for.
     std::vector<link::PeerLife> life() const;
 
     // Sends a message of at most 64 KiB, ahead of all bulk; false without a connection, or where a

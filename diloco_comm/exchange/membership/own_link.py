@@ -111,6 +111,14 @@ class OwnLink:
     def counters(self) -> dict[str, int]:
         return self.link.counters()
 
+    def life(self) -> dict[str, _C.PeerLife]:
+        """Return the life of each process that a group has, or that ``reach`` asked for, by nonce.
+
+        The thread of the link finds out, without Python; see ``link.tell`` and ``link.told`` for
+        messages to such a process.
+        """
+        return {one.nonce: one for one in self.link.life()}
+
     def ways(self) -> dict[str, str]:
         """Return what the others need to know to reach this process.
 

@@ -16,6 +16,8 @@ Step = Callable[[State, Event], tuple[State, tuple[Action, ...]]]
 
 # Numbers of beats, and whether their counters have risen.
 Heard = tuple[tuple[int, bool], ...]
+# Nonces of processes that have ended, as their hosts say, and of those that the link hears.
+Signs = tuple[tuple[str, ...], tuple[str, ...]]
 # Number of the view, number of its base, and nonces: first that of the proposer.
 Key = tuple[int, int, str]
 
@@ -48,9 +50,7 @@ class Cores:
         self._states: list[State] = []
         self._numbers: dict[State, int] = {}
         self._steps: dict[tuple[int, Event], tuple[int, tuple[Action, ...]]] = {}
-        self._polls: dict[
-            tuple[int, bytes, Heard, tuple[str, ...]], tuple[int, tuple[Action, ...]]
-        ] = {}
+        self._polls: dict[tuple[int, bytes, Heard, Signs], tuple[int, tuple[Action, ...]]] = {}
         self._beats: list[Beat] = []
         self._beat_numbers: dict[Beat, int] = {}
         self._beat_of: dict[int, int] = {}
@@ -90,15 +90,15 @@ class Cores:
         return self._beat_numbers.setdefault(beat, len(self._beats) - 1)
 
     def poll(
-        self, number: int, record: bytes, beats: Heard, ended: tuple[str, ...] = ()
+        self, number: int, record: bytes, beats: Heard, signs: Signs = ((), ())
     ) -> tuple[int, tuple[Action, ...]]:
         """Let a process poll.
 
         Args:
             beats: Numbers of beats, and whether the counter is another than it was.
-            ended: Nonces of processes that have ended, as a detector says.
+            signs: See there.
         """
-        key = number, record, beats, ended
+        key = number, record, beats, signs
         known = self._polls.get(key)
         if known is None:
             counters = {peer.key: peer.counter for peer in self[number].peers}
@@ -108,7 +108,7 @@ class Cores:
                 last = counters.get(beat.member.key, -1)
                 counter = (last + 1) % 2 if is_fresh else max(0, last)
                 heard.append(replace(beat, counter=counter))
-            polled = Polled(record, tuple(heard), ended=ended)
+            polled = Polled(record, tuple(heard), False, *signs)
             known = self._polls[key] = self.step(number, polled)
         return known
 

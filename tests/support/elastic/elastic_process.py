@@ -78,6 +78,7 @@ class Process:
         silent: tuple[Beat, ...] = (),
         is_late: bool = False,
         ended: tuple[str, ...] = (),
+        linked: tuple[str, ...] = (),
     ) -> list[Any]:
         """Poll twice, so that ``beats`` are heard, and return all actions."""
         actions: list[Action] = []
@@ -85,7 +86,7 @@ class Process:
             self._counter += 1
             heard = [replace(one, counter=self._counter) for one in beats]
             own = beat_of(self.state, self._counter)
-            polled = Polled(self.record, (own, *heard, *silent), is_late, ended)
+            polled = Polled(self.record, (own, *heard, *silent), is_late, ended, linked)
             actions += self.tell(polled)
             if any(isinstance(one, (Swap, Form)) for one in actions):
                 break

@@ -106,8 +106,9 @@ class Polling(Bounds):
             for q, slot in enumerate(self.slots)
             if self.tells_ended and (world.processes[q] == DEAD or unheard >> q & 1)
         ]
-        number = world.processes[p].core
-        core, actions = self.cores.poll(number, world.record, tuple(heard), tuple(ended))
+        linked = [slot.nonce for q, slot in enumerate(self.slots) if self.tells_busy and q != p]
+        signs = tuple(ended), tuple(linked)
+        core, actions = self.cores.poll(world.processes[p].core, world.record, tuple(heard), signs)
         return self._moved(world, p, core, actions)
 
     def _beat(self, world: World, q: int, is_new: bool) -> int | None:

@@ -102,7 +102,8 @@ class Bounds:
             takes ``budget.suspicions``.
         has_quick_beats: What others see of a process is what it is now, and a process seals at
             once when it takes part in an attempt. With one round under way, it is applied at once.
-        tells_ended: A detector says that the dead have ended, and those that were not heard.
+        tells_ended: Hosts say that the dead have ended, and those that were not heard.
+        tells_busy: Links hear everybody, also the dead.
         votes_bad: A process may vote a round down.
         keeps_promise, commits_voted, compares: What the mutants lack: no vote leaves and none is
             heard after an ack; a round counts if all survivors have voted; the registry compares.
@@ -117,6 +118,7 @@ class Bounds:
     has_late_beats: bool = False
     has_quick_beats: bool = False
     tells_ended: bool = False
+    tells_busy: bool = False
     votes_bad: bool = False
     is_cut: bool = False
     keeps_promise: bool = True

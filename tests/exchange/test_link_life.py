@@ -1,0 +1,135 @@
+"""Signs of life and messages of a link between real processes, and behind a relay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from diloco_comm import _C
+from diloco_comm.base.service.relay import Relay
+from diloco_comm.exchange.membership.own_link import OwnLink
+
+PATIENCE_S = 60.0
+ANY_PORT = "127.0.0.1:0"
+NAME = "control"
+# A process that answers messages until it is killed; "hold" keeps the interpreter's lock.
+OTHER = f"""
+import ctypes, sys
+from diloco_comm import _C
+link = _C.Link({ANY_PORT!r}, {ANY_PORT!r})
+link.told({NAME!r}, 0.0)
+link.set_progress(5, "checkpoint")
+print(link.nonce, link.address, flush=True)
+link.reach({NAME!r}, [tuple(sys.stdin.readline().split())])
+while True:
+    for nonce, message in link.told({NAME!r}, 1.0):
+        if message == b"hold":
+            ctypes.PyDLL(None).usleep(4_000_000)
+        link.tell(nonce, {NAME!r}, message)
+"""
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end, f"not so within {PATIENCE_S:g} s"
+        time.sleep(0.02)
+
+
+def life(link: _C.Link, nonce: str) -> _C.PeerLife:
+    (found,) = [one for one in link.life() if one.nonce == nonce]
+    return found
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[str], _C.Link, str]]:
+    """A process, and the link of this one that is connected with it."""
+    link = _C.Link(ANY_PORT, ANY_PORT)
+    link.told(NAME, 0.0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    nonce, address = process.stdout.readline().split()
+    until(lambda: link.reach(NAME, [(nonce, address)]) == [""])
+    process.stdin.write(f"{link.nonce} {link.address}\n")
+    process.stdin.flush()
+    until(lambda: life(link, nonce).inner_step == 5)
+    yield process, link, nonce
+    link.close()
+    process.kill()
+    process.communicate()
+
+
+def test_a_process_stops_goes_on_holds_its_lock_and_dies(
+    other: tuple[subprocess.Popen[str], _C.Link, str],
+) -> None:
+    process, link, nonce = other
+    assert life(link, nonce).phase == "checkpoint"
+    os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: life(link, nonce).silent_s > 1.5)
+    # Its kernel takes what is sent, and its connections stay.
+    assert link.tell(nonce, NAME, b"later")
+    assert life(link, nonce).is_connected and not life(link, nonce).is_refused
+    os.kill(process.pid, signal.SIGCONT)
+    assert link.told(NAME, PATIENCE_S) == [(nonce, b"later")]
+    until(lambda: life(link, nonce).silent_s < 1)
+    # Without the interpreter's lock its link lives on, and its program makes no progress.
+    before = life(link, nonce).still_s
+    assert link.tell(nonce, NAME, b"hold")
+    most = 0.0
+    while not link.told(NAME, 0.05):
+        most = max(most, life(link, nonce).silent_s)
+    assert most < 3 < life(link, nonce).still_s - before
+    process.kill()
+    until(lambda: life(link, nonce).is_refused)
+    assert not link.tell(nonce, NAME, b"")
+
+
+def test_a_reader_that_stood_still_suspects_nobody(
+    other: tuple[subprocess.Popen[str], _C.Link, str],
+) -> None:
+    _, link, nonce = other
+    # A child of this process stops it, and lets it go on.
+    script = "import os, signal, sys, time; p = int(sys.argv[1]); os.kill(p, signal.SIGSTOP)"
+    script += "; time.sleep(4); os.kill(p, signal.SIGCONT)"
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-c", script, str(os.getpid())], check=True)
+    assert time.monotonic() - begin > 4
+    assert life(link, nonce).silent_s < 3
+
+
+def test_messages_and_life_behind_a_relay() -> None:
+    with ExitStack() as stack:
+        relay = Relay("127.0.0.1", 0)
+        thread = threading.Thread(target=relay.serve)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(relay.stop_soon)
+        owns = [
+            stack.enter_context(closing(OwnLink(None, None, None, relay.address))) for _ in "ab"
+        ]
+        names = ("link", "address", "link key", "relay")
+        ways = [tuple(own.ways()[name] for name in names) for own in owns]
+        for own, way in zip(owns, reversed(ways), strict=True):
+            until(lambda own=own, way=way: own.link.reach(NAME, [way]) == [""])  # type: ignore[misc]
+            own.link.told(NAME, 0.0)
+        first, second = (own.link for own in owns)
+        second.set_progress(9, "copying")
+        until(lambda: life(first, second.nonce).inner_step == 9)
+        large = os.urandom(64 * 1024)
+        for one, another in ((first, second), (second, first)):
+            assert one.tell(another.nonce, NAME, large)
+            assert another.told(NAME, PATIENCE_S) == [(one.nonce, large)]
+        owns[1].close()
+        until(lambda: life(first, second.nonce).silent_s > 2)
+        # The relay would refuse, not the process.
+        assert not life(first, second.nonce).is_refused
