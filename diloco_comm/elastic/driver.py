@@ -89,10 +89,13 @@ class Signs:
         """Return the nonces of processes that have ended, and of those that the link hears."""
         for beat in beats:
             place = Place.from_text(beat.link)
-            if place is not None:
+            if beat.stage in (GONE, FINISHED):
+                # Its own word is enough.
+                self._places.pop(beat.member.nonce, None)
+            elif place is not None:
                 self._places[beat.member.nonce] = place
-        lives = self._own.life()
-        self._lives = {n: lives[p.nonce] for n, p in self._places.items() if p.nonce in lives}
+        lives, places = self._own.life(), self._places.items()
+        self._lives = {nonce: lives[at.nonce] for nonce, at in places if at.nonce in lives}
         ended = tuple(nonce for nonce, life in self._lives.items() if life.is_refused)
         return ended, tuple(nonce for nonce in self._lives if self._is_heard(nonce))
 

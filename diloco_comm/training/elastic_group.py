@@ -223,8 +223,8 @@ class ElasticGroup:
         """Let the others know what this replica does."""
         driver = self._driver
         if driver is not None:
-            driver.phase = phase
             driver.signs.set_progress(driver.inner_step, phase)
+            driver.phase = phase
 
     def is_boundary(self, rounds: RoundRunner) -> bool:
         """Whether the round just applied was the last of this view; all workers call this."""

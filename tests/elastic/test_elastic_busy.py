@@ -15,13 +15,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from async_helpers import wait_until
 from elastic_replicas import registry as registry
-from fault_replicas import BLOCK, connect, make_model, make_optimizer, take_inner_step, wait_for
+from fault_replicas import (
+    BLOCK,
+    connect,
+    make_model,
+    make_optimizer,
+    take_inner_step,
+    wait_for,
+)
 from registries import Host
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, LeftBehind, Link, Wire
 from diloco_comm.elastic.happenings import Suspected, ViewChanged
+from diloco_comm.elastic.registry import connect as registry_at
+from diloco_comm.tools.registry.members import report
 
 H = 4
 FAULT_STEP, LAST_STEP = 2 * H + 1, 8 * H
@@ -127,6 +137,27 @@ def do(fault: str, seconds: float, diloco: DiLoCo) -> None:
             hold(seconds)
     else:
         os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+
+
+def test_the_registry_shows_the_phase_of_a_replica(registry: Host) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    found = registry_at(registry.address, run="test")
+
+    def phase() -> str:
+        return str(report(found, "test")["processes"][0]["phase"])
+
+    with DiLoCo(model, optimizer, sync_every=H, peers=Elastic(registry.address, run="test")) as one:
+        take_inner_step(model, optimizer, 0, 1)
+        wait_until(lambda: phase() == "steps")
+        with one.outer_parameters():
+            wait_until(lambda: phase() == "evaluation")
+        with one.doing("checkpoint"):
+            wait_until(lambda: phase() == "checkpoint")
+        with pytest.raises(ValueError, match='there is no phase "lunch"'), one.doing("lunch"):
+            pass
+        wait_until(lambda: phase() == "steps")
+    found.close()
 
 
 def alike(ends: list[End]) -> bool:

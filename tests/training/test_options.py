@@ -247,6 +247,15 @@ def test_the_trainer_s_steps_end_an_elastic_run() -> None:
     assert with_total_steps({"peers": elastic}, 0)["peers"] is elastic
 
 
+def test_the_time_of_a_busy_replica_is_checked() -> None:
+    registry = "tcp://127.0.0.1:1"
+    assert Elastic(registry).busy_after == 120.0
+    with pytest.raises(ValueError, match="busy_after must be positive, got 0"):
+        Elastic(registry, busy_after=0)
+    with pytest.raises(ValueError, match="busy_after must be finite"):
+        Elastic(registry, busy_after=float("inf"))
+
+
 @pytest.mark.parametrize("make", [AsyncDiLoCo, DecoupledDiLoCo])
 def test_the_classes_of_asynchronous_training_name_the_nearest_argument(make: Any) -> None:
     model = Regression()
