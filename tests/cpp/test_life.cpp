@@ -20,6 +20,7 @@ using diloco::link::PeerLife;
 using diloco::link::Phase;
 using diloco::link::Request;
 using diloco::link::Status;
+using diloco::link::to_hex;
 using Time = diloco::link::Clock::time_point;
 
 namespace {
@@ -388,6 +389,20 @@ void test_a_peer_that_does_not_read() {
     int num_sent = 0;
     while (known.link->tell(kStranger, kName, bytes)) EXPECT(++num_sent < 1000);
     EXPECT(num_sent >= 15);
+    // Beats do not pile up: six are due, and one waits.
+    const std::string key = is_keyed ? to_hex(strange_identity()->public_key()) : "";
+    EXPECT(known.link->reach(kName, {{kStranger, "", key}}).front().empty());
+    std::this_thread::sleep_for(3s);
+    int num_beats = 0;
+    while (num_sent > 0) {
+        Frame frame;
+        EXPECT(known.stranger->read(&frame, sizeof(frame)));
+        Bytes payload(frame.length);
+        if (frame.length > 0) EXPECT(known.stranger->read(payload.data(), payload.size()));
+        num_beats += frame.kind == static_cast<uint8_t>(FrameKind::kBeat) ? 1 : 0;
+        num_sent -= frame.kind == static_cast<uint8_t>(FrameKind::kTell) ? 1 : 0;
+    }
+    EXPECT(num_beats < 5);
 }
 
 void test_messages_of_strangers() {
