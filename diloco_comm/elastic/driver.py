@@ -46,6 +46,8 @@ _LOOK_S, _PATIENCE = 0.03, 0.1
 _LAST_SWAP_S = 5.0
 # Seconds of silence after which a process is not heard any more to which there is no connection.
 _LOST_S = 2.0
+# The phase of a process that does not hear its registry.
+_CUT_OFF = "cut off"
 # Seconds between two lines about those for whom this process waits.
 _LINE_S = 60.0
 
@@ -60,10 +62,12 @@ class Signs:
 
     Attributes:
         place: The place of the own link, for beats.
+        is_cut_off: The registry does not answer here, so that this process cannot change its group.
     """
 
     def __init__(self, own: OwnLink, service: str, suspect_after_s: float) -> None:
         self._own, self._service, self._suspect_after_s = own, service, suspect_after_s
+        self.is_cut_off = False
         ways = own.ways()
         self.place = Place(ways["link"], ways["address"], ways["link key"], ways["relay"])
         # By nonces of processes: their links, and what was heard at the last look.
@@ -83,7 +87,7 @@ class Signs:
 
     def set_progress(self, inner_step: int, phase: str) -> None:
         """Say to the others how far this process is, see ``DiLoCo.doing``."""
-        self._own.link.set_progress(inner_step, phase)
+        self._own.link.set_progress(inner_step, _CUT_OFF if self.is_cut_off else phase)
 
     def look(self, beats: Sequence[Beat]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the nonces of processes that have ended, and of those that the link hears."""
@@ -102,7 +106,7 @@ class Signs:
     def _is_heard(self, nonce: str) -> bool:
         life = self._lives[nonce]
         limit = self._suspect_after_s if life.is_connected else _LOST_S
-        return life.silent_s < limit
+        return life.silent_s < limit and life.phase != _CUT_OFF
 
     def waited_for(self, view: View, silent: Collection[str], waited: float) -> list[str]:
         """Describe the members that live and take no part, if this process waits for them.
@@ -339,6 +343,7 @@ class Driver:
         self._last_answer = time.monotonic()
         if self.loss is not None:
             self.loss = None
+            self._say_whether_cut_off()
             logger.warning("the registry answers again")
         found = [Beat.from_bytes(text) for text in texts.values()]
         beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
@@ -412,11 +417,17 @@ class Driver:
             logger.log(level, "rounds go on, but nobody can come or go: %s", error)
             self._loss_since = time.monotonic()
         self.loss = error
+        self._say_whether_cut_off()
         is_refused = isinstance(error, KeyRefused)
         if is_refused and time.monotonic() - self._loss_since > KEY_WAIT_S:
             self._end("refused", str(error))
             self.is_broken = True
             self._break_off()
+
+    def _say_whether_cut_off(self) -> None:
+        """Nobody waits for ``busy_after`` for a process that could not come to a new group."""
+        self.signs.is_cut_off = self.loss is not None
+        self.signs.set_progress(self.inner_step, self.phase)
 
     def _step(self, event: ev.Event) -> None:
         stage = self.state.stage

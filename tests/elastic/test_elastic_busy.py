@@ -30,6 +30,7 @@ from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, LeftBehind, Link, Wire
 from diloco_comm.elastic.happenings import Suspected, ViewChanged
+from diloco_comm.elastic.registry import RegistryUnavailable
 from diloco_comm.elastic.registry import connect as registry_at
 from diloco_comm.tools.registry.members import report
 
@@ -77,6 +78,7 @@ def live(
     fault: str,
     seconds: float,
     options: dict[str, Any],
+    pace_s: float = 0.0,
 ) -> End:
     """Train; the last replica does something to itself once all are there."""
     os.environ["DILOCO_COMM_REPORT_S"] = "1"
@@ -114,6 +116,7 @@ def live(
                 signs.set("pid", str(os.getpid()))
                 do(fault, seconds, diloco)
                 fault = ""
+            time.sleep(pace_s)
         diloco.flush()
     except LeftBehind:
         is_left_behind = True
@@ -132,7 +135,15 @@ def live(
 
 
 def do(fault: str, seconds: float, diloco: DiLoCo) -> None:
-    if fault == "hold":
+    if fault == "cut":
+        assert diloco._elastic is not None and diloco._elastic.group._driver is not None
+        driver = diloco._elastic.group._driver
+
+        def fail(*_: Any) -> Any:
+            raise RegistryUnavailable("this replica is cut off from the registry")
+
+        driver._registry.beat = fail  # type: ignore[method-assign]
+    elif fault == "hold":
         with diloco.doing("evaluation"):
             hold(seconds)
     else:
@@ -201,6 +212,16 @@ def test_a_replica_that_holds_the_gil_for_too_long_is_left_out(
     assert [end.suspected for end in ends[:2]] == 2 * [[(2,)]]
     assert alike(ends[:2]) and ends[0].inner_step == LAST_STEP
     assert ends[2].is_left_behind and ends[2].views == [(0, 1, 2)]
+
+
+def test_a_replica_that_the_registry_does_not_answer_is_suspected_as_ever(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """The link hears a replica that could not come to another group."""
+    pool = fresh_workers(3, init_group=False)
+    arguments = pool.store, registry.address, "cut", 0.0, {"suspect_after": 1.5}, 0.2
+    ends = pool.run(live, *arguments, timeout=80)
+    assert [end.suspected for end in ends] == [[(2,)], [(2,)], []]
 
 
 @pytest.mark.nightly("15 s; the first tier has one that holds the interpreter's lock")

@@ -23,8 +23,8 @@ constexpr milliseconds kMostStandstill{1000};
 constexpr milliseconds kLeastSilence{1000};
 constexpr milliseconds kApart{300};
 constexpr int kPhaseBits = 8;
-constexpr std::array<const char*, 6> kPhases{"",           "steps",      "exchange",
-                                             "evaluation", "checkpoint", "copying"};
+constexpr std::array<const char*, 7> kPhases{"",           "steps",   "exchange", "evaluation",
+                                             "checkpoint", "copying", "cut off"};
 
 double seconds_of(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 

@@ -26,8 +26,17 @@ constexpr uint64_t kMostTellBytes = 64 * 1024;  // of one message
 constexpr uint64_t kMostToldBytes = 1024 * 1024;
 constexpr uint64_t kTellCost = 64;
 
-// The work of a program; the empty text: the program has not named any.
-enum class Phase : uint8_t { kUnknown, kSteps, kExchange, kEvaluation, kCheckpoint, kCopying };
+// The work of a program; the empty text: the program has not named any. "cut off": it cannot take
+// part in a change of its group.
+enum class Phase : uint8_t {
+    kUnknown,
+    kSteps,
+    kExchange,
+    kEvaluation,
+    kCheckpoint,
+    kCopying,
+    kCutOff
+};
 const char* name_of(Phase phase);
 // Throws std::invalid_argument for a text that names no phase.
 Phase phase_of(const std::string& name);
