@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
 from diloco_comm import _C
+from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
 from diloco_comm.base.service.relay import Relay
 from diloco_comm.exchange.membership.own_link import OwnLink
 
@@ -107,7 +109,13 @@ def test_a_reader_that_stood_still_suspects_nobody(
     assert life(link, nonce).silent_s < 3
 
 
-def test_messages_and_life_behind_a_relay() -> None:
+@pytest.mark.parametrize("with_keys", [False, True], ids=["plain", "keys"])
+def test_messages_and_life_behind_a_relay(tmp_path: Path, with_keys: bool) -> None:
+    keys: list[LinkKeys | None] = [None, None]
+    if with_keys:
+        make_pairs(tmp_path, ["a", "b"])
+        allow(tmp_path, [tmp_path / "a.key", tmp_path / "b.key"])
+        keys = [LinkKeys.read(tmp_path / f"{name}.key_secret") for name in "ab"]
     with ExitStack() as stack:
         relay = Relay("127.0.0.1", 0)
         thread = threading.Thread(target=relay.serve)
@@ -115,7 +123,7 @@ def test_messages_and_life_behind_a_relay() -> None:
         stack.callback(thread.join)
         stack.callback(relay.stop_soon)
         owns = [
-            stack.enter_context(closing(OwnLink(None, None, None, relay.address))) for _ in "ab"
+            stack.enter_context(closing(OwnLink(None, None, each, relay.address))) for each in keys
         ]
         names = ("link", "address", "link key", "relay")
         ways = [tuple(own.ways()[name] for name in names) for own in owns]
