@@ -303,7 +303,8 @@ void register_link(py::module_& m) {
             [](Link& link, uint64_t inner_step, const std::string& phase) {
                 link.set_progress(inner_step, link::phase_of(phase));
             },
-            py::arg("inner_step"), py::arg("phase"), "Sets the words of the next beats about this process.")
+            py::arg("inner_step"), py::arg("phase"),
+            "Sets the words of the next beats about this process.")
         .def("life", &Link::life, release(),
              "The life of each process that a group has, or that reach() has asked for.")
         .def(
