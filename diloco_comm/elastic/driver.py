@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from .. import _C
@@ -48,6 +48,8 @@ _LAST_SWAP_S = 5.0
 _LOST_S = 2.0
 # The phase of a process that does not hear its registry.
 _CUT_OFF = "cut off"
+# Seconds after which the link is asked again for ways that it does not have.
+_REACH_AGAIN_S = 3.0
 # Seconds between two lines about those for whom this process waits.
 _LINE_S = 60.0
 
@@ -73,21 +75,42 @@ class Signs:
         # By nonces of processes: their links, and what was heard at the last look.
         self._places: dict[str, Place] = {}
         self._lives: dict[str, _C.PeerLife] = {}
+        self._ended: set[str] = set()
+        self._mutex = threading.Lock()
+        self._wanted: frozenset[str] = frozenset()
+        self._news, self._is_closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._reach, daemon=True, name="diloco_comm signs")
 
-    def connect(self, view: View) -> None:
-        """Let the link connect to all members of a view; a name server may take its time."""
-        places = [self._places.get(member.nonce) for member in view.members]
-        ways = [place.way for place in places if place is not None and place != self.place]
-        self._own.link.reach(self._service, ways)
+    def start(self) -> None:
+        self._thread.start()
+
+    def want(self, nonces: Iterable[str]) -> None:
+        """Let the link connect to these processes, as far as their links are known."""
+        wanted = frozenset(nonces)
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._news.set()
+
+    def _reach(self) -> None:
+        """Let the link connect, on a thread of its own: a name server may take its time."""
+        with contextlib.suppress(RuntimeError):  # The link was closed.
+            while not self._is_closed:
+                known = [(nonce, self._places.get(nonce)) for nonce in sorted(self._wanted)]
+                ways = [at.way for _, at in known if at is not None and at != self.place]
+                self._own.link.reach(self._service, ways)
+                self._news.wait(_REACH_AGAIN_S)
+                self._news.clear()
+            self._own.link.reach(self._service, [])
 
     def close(self) -> None:
         """Let the link connect to nobody any more; idempotent."""
-        with contextlib.suppress(RuntimeError):  # The link was closed.
-            self._own.link.reach(self._service, [])
+        self._is_closed = True
+        self._news.set()
 
     def set_progress(self, inner_step: int, phase: str) -> None:
         """Say to the others how far this process is, see ``DiLoCo.doing``."""
-        self._own.link.set_progress(inner_step, _CUT_OFF if self.is_cut_off else phase)
+        with self._mutex:
+            self._own.link.set_progress(inner_step, _CUT_OFF if self.is_cut_off else phase)
 
     def look(self, beats: Sequence[Beat]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the nonces of processes that have ended, and of those that the link hears."""
@@ -96,17 +119,23 @@ class Signs:
             if beat.stage in (GONE, FINISHED):
                 # Its own word is enough.
                 self._places.pop(beat.member.nonce, None)
-            elif place is not None:
+            elif place is not None and place != self._places.get(beat.member.nonce):
                 self._places[beat.member.nonce] = place
+                self._news.set()
         lives, places = self._own.life(), self._places.items()
         self._lives = {nonce: lives[at.nonce] for nonce, at in places if at.nonce in lives}
-        ended = tuple(nonce for nonce, life in self._lives.items() if life.is_refused)
-        return ended, tuple(nonce for nonce in self._lives if self._is_heard(nonce))
+        heard = tuple(nonce for nonce in self._lives if self._is_heard(nonce))
+        # A process that has ended stays so when the link is not asked for it any more.
+        self._ended |= {nonce for nonce, life in self._lives.items() if life.is_refused}
+        self._ended -= set(heard)
+        self._ended &= {beat.member.nonce for beat in beats}
+        return tuple(sorted(self._ended)), heard
 
     def _is_heard(self, nonce: str) -> bool:
         life = self._lives[nonce]
         limit = self._suspect_after_s if life.is_connected else _LOST_S
-        return life.silent_s < limit and life.phase != _CUT_OFF
+        is_lost = life.is_refused or life.phase == _CUT_OFF
+        return life.silent_s < limit and not is_lost
 
     def waited_for(self, view: View, silent: Collection[str], waited: float) -> list[str]:
         """Describe the members that live and take no part, if this process waits for them.
@@ -198,6 +227,7 @@ class Driver:
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
 
     def start(self) -> None:
+        self.signs.start()
         self._thread.start()
         _open.add(self)
 
@@ -349,6 +379,9 @@ class Driver:
         beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
         if self._choice is not None and self._take_free_number(beats, record):
             return
+        view = self._view_in(record)
+        base = () if view is None else (*view.keys, *view.base_members)
+        self.signs.want(nonce for _, nonce in base)
         ended, heard = self.signs.look(beats)
         self._step(ev.Polled(record, tuple(beats), is_late, ended, heard))
         self.beats = beats
@@ -389,8 +422,6 @@ class Driver:
         if texts and now - self._line_at >= _LINE_S:
             self._line_at = now
             logger.warning("waiting for %s: alive, and not taking part", ", ".join(texts))
-        elif not texts:
-            self._line_at = 0.0
 
     def _take_free_number(self, beats: Sequence[Beat], record: bytes) -> bool:
         """Take another number where an earlier process has this one; return whether it did."""

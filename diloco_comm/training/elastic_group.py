@@ -404,7 +404,6 @@ class ElasticGroup:
         if self._transfer is not None:
             self._transfer.has_begun()
         if self._driver is not None:
-            self._driver.signs.connect(view)
             entered = self._driver.state.recorded or view
             seconds = time.monotonic() - began
             step = entered.inner_step if entered.number == view.number else view.inner_step

@@ -303,6 +303,7 @@ bool Link::connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_a
                 stop_dial(lock, it);
             }
         }
+        if (it.dial && it.dial->is_redial && !found.empty()) stop_dial(lock, it);
         if (!it.chosen && !it.dial && !found.empty()) {
             it.dial = std::make_shared<link::Dial>();
             it.dial->peer = call.peers[rank];

@@ -165,7 +165,11 @@ std::vector<std::string> Link::reach(const std::string& service,
         for (size_t i = 0; i < size; ++i) {
             if (!troubles[i].empty()) continue;
             const link::Peer& peer = *reached_peer(ids[i], peers[i].address);
-            if (!way_to(peer) && !peer.lanes[0].dial) missing.push_back(i);
+            // A process that was dialled by the peer alone could not tell that its host refuses.
+            const bool is_direct = !peers[i].address.empty() && !proxy_;
+            const bool is_known = peer.lanes[0].own || peer.life.address() || !is_direct;
+            const auto& dial = peer.lanes[0].dial;
+            if ((!way_to(peer) || !is_known) && (!dial || dial->is_redial)) missing.push_back(i);
         }
         const uint64_t hash = link::hash_of(service);
         const auto former = std::exchange(reached_[hash], std::move(wanted));
@@ -193,10 +197,11 @@ std::vector<std::string> Link::reach(const std::string& service,
         dial->is_relayed = is_relayed;
         dial->is_for_copies = true;
         dial->share = limits_.greeting;
-        const Lock lock(mutex_);
+        Lock lock(mutex_);
         dial->peer = reached_peer(ids[i], peers[i].address);
         link::Lane& lane = dial->peer->lanes[0];
-        if (is_closing_ || way_to(*dial->peer) || lane.dial) continue;
+        if (lane.dial && lane.dial->is_redial) stop_dial(lock, lane);
+        if (is_closing_ || lane.own || lane.dial) continue;
         lane.dial = dial;
         dials_.push_back(dial);
         wake();

@@ -287,11 +287,11 @@ void Link::on_hello(Lock& lock, const ConnectionPtr& connection) {
     }
     size_t num_idle = 0;
     for (const auto& [known, peer] : peers_) {
-        if (peer->num_users > 0) continue;
+        if (is_wanted(*peer)) continue;
         for (const link::Lane& lane : peer->lanes) num_idle += lane.theirs ? 1 : 0;
     }
     const auto known = peers_.find(id);
-    const bool is_member = known != peers_.end() && known->second->num_users > 0;
+    const bool is_member = known != peers_.end() && is_wanted(*known->second);
     if (num_idle >= kMostIdle && !is_member) return refuse_stranger(lock, connection);
     strangers_.remove(connection->id);
     connection->peer = peer_of(id, "a process at " + name_of_peer(connection->fd.get()));
@@ -500,6 +500,8 @@ void Link::dial_failed(Dial& dial, const std::string& trouble) {
     dial.retry_at = Clock::now();
     if (++dial.next == dial.addresses.size()) {
         dial.next = 0;
+        // One round of attempts is enough where the peer has dialled this process.
+        dial.is_over = dial.is_for_copies && way_to(*dial.peer);
         dial.retry_at += dial.pause;
         dial.pause = std::min(2 * dial.pause, kLongestPause);
     }
@@ -529,6 +531,8 @@ void Link::run_timers(Lock& lock, Clock::time_point now) {
         const ConnectionPtr connection = dial->connection;
         if (connection && connection->deadline <= now) {
             disconnect(lock, connection, silent(*connection));
+        } else if (!connection && dial->is_over) {
+            stop_dial(lock, dial->peer->lanes[static_cast<size_t>(dial->lane)]);
         } else if (!connection && dial->retry_at <= now && !is_closing_ && may_dial(now)) {
             start(dial);
         }

@@ -56,6 +56,7 @@ void Life::hear(Clock::duration at) {
     heard_at_ = at;
     if (!moved_at_) moved_at_ = at;
     first_refusal_.reset();
+    is_replaced_ = false;
 }
 
 void Life::hear_beat(const Frame& beat, Clock::duration at) {
@@ -76,10 +77,12 @@ void Life::hear_round(uint64_t num_bytes, Clock::duration at) {
 void Life::accept(const Address& address) {
     address_ = address;
     first_refusal_.reset();
+    is_replaced_ = false;
 }
 
 void Life::take(const Address& address) {
-    if (address_ && is_equal(*address_, address)) first_refusal_.reset();
+    const bool is_same = address_ && is_equal(*address_, address);
+    if (is_same && !is_replaced_) first_refusal_.reset();
 }
 
 void Life::refuse(const Address& address, Clock::time_point now) {
@@ -91,6 +94,7 @@ void Life::refuse(const Address& address, Clock::time_point now) {
 void Life::replace(const Address& address, Clock::time_point now) {
     refuse(address, now - kApart);
     refuse(address, now);
+    is_replaced_ = first_refusal_.has_value();
 }
 
 PeerLife Life::facts(Clock::duration at) const {
@@ -157,7 +161,8 @@ void Link::beat(Lock& lock, Clock::time_point now) {
             control.back().frame = frame;
             mark_ready(connection);
         }
-        if (!is_connected(*peer) && !lane.dial && peer->life.address()) redial(peer);
+        const bool may_redial = peer->life.address() && is_reached(id);
+        if (!is_connected(*peer) && !lane.dial && may_redial) redial(peer);
     }
     for (const PeerPtr& peer : unwanted) stop_dial(lock, peer->lanes[0]);
 }
@@ -167,7 +172,7 @@ void Link::redial(const PeerPtr& peer) {
     auto dial = std::make_shared<link::Dial>();
     dial->peer = peer;
     dial->addresses = {*peer->life.address()};
-    dial->is_for_copies = true;
+    dial->is_for_copies = dial->is_redial = true;
     dial->share = limits_.greeting;
     peer->lanes[0].dial = dial;
     dials_.push_back(dial);
@@ -273,9 +278,13 @@ void Link::end_tell(link::Peer& peer, const link::Message& message) {
     ++num_told_[message.token];
     const uint64_t most =
         is_wanted(peer) ? link::kMostToldBytes : link::kMostTellBytes + link::kTellCost;
-    const size_t before = peer.told.size();
-    drop_told(peer, [&](const link::Told&) { return peer.told_bytes > most; });
-    num_dropped_ += static_cast<int64_t>(before - peer.told.size());
+    while (peer.told_bytes > most) {
+        const link::Told& oldest = peer.told.front();
+        peer.told_bytes -= oldest.bytes.size() + link::kTellCost;
+        --num_told_[oldest.service];
+        peer.told.pop_front();
+        ++num_dropped_;
+    }
     replied_.notify_all();
 }
 

@@ -90,6 +90,7 @@ class Life {
   private:
     std::optional<Address> address_{};
     std::optional<Clock::time_point> first_refusal_{}, last_refusal_{};
+    bool is_replaced_ = false;  // another process greets there
     std::optional<Clock::duration> heard_at_{}, moved_at_{};
     uint32_t last_beat_ = 0;
     uint64_t inner_step_ = 0, num_heard_ = 0, num_sent_ = 0;  // sent: as the peer says

@@ -46,10 +46,12 @@ struct Dial {
     std::vector<Address> addresses{};  // of the peer, of its relay, or of the proxy
     bool is_relayed = false;
     bool is_for_copies = false;
+    bool is_redial = false;  // to learn whether the host refuses; other dials take its place
     std::pair<std::string, std::string> target{};  // host and port of the peer or its relay
     size_t next = 0;
     Clock::duration share{};  // for one attempt
     Clock::time_point retry_at{};
+    bool is_over = false;  // there will be no further attempt
     std::chrono::milliseconds pause{100};
     ConnectionPtr connection{};
     std::string trouble{};  // of the last attempt
