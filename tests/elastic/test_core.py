@@ -32,7 +32,7 @@ from diloco_comm.elastic.core.events import (
     Swap,
     Swapped,
 )
-from diloco_comm.elastic.core.reach import is_majority, largest_group
+from diloco_comm.elastic.core.reach import largest_group
 from diloco_comm.elastic.views import (
     View,
     opened,
@@ -298,8 +298,3 @@ def test_two_halves_of_many_are_parted_in_no_time() -> None:
     halves = [tuple(f"n{other}" for other in range(32, 64)) if id < 32 else () for id in range(64)]
     beats = [beat(id, BROKEN, unreachable=cuts) for id, cuts in enumerate(halves)]
     assert [one.member.id for one in largest_group(beats)] == list(range(32))
-
-
-def test_a_majority_is_more_than_half_or_half_with_the_lowest() -> None:
-    assert is_majority([0, 1, 7], [0, 1, 2, 3]) and not is_majority([2, 3, 7], [0, 1, 2, 3])
-    assert is_majority([2, 3], [0, 2, 3]) and not is_majority([], [0])

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...group.reach import is_majority
 from ..beats import BROKEN, READY, Beat
 from ..views import (
     FORMING,
@@ -22,7 +23,7 @@ from ..views import (
     record_hash,
 )
 from .peers import Roster
-from .reach import as_many_as_reach, is_majority, largest_group
+from .reach import as_many_as_reach, largest_group
 from .standing import Standing, standing_of
 from .state import IN_ATTEMPT, State
 

@@ -1,9 +1,11 @@
-"""Who reaches whom, and how many of a view are enough to go on."""
+"""Which processes reach each other, as their beats say."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from itertools import combinations
 
+from ...group.reach import largest_connected
 from ..beats import Beat
 
 
@@ -13,38 +15,18 @@ def largest_group(beats: Sequence[Beat]) -> list[Beat]:
     Two processes reach each other if neither says that it could not reach the other.
     """
     everyone = sorted(beats, key=lambda beat: beat.member.key)
-    cuts = {
-        place: {
-            other
-            for other, peer in enumerate(everyone)
-            if not reach_each_other(everyone[place], peer)
-        }
-        for place in range(len(everyone))
-    }
-    return [everyone[place] for place in _largest(list(range(len(everyone))), cuts)]
+    cuts = [
+        (one, other)
+        for one, other in combinations(range(len(everyone)), 2)
+        if not reach_each_other(everyone[one], everyone[other])
+    ]
+    return [everyone[place] for place in largest_connected(len(everyone), cuts)]
 
 
 def reach_each_other(one: Beat, other: Beat) -> bool:
     return (
         one.member.nonce not in other.unreachable and other.member.nonce not in one.unreachable
     ) or one.member.key == other.member.key
-
-
-def _largest(places: list[int], cuts: dict[int, set[int]]) -> list[int]:
-    """Leave out either the process with the most cuts, or all from which it is cut."""
-    most = max(places, key=lambda p: len(cuts[p].intersection(places)), default=-1)
-    if most < 0 or not cuts[most].intersection(places):
-        return places
-    without = _largest([p for p in places if p != most], cuts)
-    within = _largest([p for p in places if p not in cuts[most]], cuts)
-    return min(without, within, key=lambda found: (-len(found), found))
-
-
-def is_majority(ids: Collection[int], base: Sequence[int]) -> bool:
-    """Whether ``ids`` are more than half of ``base``, or half of it with its lowest."""
-    present = set(ids) & set(base)
-    twice = 2 * len(present)
-    return twice > len(base) or (twice == len(base) and min(base) in present)
 
 
 def as_many_as_reach(group: Sequence[Beat], others: Sequence[Beat]) -> list[Beat]:

@@ -1,0 +1,157 @@
+"""Which members go on where some pairs cannot reach each other, and how many are enough.
+
+Members and cut pairs are the points and edges of a graph. A group in which all reach each other is
+a set of points without an edge between them, so the largest group is a largest independent set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+# Members looked at by one search, over all its steps: about a tenth of a second in Python.
+MOST_LOOKS = 100_000
+
+
+def largest_connected(num_members: int, cuts: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the largest set of members that all reach each other.
+
+    The set with the lowest members wins among equally large ones. The work is bounded: where a tangle of cuts needs more than ``MOST_LOOKS``, a large set is returned that need not be
+    the largest. The result depends on the arguments alone, so that all processes find the same.
+
+    Args:
+        num_members: Members are the numbers from 0.
+        cuts: Pairs that cannot reach each other, in any order. A pair of equal numbers is no cut.
+
+    Returns:
+        Members in rising order.
+
+    Raises:
+        ValueError: If a pair names no member.
+    """
+    apart = [0] * num_members
+    for one, other in cuts:
+        if not (0 <= one < num_members and 0 <= other < num_members):
+            raise ValueError(f"the pair {one}, {other} is not of members 0 to {num_members - 1}")
+        if one != other:
+            apart[one] |= 1 << other
+            apart[other] |= 1 << one
+    everyone = (1 << num_members) - 1
+    search = _Search(apart)
+    chosen = 0
+    for part in _parts(everyone, apart):
+        try:
+            chosen |= search.lowest(part)
+        except _TooMuch:
+            chosen |= _greedy(part, apart)
+    return list(_members(chosen))
+
+
+class _TooMuch(Exception):
+    """The search has looked at more members than it may."""
+
+
+class _Search:
+    """Exact search; sets of members are the bits of integers.
+
+    Args:
+        apart: For each member, those that it cannot reach.
+    """
+
+    def __init__(self, apart: Sequence[int]) -> None:
+        self._apart = apart
+        self._sizes: dict[int, int] = {}
+        self._num_looks = 0
+
+    def lowest(self, part: int) -> int:
+        """Return, of the largest sets of a part, the one with the lowest members.
+
+        Raises:
+            _TooMuch: If that takes too long.
+        """
+        chosen, size = 0, self.size(part)
+        for member in _members(part):
+            if not part >> member & 1:
+                continue
+            within = self._within(part, member)
+            if 1 + self.size(within) == size:
+                chosen, part, size = chosen | 1 << member, within, size - 1
+            else:
+                part &= ~(1 << member)
+        return chosen
+
+    def size(self, members: int) -> int:
+        """Return the size of the largest set of ``members``."""
+        if members not in self._sizes:
+            self._sizes[members] = sum(map(self._size_of_part, _parts(members, self._apart)))
+        return self._sizes[members]
+
+    def _size_of_part(self, members: int) -> int:
+        """Take members that are certain, and try both ways for the member with the most cuts.
+
+        The way without that member is the next turn of the loop, so that calls nest little.
+        """
+        best = num_taken = 0
+        while members:
+            self._look(members)
+            num_cuts = {m: (self._apart[m] & members).bit_count() for m in _members(members)}
+            least = min(num_cuts, key=lambda member: num_cuts[member])
+            most = max(num_cuts, key=lambda member: num_cuts[member])
+            if num_cuts[least] <= 1:
+                # Some largest set has every member with one cut, or with none.
+                num_taken += 1
+                members = self._within(members, least)
+                continue
+            if num_cuts[most] > 2:
+                best = max(best, num_taken + 1 + self.size(self._within(members, most)))
+            # Where all have two cuts they stand in rings: the rest without any one is as good.
+            members &= ~(1 << most)
+            if len(list(_parts(members, self._apart))) > 1:
+                return max(best, num_taken + self.size(members))
+        return max(best, num_taken)
+
+    def _within(self, members: int, member: int) -> int:
+        """Return the ``members`` that may stand beside one that is taken."""
+        return members & ~(self._apart[member] | 1 << member)
+
+    def _look(self, members: int) -> None:
+        self._num_looks += members.bit_count()
+        if self._num_looks > MOST_LOOKS:
+            raise _TooMuch
+
+
+def _greedy(part: int, apart: Sequence[int]) -> int:
+    """Take the member with the fewest cuts again and again; of equal ones the lowest."""
+    chosen = 0
+    while part:
+        best = min(_members(part), key=lambda member: ((apart[member] & part).bit_count(), member))
+        chosen |= 1 << best
+        part &= ~(apart[best] | 1 << best)
+    return chosen
+
+
+def _parts(members: int, apart: Sequence[int]) -> Iterator[int]:
+    """Yield the parts between which there is no cut, by their lowest members."""
+    while members:
+        part = edge = members & -members
+        while edge:
+            around = 0
+            for member in _members(edge):
+                around |= apart[member]
+            edge = around & members & ~part
+            part |= edge
+        yield part
+        members &= ~part
+
+
+def _members(bits: int) -> Iterator[int]:
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+def is_majority(members: Collection[int], base: Collection[int]) -> bool:
+    """Whether ``members`` have more than half of ``base``, or half of it with its lowest."""
+    present = set(members) & set(base)
+    twice = 2 * len(present)
+    return twice > len(base) or (twice == len(base) and min(base) in present)
