@@ -15,8 +15,9 @@ MOST_LOOKS = 100_000
 def largest_connected(num_members: int, cuts: Iterable[tuple[int, int]]) -> list[int]:
     """Return the largest set of members that all reach each other.
 
-    The set with the lowest members wins among equally large ones. The work is bounded: where a tangle of cuts needs more than ``MOST_LOOKS``, a large set is returned that need not be
-    the largest. The result depends on the arguments alone, so that all processes find the same.
+    The set with the lowest members wins among equally large ones. The work is bounded: where a
+    tangle of cuts needs more than ``MOST_LOOKS``, a large set is returned that need not be the
+    largest. The result depends on the arguments alone, so that all processes find the same.
 
     Args:
         num_members: Members are the numbers from 0.

@@ -1,0 +1,374 @@
+"""What processes say to each other about the next record, and the bytes of it.
+
+    HERE      a member has stopped in its record, or its caller demands a group: who leads?
+    PREPARE   proposer to members: stop in the base, and get ready for these members
+    SEALED    member to proposer: this process has stopped for good; how far it is
+    READY     member to proposer: every member is heard on a link, and the devices are connected
+    NO        the answer to HERE, PREPARE or SEALED that goes no further, and why
+    WITHDRAW  proposer to members: this attempt comes to nothing
+    OPEN      proposer to members: the next record
+
+A message belongs to the channel of one run, between two processes that know each other's nonces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from .records import (
+    MAX_RECORD_BYTES,
+    NO_HASH,
+    NO_RECORD,
+    NONCE_BYTES,
+    Attempt,
+    Key,
+    read_members,
+    write_members,
+)
+from .streams import Damaged, Positions, Reader, Writer
+
+VERSION = 1
+# An OPEN with the longest record is the longest message.
+MAX_MESSAGE_BYTES = MAX_RECORD_BYTES + 64
+MAX_TEXT_BYTES = 1024
+_MOST_MEMBERS = MAX_RECORD_BYTES // 24
+_MAX_NUMBER = 0xFFFFFFFF
+
+# Of a READY that answers no PREPARE: a newcomer gives it before.
+NO_ATTEMPT = Attempt(bytes(NONCE_BYTES), 0)
+
+
+class Why(IntEnum):
+    """The reason of a NO.
+
+    HIGHER: the answering process has entered a higher record. CUT: no way to some members.
+    SETTINGS: another model or other settings. BOUND: it has sealed for another attempt. NOT_YET: it
+    will answer later. MEMBERS: its caller demands other members.
+    """
+
+    HIGHER = 1
+    CUT = 2
+    SETTINGS = 3
+    BOUND = 4
+    NOT_YET = 5
+    MEMBERS = 6
+
+
+@dataclass(frozen=True)
+class Here:
+    """A member has stopped in its base, or is told with whom to go on.
+
+    Attributes:
+        base: Number of the record that it has entered; NO_RECORD for a newcomer.
+        base_hash: Of that record.
+        demand: Numbers that its caller demands; () for all that live.
+        cut: Nonces of members that it cannot reach.
+    """
+
+    base: int
+    base_hash: bytes
+    demand: tuple[int, ...] = ()
+    cut: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """A proposer asks members to stop in the base.
+
+    Attributes:
+        base: Number of the record from which they go on; NO_RECORD where the run is founded.
+        base_hash: Of that record.
+        members: Of the next record, by number.
+        joined: Numbers of members that bring no state of the base.
+        is_patient: Rounds under way end before a member seals, as nobody is left out.
+        settings: Hash of what must be equal on all members.
+        cause: For people.
+    """
+
+    attempt: Attempt
+    base: int
+    base_hash: bytes
+    members: tuple[Key, ...]
+    joined: tuple[int, ...]
+    settings: bytes
+    is_patient: bool = False
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A promise: this process votes and applies nothing any more, except by the next record.
+
+    Attributes:
+        positions: How far it is; () if it never came to hold the state.
+        inner_step: That it has reached.
+    """
+
+    attempt: Attempt
+    base: int
+    positions: Positions
+    inner_step: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Links and devices are connected.
+
+    Attributes:
+        attempt: NO_ATTEMPT from a newcomer that has copied the state and follows, before PREPARE.
+        base: Number of the record from which the attempt goes on, or that the newcomer follows.
+        heard: Bit i: the member in place i was heard; of the attempt's members, or of the record's.
+    """
+
+    attempt: Attempt
+    base: int
+    heard: int
+
+
+@dataclass(frozen=True)
+class No:
+    """A refusal.
+
+    Attributes:
+        attempt: NO_ATTEMPT as the answer to HERE.
+        record: Number of the record that the answering process has entered.
+        cut: Nonces of members to which it has no way.
+        demand: Numbers that its caller demands.
+        text: One sentence for people, or "".
+    """
+
+    attempt: Attempt
+    why: Why
+    record: int = NO_RECORD
+    cut: tuple[bytes, ...] = ()
+    demand: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Open:
+    """Attributes: record: The bytes of the next record."""
+
+    record: bytes
+
+
+Message = Here | Prepare | Sealed | Ready | No | Withdraw | Open
+
+
+def encode(message: Message) -> bytes:
+    """Return the bytes of a message.
+
+    Raises:
+        ValueError: If they would be too long.
+    """
+    writer = Writer()
+    kind = _KINDS.index(type(message))
+    writer.fixed("BB", VERSION, kind)
+    _WRITE[kind](writer, message)
+    content = writer.bytes
+    if len(content) > MAX_MESSAGE_BYTES:
+        raise ValueError(
+            f"a message {_KINDS[kind].__name__} of the group has {len(content)} bytes, at most "
+            f"{MAX_MESSAGE_BYTES} are allowed"
+        )
+    return content
+
+
+def decode(content: bytes) -> Message:
+    """Return the message that bytes hold.
+
+    Raises:
+        ValueError: If they hold none, with one sentence; no other error.
+    """
+    if content[:1] and content[0] != VERSION:
+        raise ValueError(
+            f"a message of the group has version {content[0]}, and this diloco_comm reads version "
+            f"{VERSION}: let all replicas run the same version of diloco_comm"
+        )
+    try:
+        if not 2 <= len(content) <= MAX_MESSAGE_BYTES or content[1] >= len(_KINDS):
+            raise Damaged
+        reader = Reader(content[2:])
+        message = _READ[content[1]](reader)
+        reader.end()
+    except Damaged:
+        shown = repr(content[:40]) + ("..." if len(content) > 40 else "")
+        raise ValueError(f"a message of the group is damaged: {shown}") from None
+    return message
+
+
+# ------------------------------------------------------------------------------------- parts
+
+
+def _write_attempt(writer: Writer, attempt: Attempt) -> None:
+    writer.fixed("16sI", *attempt)
+
+
+def _read_attempt(reader: Reader) -> Attempt:
+    return Attempt(*reader.fixed("16sI"))
+
+
+def _write_base(writer: Writer, base: int, base_hash: bytes) -> None:
+    writer.number(base + 1)
+    writer.fixed("16s", base_hash)
+
+
+def _read_base(reader: Reader) -> tuple[int, bytes]:
+    base = reader.number() - 1
+    (base_hash,) = reader.fixed("16s")
+    if (base == NO_RECORD) != (base_hash == NO_HASH):
+        raise Damaged
+    return base, base_hash
+
+
+def _write_nonces(writer: Writer, nonces: tuple[bytes, ...]) -> None:
+    writer.number(len(nonces))
+    for nonce in nonces:
+        writer.fixed("16s", nonce)
+
+
+def _read_nonces(reader: Reader) -> tuple[bytes, ...]:
+    return tuple([reader.fixed("16s")[0] for _ in range(reader.number(_MOST_MEMBERS))])
+
+
+def _write_text(writer: Writer, text: str) -> None:
+    # A cut may fall into a character of several bytes.
+    short = text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
+    writer.blob(short.encode())
+
+
+def _read_text(reader: Reader) -> str:
+    try:
+        return reader.blob(MAX_TEXT_BYTES).decode()
+    except UnicodeDecodeError:
+        raise Damaged from None
+
+
+# ---------------------------------------------------------------------------------- messages
+
+
+def _write_here(writer: Writer, one: Here) -> None:
+    _write_base(writer, one.base, one.base_hash)
+    writer.numbers(one.demand)
+    _write_nonces(writer, one.cut)
+
+
+def _read_here(reader: Reader) -> Here:
+    base, base_hash = _read_base(reader)
+    return Here(base, base_hash, reader.numbers(_MOST_MEMBERS, _MAX_NUMBER), _read_nonces(reader))
+
+
+def _write_prepare(writer: Writer, one: Prepare) -> None:
+    _write_attempt(writer, one.attempt)
+    _write_base(writer, one.base, one.base_hash)
+    write_members(writer, one.members, one.joined)
+    writer.fixed("16sB", one.settings, one.is_patient)
+    _write_text(writer, one.cause)
+
+
+def _read_prepare(reader: Reader) -> Prepare:
+    attempt = _read_attempt(reader)
+    base, base_hash = _read_base(reader)
+    members, joined = read_members(reader)
+    settings, is_patient = reader.fixed("16sB")
+    cause = _read_text(reader)
+    if not members or is_patient not in (0, 1):
+        raise Damaged
+    return Prepare(
+        attempt,
+        base,
+        base_hash,
+        members,
+        joined,
+        settings,
+        is_patient=bool(is_patient),
+        cause=cause,
+    )
+
+
+def _write_sealed(writer: Writer, one: Sealed) -> None:
+    _write_attempt(writer, one.attempt)
+    writer.number(one.base + 1)
+    writer.positions(one.positions)
+    writer.number(one.inner_step)
+
+
+def _read_sealed(reader: Reader) -> Sealed:
+    attempt, base = _read_attempt(reader), reader.number() - 1
+    return Sealed(attempt, base, reader.positions(), reader.number())
+
+
+def _write_ready(writer: Writer, one: Ready) -> None:
+    _write_attempt(writer, one.attempt)
+    writer.number(one.base + 1)
+    writer.blob(one.heard.to_bytes((one.heard.bit_length() + 7) // 8, "little"))
+
+
+def _read_ready(reader: Reader) -> Ready:
+    attempt, base = _read_attempt(reader), reader.number() - 1
+    return Ready(attempt, base, int.from_bytes(reader.blob(_MOST_MEMBERS // 8 + 1), "little"))
+
+
+def _write_no(writer: Writer, one: No) -> None:
+    _write_attempt(writer, one.attempt)
+    writer.fixed("B", one.why)
+    writer.number(one.record + 1)
+    _write_nonces(writer, one.cut)
+    writer.numbers(one.demand)
+    _write_text(writer, one.text)
+
+
+def _read_no(reader: Reader) -> No:
+    attempt = _read_attempt(reader)
+    try:
+        why = Why(reader.fixed("B")[0])
+    except ValueError:
+        raise Damaged from None
+    record, cut = reader.number() - 1, _read_nonces(reader)
+    return No(
+        attempt, why, record, cut, reader.numbers(_MOST_MEMBERS, _MAX_NUMBER), _read_text(reader)
+    )
+
+
+def _write_withdraw(writer: Writer, one: Withdraw) -> None:
+    _write_attempt(writer, one.attempt)
+
+
+def _read_withdraw(reader: Reader) -> Withdraw:
+    return Withdraw(_read_attempt(reader))
+
+
+def _write_open(writer: Writer, one: Open) -> None:
+    writer.blob(one.record)
+
+
+def _read_open(reader: Reader) -> Open:
+    return Open(reader.blob(MAX_RECORD_BYTES))
+
+
+_KINDS: tuple[type[Message], ...] = (Here, Prepare, Sealed, Ready, No, Withdraw, Open)
+_WRITE: tuple[Callable[[Writer, Message], None], ...] = (
+    _write_here,  # type: ignore[assignment]
+    _write_prepare,
+    _write_sealed,
+    _write_ready,
+    _write_no,
+    _write_withdraw,
+    _write_open,
+)
+_READ: tuple[Callable[[Reader], Message], ...] = (
+    _read_here,
+    _read_prepare,
+    _read_sealed,
+    _read_ready,
+    _read_no,
+    _read_withdraw,
+    _read_open,
+)

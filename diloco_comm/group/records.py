@@ -1,0 +1,214 @@
+"""Records: who trains together, one after another in one key of a table.
+
+Record n + 1 names record n by its hash, and says which rounds count that were under way when its
+members stopped in record n. The table changes a record by compare-and-swap only, so there is one
+chain of records, whatever anybody believes of anybody. Records name processes, not addresses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from .streams import Damaged, Positions, Reader, Writer
+
+MAX_RECORD_BYTES = 1 << 16
+NONCE_BYTES = HASH_BYTES = TABLE_BYTES = 16
+NO_RECORD = -1
+NO_HASH = bytes(HASH_BYTES)
+# The first bytes of a record: what it is, and its version.
+MAGIC = b"DCgr"
+VERSION = 1
+_MAX_NUMBER = 0xFFFFFFFF
+_SOURCE, _FINISHED = 1, 2
+
+
+class Key(NamedTuple):
+    """One process.
+
+    Attributes:
+        number: Of the replica; stays when the process starts again.
+        nonce: Of the process's link, 16 bytes; another one after each start.
+    """
+
+    number: int
+    nonce: bytes
+
+
+class Attempt(NamedTuple):
+    """One attempt to go from a record to the next; a process makes one at a time.
+
+    Attributes:
+        proposer: Nonce.
+        counter: Higher with each attempt of this process, from 1 on.
+    """
+
+    proposer: bytes
+    counter: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """Those who train together, and what became of the rounds before.
+
+    Attributes:
+        number: One more than in the record before; 0 for the first.
+        parent: Hash of the record before; NO_HASH for the first.
+        table: Id of the table in which the run was founded.
+        attempt: That led to this record.
+        members: By number.
+        joined: Numbers of the members that bring no state of the record before.
+        decision: The rounds that count of the record before, and where each stream goes on.
+        inner_step: On which the members go on.
+        source: Number of the member whose state all take; None if the state of the record before
+            goes on.
+        left_out: Numbers of the members of the record before that are not members of this one.
+        evicted: Numbers of those that somebody has asked to leave out.
+        is_finished: The members have taken all steps of the run.
+    """
+
+    number: int
+    parent: bytes
+    table: bytes
+    attempt: Attempt
+    members: tuple[Key, ...]
+    joined: tuple[int, ...] = ()
+    decision: Positions = ()
+    inner_step: int = 0
+    source: int | None = None
+    left_out: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()
+    is_finished: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple([member.number for member in self.members])
+
+    def is_member(self, key: Key) -> bool:
+        return key in self.members
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of this record: equal bytes for equal records.
+
+        Raises:
+            ValueError: If a table would not hold them.
+        """
+        return _to_bytes(self)
+
+    @staticmethod
+    def from_bytes(content: bytes) -> Record:
+        """Return the record that a table holds.
+
+        Raises:
+            ValueError: If it is no record, a damaged one, or one of another version.
+        """
+        return _from_bytes(content)
+
+    @property
+    def hash(self) -> bytes:
+        """The name of this record: 16 bytes."""
+        return record_hash(_to_bytes(self))
+
+
+def record_hash(content: bytes) -> bytes:
+    """Return the name of a record by its bytes."""
+    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
+
+
+@lru_cache(maxsize=64)
+def _to_bytes(record: Record) -> bytes:
+    flags = _SOURCE * (record.source is not None) | _FINISHED * record.is_finished
+    writer = Writer()
+    writer.fixed("4sHH", MAGIC, VERSION, flags)
+    writer.fixed("Q16s16s", record.number, record.parent, record.table)
+    writer.fixed("16sI", record.attempt.proposer, record.attempt.counter)
+    writer.fixed("qI", record.inner_step, record.source or 0)
+    write_members(writer, record.members, record.joined)
+    writer.positions(record.decision)
+    writer.numbers(record.left_out)
+    writer.numbers(record.evicted)
+    content = writer.bytes
+    if len(content) > MAX_RECORD_BYTES:
+        raise ValueError(
+            f"the record of {len(record.members)} members and {len(record.decision)} streams has "
+            f"{len(content)} bytes, and a table holds {MAX_RECORD_BYTES}: let fewer replicas "
+            "train, or divide the model into fewer fragments"
+        )
+    return content
+
+
+@lru_cache(maxsize=64)
+def _from_bytes(content: bytes) -> Record:
+    if content[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"the table holds no record of a group: {_start(content)}")
+    version = int.from_bytes(content[4:6], "little")
+    if version != VERSION:
+        raise ValueError(
+            f"the table's record has version {version}, and this diloco_comm reads version "
+            f"{VERSION}: let all replicas run the same version of diloco_comm"
+        )
+    try:
+        record = _read(Reader(content))
+    except Damaged:
+        record = None
+    if record is None or _to_bytes(record) != content:
+        raise ValueError(f"the table's record of a group is damaged: {_start(content)}")
+    return record
+
+
+def _read(reader: Reader) -> Record:
+    _, _, flags = reader.fixed("4sHH")
+    number, parent, table = reader.fixed("Q16s16s")
+    proposer, counter = reader.fixed("16sI")
+    inner_step, source = reader.fixed("qI")
+    members, joined = read_members(reader)
+    decision = reader.positions()
+    left_out, evicted = (reader.numbers(MAX_RECORD_BYTES, _MAX_NUMBER) for _ in range(2))
+    reader.end()
+    if not members or number > 1 << 62:
+        raise Damaged
+    return Record(
+        number=number,
+        parent=parent,
+        table=table,
+        attempt=Attempt(proposer, counter),
+        members=members,
+        joined=joined,
+        decision=decision,
+        inner_step=inner_step,
+        source=source if flags & _SOURCE else None,
+        left_out=left_out,
+        evicted=evicted,
+        is_finished=bool(flags & _FINISHED),
+    )
+
+
+def write_members(writer: Writer, members: Sequence[Key], joined: Sequence[int]) -> None:
+    """Write members, 24 bytes each: number, whether it has joined, nonce."""
+    writer.number(len(members))
+    for member in members:
+        writer.fixed("II16s", member.number, member.number in joined, member.nonce)
+
+
+def read_members(reader: Reader) -> tuple[tuple[Key, ...], tuple[int, ...]]:
+    """Read members in the order of their numbers, and the numbers of those that have joined.
+
+    Raises:
+        Damaged: If these are no members.
+    """
+    members: list[Key] = []
+    joined: list[int] = []
+    for _ in range(reader.number(MAX_RECORD_BYTES // 24)):
+        number, has_joined, nonce = reader.fixed("II16s")
+        if has_joined not in (0, 1) or (members and number <= members[-1].number):
+            raise Damaged
+        members.append(Key(number, nonce))
+        joined += [number] * bool(has_joined)
+    return tuple(members), tuple(joined)
+
+
+def _start(content: bytes) -> str:
+    return repr(content[:40]) + ("..." if len(content) > 40 else "")

@@ -1,0 +1,546 @@
+"""What a process knows of its group, what happens to it, and what it asks for.
+
+The driver of a process turns all that it sees into events, one at a time, and carries out the
+actions of each before the next. Time is counted in the process's own polls: no clock is here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from .messages import Message
+from .records import NO_HASH, NO_RECORD, Attempt, Key, Record, record_hash
+from .streams import Positions
+
+# ------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process writes of itself into the table, again and again.
+
+    Attributes:
+        settings: Hash of what must be equal on all members.
+        entered: Number of the record that it has entered; NO_RECORD for none.
+        has_state: It holds the state of that record.
+        is_ready: A newcomer that has copied what it can: let it in.
+        inner_step: That it has reached, or that its checkpoint has.
+        has_checkpoint: Of this run.
+        cut: Nonces of processes that it cannot reach.
+        is_fresh: Not written, but found by the reader: the place was renewed lately.
+    """
+
+    key: Key
+    settings: bytes
+    entered: int = NO_RECORD
+    has_state: bool = False
+    is_ready: bool = False
+    is_leaving: bool = False
+    is_finished: bool = False
+    inner_step: int = 0
+    has_checkpoint: bool = False
+    cut: tuple[bytes, ...] = ()
+    is_fresh: bool = True
+
+
+class Outcome(Enum):
+    """Of a swap. UNKNOWN: no answer; it may have been done, and may be done later."""
+
+    DONE = auto()
+    REFUSED = auto()
+    UNKNOWN = auto()
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A message has come on the link to a process."""
+
+    nonce: bytes
+    message: Message
+
+
+@dataclass(frozen=True)
+class Looked:
+    """The table was read, after the last ``Read``.
+
+    Attributes:
+        record: b"" if there is none.
+        table: Id of the table, 16 bytes, which a table gets when it begins empty: so a table that
+            has lost its memory has another one.
+        evict: Numbers of replicas that somebody has asked to leave out.
+    """
+
+    record: bytes
+    table: bytes
+    places: tuple[Place, ...] = ()
+    evict: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What became of the swap to ``new``."""
+
+    new: bytes
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One poll of this process has passed, and the process did not stand still meanwhile."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """What the detector says of other processes, by nonce; each event replaces the one before.
+
+    Attributes:
+        suspected: Silent for ``suspect_after``; this may be wrong.
+        dead: Ended for certain: refused connections, or another process has taken the place.
+        cut: Alive, but there is no way to them.
+    """
+
+    suspected: frozenset[bytes] = frozenset()
+    dead: frozenset[bytes] = frozenset()
+    cut: frozenset[bytes] = frozenset()
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The training thread votes and applies nothing any more; how far it is in that record."""
+
+    number: int
+    positions: Positions
+    inner_step: int
+
+
+@dataclass(frozen=True)
+class Connected:
+    """Every member of an attempt is heard on a link, and devices are connected.
+
+    Attributes:
+        cut: Nonces of members that could not be reached: then nothing is connected.
+    """
+
+    attempt: Attempt
+    cut: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Broke:
+    """A round of the record has failed.
+
+    Attributes:
+        cut: Nonces of members to which there is no way.
+    """
+
+    number: int
+    cut: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The training thread has stopped after a round in whose headers somebody had asked for it.
+
+    Attributes:
+        has_all_votes: All workers have all votes of every round sent before, and all are good.
+    """
+
+    number: int
+    positions: Positions
+    inner_step: int
+    has_all_votes: bool
+
+
+@dataclass(frozen=True)
+class Started:
+    """The training thread holds the state of the record."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Demanded:
+    """``change_group`` was called, or a fixed group is to be founded.
+
+    Attributes:
+        members: Numbers; () for all members that live.
+    """
+
+    members: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """The caller of ``change_group`` waits no longer."""
+
+
+@dataclass(frozen=True)
+class JoinerReady:
+    """This process, a newcomer, has copied what it can copy: let it in.
+
+    Attributes:
+        heard: Nonces of processes that it has heard on a link.
+    """
+
+    heard: frozenset[bytes] = frozenset()
+
+
+@dataclass(frozen=True)
+class Leave:
+    """This process is to leave at the next boundary."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """This process takes no more steps; whether the run has taken and shared all of them."""
+
+    has_all_steps: bool = False
+
+
+Event = (
+    Heard | Looked | Swapped | Passed | Life | Sealed | Connected | Broke | Boundary | Started
+    | Demanded | GivenUp | JoinerReady | Leave | Finished
+)  # fmt: skip
+
+# ------------------------------------------------------------------------------------ actions
+
+
+@dataclass(frozen=True)
+class Send:
+    nonce: bytes
+    message: Message
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read the table; ``Looked`` follows."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Put ``new`` where exactly ``old`` is; ``Swapped`` follows. ``old`` is b"" for no record.
+
+    A process that puts back what a table has forgotten swaps a record that was there before.
+    """
+
+    old: bytes
+    new: bytes
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Stop for good in the record; ``state.Sealed`` follows.
+
+    Attributes:
+        is_patient: Let the rounds under way end before; they fail in time if a member dies.
+    """
+
+    number: int
+    is_patient: bool = False
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Connect to the members of an attempt; ``Connected`` follows. It replaces other attempts."""
+
+    attempt: Attempt
+    members: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Give up to connect for an attempt."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Apply the decision of a record, take the state if this process brings none, and train."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Pend:
+    """Ask for a boundary in the headers of all rounds of this record from now on."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The others go on without this process: stop for good, and come again with a new nonce."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """This process cannot take part as it is, now or later."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Over:
+    """The run had ended before this process came."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The demand of this process's caller comes to nothing; the caller may demand again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drained:
+    """This process has left."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For what this process waits; "" when it waits no longer."""
+
+    reason: str
+
+
+Action = (
+    Send | Read | Swap | Seal | Connect | Abandon | Enter | Pend | Fence | Refuse | Over | Fail
+    | Drained | Wait
+)  # fmt: skip
+
+# -------------------------------------------------------------------------------------- state
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is known before a process begins; equal on all members but for ``allows_rollback``.
+
+    Attributes:
+        run: Name of the training run.
+        digest: Hash of what must be equal on all members, 16 bytes.
+        min_replicas: Fewer do not train.
+        suspect_after: Polls after which a silent process is suspected; the unit of all patience.
+        founding_wait: Polls for which founders wait for more to come.
+        is_durable: The table keeps its record when its process ends.
+        is_fixed: Members change by demands of their callers alone.
+        allows_rollback: This process may found the run anew where all members have died.
+    """
+
+    run: str
+    digest: bytes
+    min_replicas: int = 1
+    suspect_after: int = 20
+    founding_wait: int = 0
+    is_durable: bool = True
+    is_fixed: bool = False
+    allows_rollback: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_replicas", 1), ("suspect_after", 1), ("founding_wait", 0)):
+            given = getattr(self, name)
+            if given < least:
+                raise ValueError(f"{name} must be at least {least}, got {given}")
+
+    @property
+    def may_forget(self) -> bool:
+        """Whether records are put back after a loss of the table, and majorities are needed.
+
+        A fixed group puts nothing back: its table with a lost record is a new table to it.
+        """
+        return not (self.is_durable or self.is_fixed)
+
+
+class Stage(Enum):
+    """Where a process is.
+
+    NEWCOMER: it has entered no record. TRAINING: in a record. STOPPED: at a boundary of its record.
+    SEALING, SEALED: it stops, or has stopped, for good in its record. FINISHING: it writes that the
+    run has ended. GONE: it takes part in nothing any more.
+    """
+
+    NEWCOMER = auto()
+    TRAINING = auto()
+    STOPPED = auto()
+    SEALING = auto()
+    SEALED = auto()
+    FINISHING = auto()
+    GONE = auto()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The attempt for which a process has sealed or connected; its own, too.
+
+    Attributes:
+        table: Id of the table as it was last read before.
+    """
+
+    attempt: Attempt
+    members: tuple[Key, ...]
+    table: bytes
+    is_connected: bool = False
+
+    @property
+    def proposer(self) -> Key:
+        return next(key for key in self.members if key.nonce == self.attempt.proposer)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The SEALED of one member."""
+
+    key: Key
+    positions: Positions
+    inner_step: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The attempt that a process leads.
+
+    Attributes:
+        draft: The next record, as far as it is known before the answers.
+        asked: Members of the base that must seal.
+        is_patient: See ``messages.Prepare``.
+        answers: The SEALED of the members that come from the base.
+        ready: Members that have given READY.
+        new: The bytes of the next record once its swap is under way; b"" before.
+        is_unsure: The swap has no answer, or was refused: the table must be read.
+    """
+
+    draft: Record
+    asked: tuple[Key, ...]
+    is_patient: bool = False
+    cause: str = ""
+    answers: tuple[Answer, ...] = ()
+    ready: frozenset[Key] = frozenset()
+    new: bytes = b""
+    is_unsure: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """Of one process.
+
+    Attributes:
+        entered: The bytes of the record that it has entered last; b"" for none.
+        has_state: It holds the state of a record that it has entered.
+        positions, inner_step: How far it was when it stopped.
+        has_all_votes: See ``Boundary``.
+        counter: Of its last attempt.
+        recorded: The bytes that the table held last.
+        founding, highest: Table id and number of the highest record that a newcomer has seen.
+        is_blind: It must read the table before it leads another attempt.
+        told: The process that was told HERE or READY last.
+        here: Demands of other processes by nonce, as their HERE in this base says.
+        ready: By nonce: bits of the members that a ready newcomer has heard.
+        cuts: Pairs of nonces that cannot reach each other, as messages have said.
+        unfit: Nonces of processes that cannot be members beside this one.
+        demand: Of the caller; () for all that live, None for none.
+        num_waits: Polls for which it has waited with its present plan.
+        num_silent: Polls since it has heard of the attempt that binds it.
+        num_polls: Polls since it has said last where it is, to whom it may concern.
+        num_cut_polls: Polls since the last cut was noted.
+        pause: Polls before another attempt.
+    """
+
+    settings: Settings
+    key: Key
+    stage: Stage = Stage.NEWCOMER
+    entered: bytes = b""
+    has_state: bool = False
+    is_ready: bool = False
+    heard: frozenset[bytes] = frozenset()
+    inner_step: int = 0
+    has_checkpoint: bool = False
+    positions: Positions = ()
+    has_all_votes: bool = False
+    is_leaving: bool = False
+    is_finished: bool = False
+    is_pending: bool = False
+    bound: Bound | None = None
+    proposal: Proposal | None = None
+    counter: int = 0
+    recorded: bytes = b""
+    table: bytes = b""
+    founding: bytes = b""
+    highest: int = NO_RECORD
+    is_blind: bool = True
+    places: tuple[Place, ...] = ()
+    evict: frozenset[int] = frozenset()
+    life: Life = field(default_factory=Life)
+    told: bytes = b""
+    here: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
+    ready: tuple[tuple[bytes, int], ...] = ()
+    cuts: frozenset[tuple[bytes, bytes]] = frozenset()
+    unfit: frozenset[bytes] = frozenset()
+    demand: tuple[int, ...] | None = None
+    num_waits: int = 0
+    num_silent: int = 0
+    num_polls: int = 0
+    num_cut_polls: int = 0
+    pause: int = 0
+    waits_for: str = ""
+
+    @property
+    def nonce(self) -> bytes:
+        return self.key.nonce
+
+    @property
+    def record(self) -> Record | None:
+        """The record that this process has entered."""
+        return Record.from_bytes(self.entered) if self.entered else None
+
+    @property
+    def number(self) -> int:
+        return NO_RECORD if self.record is None else self.record.number
+
+    @property
+    def entered_hash(self) -> bytes:
+        return record_hash(self.entered) if self.entered else NO_HASH
+
+    @property
+    def in_table(self) -> Record | None:
+        """The record that the table held last."""
+        return Record.from_bytes(self.recorded) if self.recorded else None
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.stage in (Stage.STOPPED, Stage.SEALING, Stage.SEALED)
+
+
+def start(
+    settings: Settings, key: Key, *, inner_step: int = 0, has_checkpoint: bool = False
+) -> State:
+    """Return the state of a process that has just begun.
+
+    Args:
+        inner_step, has_checkpoint: Of the checkpoint that it brings.
+    """
+    return State(settings, key, inner_step=inner_step, has_checkpoint=has_checkpoint)
+
+
+def place_of(state: State, inner_step: int) -> Place:
+    """Return what a process is to write of itself now.
+
+    Args:
+        inner_step: That it has reached, or that its checkpoint has.
+    """
+    pairs = [pair for pair in state.cuts if state.nonce in pair]
+    cut = {nonce for pair in pairs for nonce in pair} | state.life.cut
+    return Place(
+        state.key,
+        state.settings.digest,
+        entered=state.number,
+        has_state=state.has_state,
+        is_ready=state.is_ready,
+        is_leaving=state.is_leaving,
+        is_finished=state.is_finished,
+        inner_step=inner_step,
+        has_checkpoint=state.has_checkpoint,
+        cut=tuple(sorted(cut - {state.nonce})),
+    )
