@@ -136,6 +136,7 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
         num_polls=(state.num_polls + 1) % limit,
         num_cut_polls=min(state.num_cut_polls + 1, 3 * limit),
         pause=max(0, state.pause - 1),
+        puts_back=False,
     )
     if turn.state.num_cut_polls >= 3 * limit and state.cuts:
         # What could not be reached once may be reached after a while.

@@ -418,10 +418,11 @@ def on_swapped(turn: Turn, event: st.Swapped) -> None:
             turn.act(st.Read())
     elif is_done:
         # What was forgotten is there again.
-        turn.change(recorded=event.new)
+        turn.change(recorded=event.new, puts_back=False)
         swap_again(turn)
     else:
-        turn.act(st.Read())
+        turn.change(puts_back=False)
+        turn.look()
 
 
 def succeed(turn: Turn, proposal: Proposal) -> None:

@@ -145,8 +145,8 @@ def recall(turn: Turn) -> None:
     """Put the record back that the table has forgotten, also over an older one (rule 13)."""
     state = turn.state
     if state.settings.may_forget:
-        if not state.is_blind:
-            turn.look()
+        if not (state.puts_back or state.is_blind):
+            turn.change(puts_back=True)
             turn.act(st.Swap(state.recorded, state.entered))
     else:
         turn.wait(

@@ -371,7 +371,8 @@ def _demanded(state: State, roster: Roster) -> Plan:
         known = {key.number: key for key in (*roster.newcomers, *living)}
         group = [known[number] for number in demand if number in known]
         missing = [number for number in demand if number not in known]
-    if state.key not in group:
+    holders = [key for key in group if key in roster.holders]
+    if state.key not in group or (roster.may_hold() and not holders and not missing):
         others = _numbers(living)
         return Plan(
             reason=f"until the group of replicas {others} has ended, which runs already: a "
@@ -380,7 +381,6 @@ def _demanded(state: State, roster: Roster) -> Plan:
         )
     if missing:
         return Plan(reason=f"until replicas {missing} come")
-    holders = [key for key in group if key in roster.holders]
     leader = min(holders or group)
     if leader != state.key:
         return Plan(leader=leader, reason=f"until replica {leader.number} leads the change")

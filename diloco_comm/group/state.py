@@ -435,6 +435,7 @@ class State:
         recorded: The bytes that the table held last.
         founding, highest: Table id and number of the highest record that a newcomer has seen.
         is_blind: It must read the table before it leads another attempt.
+        puts_back: Its swap of a forgotten record is under way.
         told: The process that was told HERE or READY last.
         here: Demands of other processes by nonce, as their HERE in this base says.
         ready: By nonce: bits of the members that a ready newcomer has heard.
@@ -473,6 +474,7 @@ class State:
     places: tuple[Place, ...] = ()
     evict: frozenset[int] = frozenset()
     life: Life = field(default_factory=Life)
+    puts_back: bool = False
     told: bytes = b""
     here: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
     ready: tuple[tuple[bytes, int], ...] = ()

@@ -35,7 +35,7 @@ def quiet_round(world: World) -> None:
 
 def calm(world: World) -> None:
     """Heal everything, and start again what has ended against its will."""
-    world.cuts, world.off_table = frozenset(), frozenset()
+    world.cuts, world.off_table, world.evict = frozenset(), frozenset(), frozenset()
     for nonce in world.nodes:
         world.put(nonce, mistaken=frozenset(), cut_polls=())
     begin_again(world)
@@ -50,6 +50,14 @@ def begin_again(world: World) -> None:
     for node in world.living:
         if not node.state.is_ready and node.state.record is None:
             world.ready(node.key.nonce)
+
+
+def demand(world: World, numbers: list[int]) -> None:
+    """Let the callers of some processes, that have no demand yet, call ``change_group``."""
+    for number in numbers:
+        node = world.node(number)
+        if node.takes_part and node.state.demand is None:
+            world.tell(node.key.nonce, st.Demanded(tuple(sorted(numbers))))
 
 
 def is_settled(world: World) -> bool:
@@ -86,9 +94,14 @@ def settle(world: World, is_enough: Callable[[World], bool] = is_settled) -> int
         Broken: If that does not come.
     """
     calm(world)
+    for node in world.living:
+        if node.state.demand is not None:
+            world.tell(node.key.nonce, st.GivenUp())
     for number in range(MANY):
         if is_enough(world):
             return number
+        if world.settings.is_fixed:
+            demand(world, [node.key.number for node in world.living])
         quiet_round(world)
         begin_again(world)
     if is_excused(world):
@@ -201,6 +214,16 @@ class Walk:
             world.put(nonce, mistaken=node.mistaken | {other})
         elif kind == "leave":
             world.tell(nonce, st.Leave())
+        elif kind == "evict":
+            world.evict = frozenset({node.key.number}) if not world.evict else frozenset()
+        elif kind == "demand":
+            numbers = [one.key.number for one in world.living]
+            chosen = self.random.sample(numbers, self.random.randint(1, len(numbers)))
+            demand(world, chosen)
+        elif kind == "survivors" and node.state.demand is None and node.state.record is not None:
+            world.tell(nonce, st.Demanded())
+        elif kind == "give up" and node.state.demand is not None:
+            world.tell(nonce, st.GivenUp())
 
 
 DURABLE_FAULTS: dict[str, float] = {
@@ -215,7 +238,14 @@ DURABLE_FAULTS: dict[str, float] = {
     "off table": 0.001,
     "mistake": 0.001,
     "leave": 0.001,
+    "evict": 0.0005,
     "heal": 0.01,
+}
+FIXED_FAULTS = {
+    **{kind: weight for kind, weight in DURABLE_FAULTS.items() if kind not in ("leave", "evict")},
+    "demand": 0.01,
+    "survivors": 0.02,
+    "give up": 0.004,
 }
 FORGETTING_FAULTS = {**DURABLE_FAULTS, "forget": 0.002, "off table": 0.0}
 
