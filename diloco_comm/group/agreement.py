@@ -159,9 +159,8 @@ def _on_life(turn: Turn, event: st.Life) -> None:
     turn.change(life=event)
     bound = state.bound
     if bound is not None and bound.attempt.proposer != state.nonce:
-        lost = event.dead | event.suspected
-        was_lost = state.life.dead | state.life.suspected
-        if bound.attempt.proposer in lost - was_lost:
+        newly_lost = (event.dead - state.life.dead) | (event.suspected - state.life.suspected)
+        if bound.attempt.proposer in newly_lost:
             # Its proposer may have swapped before it ended.
             turn.look()
 
@@ -280,14 +279,13 @@ def _go_on(turn: Turn) -> None:
     if is_lost or (state.record is not None and state.record.is_finished):
         return
     if state.stage is Stage.TRAINING and not state.settings.is_fixed:
-        if state.life.dead & {key.nonce for key in Roster(state).base}:
-            turn.seal()
-        else:
+        if not state.life.dead & {key.nonce for key in Roster(state).base}:
             _ask_for_boundary(turn)
-        return
+            return
+        turn.seal()
     if state.stage is Stage.NEWCOMER and _cannot_come(turn):
         return
-    plan = plan_of(state)
+    plan = plan_of(turn.state)
     if plan.is_over:
         turn.end(st.Over(plan.reason))
     elif not _has_left(turn):

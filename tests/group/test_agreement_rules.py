@@ -1,0 +1,1032 @@
+"""Each rule of the agreement of a group, by its number, on one core or a few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from agreement_cores import (
+    NO_VOTE,
+    ONE_VOTE,
+    TABLE,
+    Core,
+    after,
+    key,
+    leads,
+    member,
+    members_places,
+    place_of,
+    prepare,
+    record_of,
+    sealed,
+)
+from agreement_world import nonce_of
+
+from diloco_comm.group import messages as ms
+from diloco_comm.group import state as st
+from diloco_comm.group.messages import NO_ATTEMPT, Why
+from diloco_comm.group.records import NO_HASH, NO_RECORD, Attempt, Record
+from diloco_comm.group.state import Outcome, Stage
+from diloco_comm.group.streams import Rounds
+
+THREE = record_of(0, 1, 2)
+TWO = record_of(0, 1)
+
+
+def attempt_of(number: int, counter: int = 1) -> Attempt:
+    return Attempt(nonce_of(number), counter)
+
+
+def life(*dead: int, suspected: tuple[int, ...] = ()) -> st.Life:
+    return st.Life(frozenset(map(nonce_of, suspected)), frozenset(map(nonce_of, dead)))
+
+
+def swapped(core: Core, outcome: Outcome = Outcome.DONE) -> list[st.Action]:
+    assert core.state.proposal is not None
+    return core.tell(st.Swapped(core.state.proposal.new, outcome))
+
+
+# ------------------------------------------------------------ rule 1: an unplanned change
+
+
+def test_rule_1_the_lowest_living_member_asks_all_and_swaps_when_all_have_answered() -> None:
+    core = member(0, THREE)
+    core.tell(life(2))
+    assert core.only(st.Seal) == st.Seal(0)
+    asked = core.only(ms.Prepare)
+    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    assert (asked.base, asked.base_hash, asked.members) == (0, THREE.hash, (key(0), key(1)))
+    assert not asked.is_patient and asked.cause == "replicas [2] left"
+    core.tell(st.Connected(asked.attempt))
+    core.hear(1, ms.Ready(asked.attempt, 0, 0b11))
+    assert (
+        core.all(st.Swap) == []
+        and core.reason == "until replicas [1] have stopped and are connected"
+    )
+    core.hear(1, ms.Sealed(asked.attempt, 0, ONE_VOTE, 8))
+    swap = core.only(st.Swap)
+    new = Record.from_bytes(swap.new)
+    assert swap.old == THREE.to_bytes() and new.parent == THREE.hash and new.number == 1
+    assert (new.members, new.left_out, new.decision, new.inner_step) == (
+        (key(0), key(1)), (2,), ONE_VOTE, 8,
+    )  # fmt: skip
+    swapped(core)
+    assert core.only(st.Enter).record == new and core.only(ms.Open).record == swap.new
+    assert core.state.stage is Stage.TRAINING and core.state.number == 1
+
+
+def test_rule_1_a_ready_alone_and_a_sealed_alone_are_not_enough() -> None:
+    for message in (ms.Ready(attempt_of(0), 0, 0b11), ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8)):
+        core = member(0, THREE)
+        assert leads(core, dead=(2,)) == attempt_of(0)
+        core.hear(1, message)
+        assert core.all(st.Swap) == []
+
+
+def test_rule_1_a_member_answers_sealed_when_it_has_stopped_and_ready_when_it_is_connected() -> (
+    None
+):
+    core = member(1, THREE)
+    core.hear(0, prepare(THREE, 0, 1))
+    assert core.only(st.Seal) == st.Seal(0) and core.only(st.Connect).attempt == attempt_of(0)
+    core.tell(st.Sealed(0, ONE_VOTE, 8))
+    assert core.only(ms.Sealed) == ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8)
+    core.tell(st.Connected(attempt_of(0)))
+    assert core.only(ms.Ready) == ms.Ready(attempt_of(0), 0, 0b11)
+    new = after(THREE, 0, 1)
+    core.hear(0, ms.Open(new.to_bytes()))
+    assert core.only(st.Enter).record == new
+
+
+def test_rule_1_others_wait_for_their_turn_and_tell_the_lowest() -> None:
+    core = sealed(member(2, THREE))
+    assert core.all(ms.Prepare) == [] and core.state.waits_for == ""
+    core = member(2, THREE)
+    core.tell(st.Broke(0))
+    assert core.only(ms.Here).base == 0
+    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    core.poll(3)
+    assert core.all(ms.Prepare) == []
+    core.poll()
+    # Twice suspect_after, for two lower members.
+    assert {action.nonce for action in core.said if isinstance(action, st.Send)} >= {nonce_of(0)}
+    assert core.all(ms.Prepare) != []
+
+
+def test_rule_1_a_member_that_has_stopped_lets_the_lowest_lead_at_once() -> None:
+    core = member(0, THREE)
+    core.hear(2, ms.Here(0, THREE.hash))
+    assert core.only(st.Seal) == st.Seal(0) and len(core.all(ms.Prepare)) == 2
+
+
+# -------------------------------------------------------------------- rule 2: the promise
+
+
+def test_rule_2_who_has_sealed_for_one_attempt_answers_no_other_before_it_is_withdrawn() -> None:
+    core = sealed(member(2, THREE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.hear(1, prepare(THREE, 1, 2))
+    no = core.only(ms.No)
+    assert (no.why, no.attempt) == (Why.BOUND, attempt_of(1)) and core.all(ms.Sealed) == []
+    core.hear(0, ms.Withdraw(attempt_of(0)))
+    assert core.only(st.Abandon).attempt == attempt_of(0)
+    core.hear(1, prepare(THREE, 1, 2))
+    assert core.only(ms.Sealed).attempt == attempt_of(1)
+
+
+def test_rule_2_only_the_proposer_withdraws_its_attempt() -> None:
+    core = sealed(member(2, THREE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.hear(1, ms.Withdraw(attempt_of(0)))
+    core.hear(0, ms.Withdraw(attempt_of(0, 9)))
+    assert core.state.bound is not None and core.state.bound.attempt == attempt_of(0)
+
+
+def test_rule_2_a_later_attempt_of_the_same_proposer_replaces_the_former() -> None:
+    core = sealed(member(2, THREE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.hear(0, prepare(THREE, 0, 2, counter=2))
+    assert core.only(ms.Sealed).attempt == attempt_of(0, 2)
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    assert core.said == []
+
+
+def test_rule_2_on_a_durable_table_the_suspicion_of_the_proposer_releases() -> None:
+    core = sealed(member(2, THREE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.tell(life(suspected=(0,)))
+    core.hear(1, prepare(THREE, 1, 2))
+    assert core.only(ms.Sealed).attempt == attempt_of(1)
+
+
+def test_rule_2_on_a_table_that_forgets_its_end_releases_only_after_a_look() -> None:
+    core = sealed(member(2, THREE, is_durable=False))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.tell(life(suspected=(0,)))
+    core.hear(1, prepare(THREE, 1, 2))
+    assert core.only(ms.No).why is Why.BOUND
+    core.tell(life(0))
+    assert core.only(st.Read) == st.Read()
+    core.hear(1, prepare(THREE, 1, 2))
+    assert core.only(ms.No).why is Why.BOUND
+    core.look(THREE, members_places(THREE))
+    core.hear(1, prepare(THREE, 1, 2))
+    assert core.only(ms.Sealed).attempt == attempt_of(1)
+
+
+def test_rule_2_a_table_that_has_forgotten_since_releases_nobody() -> None:
+    core = sealed(member(2, THREE, is_durable=False))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.tell(life(0))
+    core.look(THREE, members_places(THREE), table=b"u" * 16)
+    core.hear(1, prepare(THREE, 1, 2))
+    assert core.only(ms.No).why is Why.BOUND
+    assert core.reason.startswith("until it is known whether view 1 was opened: replica 0 led its")
+
+
+def test_rule_2_of_two_proposers_the_higher_one_yields() -> None:
+    core = member(1, THREE)
+    core.tell(st.Life(suspected=frozenset([nonce_of(0)])))
+    sealed(core)
+    core.poll(10)
+    assert core.state.proposal is not None
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    assert core.state.proposal is None and core.only(ms.Sealed).attempt == attempt_of(0)
+    assert {one.attempt for one in core.all(ms.Withdraw)} == {attempt_of(1)}
+    lowest = member(0, THREE)
+    leads(lowest, dead=(2,))
+    lowest.hear(1, prepare(THREE, 1, 0))
+    assert lowest.only(ms.No).why is Why.BOUND
+
+
+def test_rule_2_a_withdrawal_that_was_lost_is_asked_for() -> None:
+    core = member(0, THREE)
+    leads(core, dead=(2,))
+    core.tell(life(1, 2))
+    core.hear(2, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    assert core.all(st.Send) == []
+    core = member(0, THREE)
+    leads(core, dead=(2,))
+    core.tell(life(suspected=(1,)))
+    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    assert core.only(ms.Withdraw).attempt == attempt_of(0)
+
+
+# ------------------------------------------------------------------- rule 3: the decision
+
+
+@pytest.mark.parametrize(("other", "bits"), [(ONE_VOTE, 1), (NO_VOTE, 0)])
+def test_rule_3_a_round_counts_if_every_sealed_says_voted(
+    other: tuple[Rounds, ...], bits: int
+) -> None:
+    core = member(0, THREE)
+    leads(core, dead=(2,))
+    core.hear(1, ms.Sealed(attempt_of(0), 0, other, 8))
+    core.hear(1, ms.Ready(attempt_of(0), 0, 0b11))
+    assert Record.from_bytes(core.only(st.Swap).new).decision == (Rounds(0, 1, bits),)
+
+
+def test_rule_3_a_member_without_state_decides_nothing_and_is_given_it() -> None:
+    core = member(0, THREE)
+    leads(core, dead=(2,))
+    core.hear(1, ms.Sealed(attempt_of(0), 0, (), 0))
+    core.hear(1, ms.Ready(attempt_of(0), 0, 0b11))
+    new = Record.from_bytes(core.only(st.Swap).new)
+    assert (new.decision, new.joined, new.inner_step) == (ONE_VOTE, (1,), 10)
+
+
+def test_rule_3_a_member_that_cannot_be_repaired_is_left_behind() -> None:
+    core = member(0, THREE)
+    leads(core, dead=(2,), positions=(Rounds(70, 2, 3),))
+    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Ready(attempt_of(0), 0, 0b11))
+    assert core.all(st.Swap) == [] and core.only(ms.Withdraw).attempt == attempt_of(0)
+    core = member(0, THREE)
+    leads(core, dead=(2,))
+    core.hear(1, ms.Sealed(attempt_of(0), 0, (Rounds(70, 2, 3),), 8))
+    core.hear(1, ms.Ready(attempt_of(0), 0, 0b11))
+    assert "a member is at round 1 of a stream" in core.only(st.Fence).reason
+
+
+# ------------------------------------------------------------------ rule 4: one base at a time
+
+
+def test_rule_4_a_process_in_a_higher_record_says_so() -> None:
+    core = member(1, after(TWO, 0, 1, source=1))
+    core.hear(0, prepare(TWO, 0, 1))
+    no = core.only(ms.No)
+    assert (no.why, no.record) == (Why.HIGHER, 1) and core.all(st.Seal) == []
+
+
+def test_rule_4_a_process_in_a_lower_record_reads_the_table_first() -> None:
+    core, new = member(1, TWO), after(TWO, 0, 1)
+    core.hear(0, prepare(new, 0, 1))
+    assert core.only(ms.No).why is Why.NOT_YET and core.all(st.Seal) == []
+    core.look(new)
+    assert core.only(st.Enter).record == new
+    core.hear(0, prepare(new, 0, 1))
+    assert core.only(st.Seal) == st.Seal(1)
+
+
+def test_rule_4_a_process_that_is_no_member_of_the_record_is_fenced() -> None:
+    core = member(1, TWO)
+    core.look(after(TWO, 0))
+    assert core.only(st.Fence).reason == ("view 1 of replicas [0] was opened without this process")
+
+
+def test_rule_4_a_newcomer_answers_when_it_is_ready_and_enters_first_where_it_is_a_member() -> None:
+    core = Core(1)
+    core.look(after(TWO, 0), (place_of(0, entered=1, has_state=True),))
+    core.hear(0, prepare(after(TWO, 0), 0, 1, joined=(1,)))
+    assert core.only(ms.No).why is Why.NOT_YET
+    core.tell(st.JoinerReady())
+    core.hear(0, prepare(after(TWO, 0), 0, 1))
+    assert core.only(ms.No).why is Why.NOT_YET
+    core.hear(0, prepare(after(TWO, 0), 0, 1, joined=(1,)))
+    assert core.only(st.Connect).attempt == attempt_of(0)
+
+
+def test_rule_4_a_newcomer_enters_no_record_that_is_older_than_what_it_has_seen() -> None:
+    core, new = Core(1), after(TWO, 0)
+    core.look(new, (place_of(0, entered=1, has_state=True),))
+    core.hear(0, ms.Open(TWO.to_bytes()))
+    assert core.all(st.Enter) == [] and core.state.stage is Stage.NEWCOMER
+
+
+# ------------------------------------------------------------------------- rule 5: NO
+
+
+def test_rule_5_without_a_way_to_a_member_the_fewest_are_left_out() -> None:
+    core = member(0, THREE)
+    core.hear(1, ms.Here(0, THREE.hash))
+    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    core.hear(1, ms.No(attempt_of(0), Why.CUT, 0, cut=(nonce_of(2),)))
+    assert core.state.proposal is None and len(core.all(ms.Withdraw)) == 2
+    # Member 2 may train on: there is a pause of twice suspect_after.
+    core.poll(3)
+    assert core.all(ms.Prepare) == []
+    core.poll()
+    assert core.only(ms.Prepare).members == (key(0), key(1))
+
+
+def test_rule_5_a_member_without_a_way_says_to_whom() -> None:
+    core = sealed(member(1, THREE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.tell(st.Connected(attempt_of(0), cut=(nonce_of(2),)))
+    no = core.only(ms.No)
+    assert (no.why, no.cut) == (Why.CUT, (nonce_of(2),))
+
+
+def test_rule_5_a_ready_that_has_not_heard_all_is_a_cut() -> None:
+    core = member(0, THREE)
+    core.hear(1, ms.Here(0, THREE.hash))
+    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    core.hear(1, ms.Ready(attempt_of(0), 0, 0b011))
+    assert core.state.proposal is None and (nonce_of(1), nonce_of(2)) in core.state.cuts
+
+
+def test_rule_5_other_settings_end_a_newcomer_with_one_sentence() -> None:
+    core = Core(1, digest=b"z" * 16)
+    core.look(None)
+    core.tell(st.JoinerReady())
+    core.hear(0, prepare(None, 0, 1, joined=(0, 1)))
+    sentence = "replica 1 cannot join run 'run', as replica 1 has another model or other settings"
+    assert core.only(ms.No).why is Why.SETTINGS and core.only(ms.No).text.startswith(sentence)
+    assert core.only(st.Refuse).reason.startswith(sentence)
+    core = Core(2, digest=b"z" * 16)
+    core.look(TWO, members_places(TWO))
+    assert core.only(st.Refuse).reason.startswith("replica 2 cannot join run 'run'")
+
+
+def test_rule_5_members_that_are_bound_are_asked_again_and_given_up_after_a_while() -> None:
+    core = member(0, THREE)
+    leads(core, dead=(2,))
+    core.hear(1, ms.No(attempt_of(0), Why.BOUND, 0))
+    assert core.all(ms.Withdraw) == []
+    core.poll()
+    assert core.only(ms.Prepare).attempt == attempt_of(0)
+    core.poll()
+    core.hear(1, ms.No(attempt_of(0), Why.BOUND, 0))
+    assert core.only(ms.Withdraw).attempt == attempt_of(0)
+
+
+# ------------------------------------------------------------------------ rule 6: the swap
+
+
+def ready_to_swap(**settings: object) -> Core:
+    core = member(0, THREE, **settings)
+    leads(core, dead=(2,))
+    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Ready(attempt_of(0), 0, 0b11))
+    return core
+
+
+def test_rule_6_a_refused_swap_leads_to_a_look_and_the_record_of_another() -> None:
+    core, new = ready_to_swap(), after(THREE, 1, 0, attempt=attempt_of(1))
+    swapped(core, Outcome.REFUSED)
+    assert core.only(st.Read) == st.Read() and core.state.proposal is not None
+    core.look(replace(new, members=(key(0), key(1))))
+    assert core.only(st.Enter).record.attempt == attempt_of(1)
+    core = ready_to_swap()
+    swapped(core, Outcome.REFUSED)
+    core.look(after(THREE, 1, attempt=attempt_of(1)))
+    assert core.only(st.Fence).reason.endswith("was opened without this process")
+
+
+def test_rule_6_an_unknown_outcome_is_told_by_the_attempt_in_the_record() -> None:
+    core = ready_to_swap()
+    new = core.only(st.Swap).new
+    swapped(core, Outcome.UNKNOWN)
+    core.look(Record.from_bytes(new))
+    assert core.only(st.Enter).record.to_bytes() == new and core.only(ms.Open).record == new
+
+
+def test_rule_6_a_swap_without_an_answer_is_asked_for_again_with_the_same_bytes() -> None:
+    core = ready_to_swap()
+    first = core.only(st.Swap)
+    swapped(core, Outcome.UNKNOWN)
+    core.look(THREE, members_places(THREE))
+    assert core.only(st.Swap) == first
+    swapped(core, Outcome.UNKNOWN)
+    core.poll()
+    assert core.only(st.Swap) == first
+
+
+def test_rule_6_on_a_table_that_forgets_nothing_is_withdrawn_before_the_outcome_is_known() -> None:
+    core = ready_to_swap(is_durable=False)
+    swapped(core, Outcome.UNKNOWN)
+    core.tell(life(1, 2))
+    core.hear(1, prepare(THREE, 1, 0))
+    assert core.state.proposal is not None and core.all(ms.Withdraw) == []
+
+
+def test_rule_6_on_a_durable_table_a_process_without_an_answer_follows_another() -> None:
+    core = ready_to_swap()
+    swapped(core, Outcome.UNKNOWN)
+    core.hear(1, prepare(THREE, 1, 0))
+    assert core.only(ms.Sealed).attempt == attempt_of(1)
+
+
+def test_rule_6_an_attempt_that_is_withdrawn_or_swapped_is_said_to_be_so() -> None:
+    core = ready_to_swap()
+    swapped(core)
+    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    assert Record.from_bytes(core.only(ms.Open).record).attempt == attempt_of(0)
+
+
+# ------------------------------------------------------------------------ rule 7: patience
+
+
+def test_rule_7_half_of_the_base_waits_before_it_goes_on_alone() -> None:
+    core = member(0, TWO)
+    core.tell(st.Life(suspected=frozenset([nonce_of(1)])))
+    sealed(core)
+    assert core.reason == "a while for replicas [1], as they may train on without it"
+    core.poll(3)
+    assert core.all(ms.Prepare) == [] and core.state.proposal is None
+    core.poll()
+    assert core.state.proposal is not None
+
+
+def test_rule_7_members_that_have_certainly_ended_are_not_waited_for() -> None:
+    core = member(0, TWO)
+    leads(core, dead=(1,))
+    assert core.state.proposal is not None
+
+
+def test_rule_7_a_member_of_which_the_table_hears_is_waited_for() -> None:
+    core = member(0, THREE)
+    core.tell(st.Life(suspected=frozenset([nonce_of(2)])))
+    sealed(core)
+    assert core.state.proposal is None and core.reason.startswith("a while for replicas [2]")
+    stale = (*members_places(THREE)[:2], replace(members_places(THREE)[2], is_fresh=False))
+    core = member(0, THREE, stale)
+    core.tell(st.Life(suspected=frozenset([nonce_of(2)])))
+    sealed(core)
+    assert core.state.proposal is not None
+
+
+def test_rule_7_the_largest_group_that_reaches_each_other_goes_on() -> None:
+    four = record_of(0, 1, 2, 3)
+    places = list(members_places(four))
+    places[0] = replace(places[0], cut=(nonce_of(1), nonce_of(2), nonce_of(3)))
+    core = sealed(member(1, four, tuple(places)))
+    core.poll(4)
+    assert core.state.proposal is not None
+    assert core.state.proposal.draft.numbers == (1, 2, 3)
+    lowest = member(0, four)
+    lowest.tell(st.Life(cut=frozenset([nonce_of(1), nonce_of(2), nonce_of(3)])))
+    sealed(lowest)
+    lowest.poll(7)
+    assert lowest.state.proposal is None
+    lowest.poll()
+    assert lowest.state.proposal is not None
+    assert lowest.state.proposal.draft.numbers == (0,)
+
+
+# ------------------------------------------------------------------------- rule 8: silence
+
+
+def test_rule_8_a_process_that_hears_nothing_reads_the_table_and_says_again_where_it_is() -> None:
+    core = sealed(member(2, THREE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.tell(st.Connected(attempt_of(0)))
+    core.poll(2)
+    assert core.only(st.Read) == st.Read()
+    assert core.only(ms.Sealed).attempt == core.only(ms.Ready).attempt == attempt_of(0)
+
+
+def test_rule_8_when_the_proposer_has_ended_a_member_looks_and_leads() -> None:
+    core = sealed(member(1, THREE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.tell(life(0))
+    assert core.only(st.Read) == st.Read() and core.state.proposal is None
+    core.look(THREE, members_places(THREE)[1:])
+    assert core.only(ms.Prepare).members == (key(1), key(2))
+
+
+# ------------------------------------------------------------------ rule 9: planned changes
+
+
+def at_boundary(core: Core, has_all_votes: bool = True) -> Core:
+    core.tell(st.Boundary(core.state.number, ONE_VOTE, 12, has_all_votes))
+    return core
+
+
+def with_newcomer(record: Record, number: int) -> tuple[st.Place, ...]:
+    return (*members_places(record), place_of(number, is_ready=True))
+
+
+def test_rule_9_a_newcomer_that_has_heard_all_members_leads_to_a_boundary() -> None:
+    core = member(0, TWO, with_newcomer(TWO, 2))
+    assert core.all(st.Pend) == []
+    core.hear(2, ms.Ready(NO_ATTEMPT, 0, 0b01))
+    assert core.all(st.Pend) == []
+    core.hear(2, ms.Ready(NO_ATTEMPT, 1, 0b11))
+    assert core.all(st.Pend) == []
+    core.hear(2, ms.Ready(NO_ATTEMPT, 0, 0b11))
+    assert core.only(st.Pend) == st.Pend()
+
+
+def test_rule_9_with_all_votes_the_lowest_swaps_at_once() -> None:
+    core = member(0, TWO, with_newcomer(TWO, 2))
+    core.hear(2, ms.Ready(NO_ATTEMPT, 0, 0b11))
+    at_boundary(core)
+    new = Record.from_bytes(core.only(st.Swap).new)
+    assert (new.numbers, new.joined, new.decision, new.inner_step) == (
+        (0, 1, 2),
+        (2,),
+        ONE_VOTE,
+        12,
+    )
+    assert core.all(ms.Prepare) == []
+    swapped(core)
+    assert len(core.all(ms.Open)) == 2
+
+
+def test_rule_9_without_all_votes_or_on_a_table_that_forgets_all_are_asked() -> None:
+    for has_all_votes, is_durable in ((False, True), (True, False)):
+        core = at_boundary(member(0, TWO, is_durable=is_durable), has_all_votes)
+        assert core.all(st.Swap) == []
+        # Nobody is left out: rounds under way may end before members seal.
+        assert core.only(ms.Prepare).is_patient and core.only(st.Seal).is_patient
+
+
+def test_rule_9_a_newcomer_that_is_not_ready_waits_for_the_next_boundary() -> None:
+    core = at_boundary(member(0, TWO, with_newcomer(TWO, 2)))
+    assert Record.from_bytes(core.only(st.Swap).new).numbers == (0, 1)
+
+
+def test_rule_9_of_two_newcomers_with_one_number_one_comes() -> None:
+    places = (*with_newcomer(TWO, 2), place_of(2, 1, is_ready=True))
+    core = member(0, TWO, places)
+    core.hear(2, ms.Ready(NO_ATTEMPT, 0, 0b11))
+    core.hear(2, ms.Ready(NO_ATTEMPT, 0, 0b11), start=1)
+    at_boundary(core)
+    assert Record.from_bytes(core.only(st.Swap).new).numbers == (0, 1, 2)
+
+
+def test_rule_9_a_newcomer_says_to_the_lowest_member_whom_it_hears() -> None:
+    core = Core(2)
+    core.look(TWO, members_places(TWO))
+    core.tell(st.JoinerReady(frozenset([nonce_of(1)])))
+    assert core.only(st.Send) == st.Send(nonce_of(0), ms.Ready(NO_ATTEMPT, 0, 0b10))
+
+
+def test_rule_9_a_member_that_is_evicted_is_left_out_and_ends() -> None:
+    core = member(0, TWO)
+    core.look(TWO, members_places(TWO), evict=frozenset([1]))
+    assert core.only(st.Pend) == st.Pend()
+    at_boundary(core)
+    new = Record.from_bytes(core.only(st.Swap).new)
+    assert (new.numbers, new.evicted) == ((0,), (1,))
+    other = at_boundary(member(1, TWO))
+    other.look(new)
+    assert other.only(st.Drained) == st.Drained()
+
+
+# -------------------------------------------------------------------- rule 10: fixed groups
+
+
+def fixed(number: int, record: Record = THREE) -> Core:
+    return member(number, record, is_fixed=True, is_durable=False)
+
+
+def demand(core: Core, *numbers: int, record: Record | None = THREE) -> list[st.Action]:
+    """Let the caller demand a group; the look that this leads to shows the same table."""
+    core.tell(st.Demanded(numbers))
+    assert core.only(st.Read) == st.Read()
+    first = core.said
+    core.said = [*first, *core.look(record, core.state.places)]
+    return core.said
+
+
+def test_rule_10_members_seal_when_all_have_been_told() -> None:
+    core = fixed(0)
+    demand(core, 0, 1, 2)
+    assert (
+        core.all(ms.Prepare) == [] and core.reason == "until replicas [1, 2] call change_group, too"
+    )
+    core.hear(1, ms.Here(0, THREE.hash, (0, 1, 2)))
+    assert core.all(st.Seal) == []
+    core.hear(2, ms.Here(0, THREE.hash, (0, 1, 2)))
+    assert core.only(st.Seal).is_patient and len(core.all(ms.Prepare)) == 2
+
+
+def test_rule_10_where_somebody_is_left_out_rounds_under_way_go_void() -> None:
+    core = fixed(0)
+    demand(core, 0, 1)
+    core.hear(1, ms.Here(0, THREE.hash, (0, 1)))
+    assert not core.only(st.Seal).is_patient and not core.only(ms.Prepare).is_patient
+
+
+def test_rule_10_the_others_tell_the_lowest_what_they_were_told() -> None:
+    core = fixed(1)
+    demand(core, 0, 1)
+    assert st.Send(nonce_of(0), ms.Here(0, THREE.hash, (0, 1))) in core.said
+    assert core.reason == "until replica 0 leads the change"
+
+
+def test_rule_10_nothing_changes_without_a_demand() -> None:
+    core = fixed(1)
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    assert core.only(ms.No).why is Why.NOT_YET and core.all(st.Seal) == []
+    core = sealed(fixed(0))
+    core.tell(life(2))
+    core.poll(20)
+    assert core.state.proposal is None
+
+
+def test_rule_10_callers_that_name_other_members_both_fail() -> None:
+    core = fixed(1)
+    demand(core, 1, 2)
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    no = core.only(ms.No)
+    assert (no.why, no.demand) == (Why.MEMBERS, (1, 2))
+    assert core.only(st.Fail).reason == (
+        "replica 1 was told to go on with replicas [1, 2], and replica 0 with replicas [0, 1, 2]: "
+        "give the same members to change_group on all of them"
+    )
+    lowest = fixed(0)
+    demand(lowest, 0, 1, 2)
+    lowest.hear(1, ms.Here(0, THREE.hash, (0, 1)))
+    assert (
+        lowest.only(ms.No).why is Why.MEMBERS
+        and lowest.only(st.Fail)
+        and lowest.state.demand is None
+    )
+
+
+def test_rule_10_survivors_go_on_with_all_that_live() -> None:
+    core = fixed(0)
+    core.tell(life(1))
+    demand(core)
+    core.hear(2, ms.Here(0, THREE.hash))
+    assert core.only(ms.Prepare).members == (key(0), key(2))
+
+
+def test_rule_10_a_caller_that_gives_up_withdraws() -> None:
+    core = fixed(0)
+    demand(core, 0, 1)
+    core.hear(1, ms.Here(0, THREE.hash, (0, 1)))
+    core.tell(st.GivenUp())
+    assert core.only(ms.Withdraw) and core.state.proposal is None and core.state.demand is None
+
+
+def test_rule_10_a_group_that_was_superseded_is_found_at_the_demand() -> None:
+    core = fixed(0)
+    demand(core, 0, 1, record=after(THREE, 1, 2))
+    assert core.only(st.Fence).reason == (
+        "the group of replicas [1, 2] went on in epoch 1 without replica 0"
+    )
+
+
+def test_rule_10_in_a_new_store_the_chain_begins_with_the_name_of_the_last_record() -> None:
+    core = fixed(0)
+    core.tell(st.Demanded((0, 1)))
+    core.look(None, members_places(THREE), table=b"u" * 16)
+    core.hear(1, ms.Here(0, THREE.hash, (0, 1)))
+    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    core.tell(st.Connected(attempt_of(0)))
+    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 10))
+    core.hear(1, ms.Ready(attempt_of(0), 0, 0b11))
+    swap = core.only(st.Swap)
+    new = Record.from_bytes(swap.new)
+    assert (swap.old, new.parent, new.table, new.number) == (b"", THREE.hash, b"u" * 16, 1)
+    other = fixed(1)
+    demand(other, 0, 1, record=new)
+    assert other.only(st.Enter).record == new
+
+
+def test_rule_10_a_newcomer_waits_for_a_group_that_runs_without_it() -> None:
+    core = Core(3, is_fixed=True, is_durable=False)
+    core.tell(st.Demanded((3,)))
+    core.look(TWO, (*members_places(TWO), place_of(3, is_ready=True)))
+    assert 'attaches with init="join"' in core.reason and core.state.proposal is None
+
+
+def test_rule_10_the_first_group_of_a_fixed_run_is_founded_by_its_lowest() -> None:
+    core = Core(0, is_fixed=True, is_durable=False)
+    core.tell(st.Demanded((0, 1)))
+    core.look(None, (place_of(0, is_ready=True), place_of(1, is_ready=True)))
+    assert core.reason == "until replicas [1] call change_group, too"
+    core.hear(1, ms.Here(NO_RECORD, NO_HASH, (0, 1)))
+    core.tell(st.Connected(attempt_of(0)))
+    core.hear(1, ms.Ready(attempt_of(0), NO_RECORD, 0b11))
+    new = Record.from_bytes(core.only(st.Swap).new)
+    assert (new.number, new.source, new.joined) == (0, 0, (0, 1))
+
+
+# ------------------------------------------------------------------------ rule 11: founding
+
+
+def founder(number: int, places: tuple[st.Place, ...], **settings: object) -> Core:
+    core = Core(number, **settings)
+    core.tell(st.JoinerReady())
+    core.look(None, places)
+    return core
+
+
+def test_rule_11_the_lowest_of_enough_newcomers_founds() -> None:
+    places = tuple(place_of(number, is_ready=True) for number in range(2))
+    core = founder(0, places, min_replicas=2)
+    asked = core.only(ms.Prepare)
+    assert (asked.base, asked.base_hash, asked.joined) == (NO_RECORD, NO_HASH, (0, 1))
+    core.tell(st.Connected(asked.attempt))
+    core.hear(1, ms.Ready(asked.attempt, NO_RECORD, 0b11))
+    swap = core.only(st.Swap)
+    new = Record.from_bytes(swap.new)
+    assert (swap.old, new.number, new.parent, new.table) == (b"", 0, NO_HASH, TABLE)
+    assert new.source == 0 and new.decision == ()
+
+
+def test_rule_11_too_few_wait() -> None:
+    core = founder(0, (place_of(0, is_ready=True), place_of(1)), min_replicas=2)
+    assert core.reason == "until at least 2 replicas are here: replicas [0] are"
+
+
+def test_rule_11_the_best_checkpoint_is_the_source() -> None:
+    places = (
+        place_of(0, is_ready=True, inner_step=9, has_checkpoint=False),
+        place_of(1, is_ready=True, inner_step=5, has_checkpoint=True),
+        place_of(2, is_ready=True, inner_step=7, has_checkpoint=True),
+        place_of(3, is_ready=True, inner_step=7, has_checkpoint=True),
+    )
+    core = founder(0, places)
+    assert core.state.proposal is not None
+    assert (core.state.proposal.draft.source, core.state.proposal.draft.inner_step) == (2, 7)
+
+
+def test_rule_11_nobody_founds_while_a_place_says_that_somebody_is_in_a_record() -> None:
+    places = (place_of(0, is_ready=True), place_of(1, entered=3, has_state=True))
+    core = founder(0, places)
+    assert core.reason == "until replica 1 tells the registry of the view that it is in"
+    core.poll(20)
+    assert core.state.proposal is None
+
+
+def test_rule_11_founders_wait_for_more_to_come() -> None:
+    core = founder(0, (place_of(0, is_ready=True),), founding_wait=3)
+    core.poll(2)
+    assert core.state.proposal is None
+    core.poll()
+    assert core.state.proposal is not None
+
+
+# ------------------------------------------------------------------------ rule 12: all died
+
+DEAD = after(TWO, 0, 1, inner_step=50)
+
+
+def revived(places: tuple[st.Place, ...], record: Record = DEAD, **settings: object) -> Core:
+    number = places[0].key.number
+    core = Core(number, **settings)
+    own = places[0]
+    checkpoint = {"inner_step": own.inner_step, "has_checkpoint": own.has_checkpoint}
+    core.state = replace(core.state, key=own.key, **checkpoint)
+    core.tell(st.JoinerReady())
+    core.look(record, places)
+    return core
+
+
+def test_rule_12_newcomers_with_a_late_checkpoint_go_on_when_all_have_died() -> None:
+    core = revived((place_of(1, 1, is_ready=True, inner_step=60, has_checkpoint=True),))
+    assert core.reason == "a while for replicas [0], as one of them may have a newer checkpoint"
+    core.poll(3)
+    assert core.state.proposal is not None
+    draft = core.state.proposal.draft
+    assert (draft.number, draft.parent, draft.source, draft.inner_step) == (2, DEAD.hash, 1, 60)
+
+
+@pytest.mark.parametrize(
+    ("places", "reason"),
+    [
+        (
+            (place_of(1, 1, is_ready=True, inner_step=49, has_checkpoint=True),),
+            "until a replica brings a checkpoint of inner step 50 or later, as no process of",
+        ),
+        (
+            (place_of(5, is_ready=True, inner_step=60, has_checkpoint=True),),
+            "until one of replicas [0, 1] starts again, as none of them is heard of",
+        ),
+        (
+            (place_of(1, 1, is_ready=True), place_of(0, entered=1, has_state=True)),
+            "until the members let this replica in",
+        ),
+        (
+            (place_of(1, 1, is_ready=True), place_of(1, entered=1, has_state=True)),
+            "until the other process with replica number 1 has gone; if it is to train on",
+        ),
+    ],
+)
+def test_rule_12_else_newcomers_wait_and_say_for_what(
+    places: tuple[st.Place, ...], reason: str
+) -> None:
+    core = revived(places)
+    assert core.reason.startswith(reason)
+    core.poll(30)
+    assert core.state.proposal is None
+
+
+def test_rule_12_a_run_without_a_step_or_with_rollback_needs_no_checkpoint() -> None:
+    places = (place_of(1, 1, is_ready=True),)
+    for record, settings in ((replace(DEAD, inner_step=0), {}), (DEAD, {"allows_rollback": True})):
+        core = revived(places, record, **settings)
+        core.poll(3)
+        assert core.state.proposal is not None
+
+
+def test_rule_12_a_record_with_a_source_is_entered_from_any_lower_one() -> None:
+    core = member(0, TWO)
+    other = after(DEAD, 0, 1, source=1, joined=(0, 1))
+    core.look(replace(other, number=1, parent=b"p" * 16))
+    assert core.only(st.Enter).record.source == 1 and not core.state.has_state
+
+
+def test_rule_12_a_member_that_may_hold_the_state_is_not_left_out_by_one_without() -> None:
+    core = Core(1)
+    core.look(TWO, (place_of(0), place_of(1)))
+    assert core.state.stage is Stage.TRAINING and not core.state.has_state
+    core.tell(st.Life(suspected=frozenset([nonce_of(0)])))
+    sealed(core, ())
+    core.poll(30)
+    # Member 0 is the source of the record, whether or not it has entered it yet.
+    assert core.state.proposal is None
+    assert core.reason == "until replicas [0] answer, which may have the state"
+
+
+def test_rule_12_who_holds_the_state_takes_no_other_state_for_it() -> None:
+    core = sealed(member(1, TWO))
+    core.hear(0, prepare(TWO, 0, 1, joined=(0, 1)))
+    assert core.only(ms.No).why is Why.NOT_YET
+
+
+# ------------------------------------------------------------- rule 13: a table that forgets
+
+
+def test_rule_13_half_without_the_lowest_waits_for_more() -> None:
+    core = sealed(member(1, TWO, is_durable=False))
+    core.tell(life(0))
+    core.look(TWO, members_places(TWO)[1:])
+    core.poll(20)
+    assert core.state.proposal is None
+    assert core.reason == (
+        "until more than half of replicas [0, 1] are here, as the registry does not outlive its "
+        "process: replicas [1] are"
+    )
+    lowest = member(0, TWO, is_durable=False)
+    leads(lowest, dead=(1,))
+    assert lowest.state.proposal is not None
+
+
+def test_rule_13_a_member_puts_its_record_back_sealed_or_not_and_once_at_a_time() -> None:
+    for core in (member(1, THREE, is_durable=False), sealed(member(1, THREE, is_durable=False))):
+        core.look(None, members_places(THREE), table=b"u" * 16)
+        assert core.only(st.Swap) == st.Swap(b"", THREE.to_bytes())
+        core.look(None, members_places(THREE), table=b"u" * 16)
+        assert core.all(st.Swap) == []
+        core.tell(st.Swapped(THREE.to_bytes(), Outcome.DONE))
+        assert core.state.recorded == THREE.to_bytes()
+
+
+def test_rule_13_a_record_is_put_back_over_an_older_one() -> None:
+    new = after(THREE, 0, 1, 2)
+    core = member(1, THREE, is_durable=False)
+    core.look(new)
+    core.look(THREE, table=b"u" * 16)
+    assert core.only(st.Swap) == st.Swap(THREE.to_bytes(), new.to_bytes())
+
+
+def test_rule_13_a_durable_table_that_knows_less_is_waited_for() -> None:
+    core = member(1, THREE)
+    core.look(None)
+    assert core.all(st.Swap) == [] and core.reason == (
+        "until the registry has its record again: it knew view 0, and now it knows less"
+    )
+
+
+def test_rule_13_a_record_of_another_founding_is_not_followed() -> None:
+    core = member(1, TWO, is_durable=False)
+    core.look(replace(after(TWO, 0, 1), parent=b"p" * 16, table=b"u" * 16))
+    assert core.only(st.Fence).reason == (
+        "the table holds view 1 of replicas [0, 1], which does not follow from view 0 of replicas "
+        "[0, 1]"
+    )
+
+
+def test_rule_13_founders_of_a_table_that_forgets_wait_for_the_members_to_be_heard() -> None:
+    core = founder(0, (place_of(0, is_ready=True),), is_durable=False)
+    core.poll()
+    assert core.state.proposal is None
+    core.poll()
+    assert core.state.proposal is not None
+
+
+# ------------------------------------------------------------------------ rule 14: finished
+
+
+def test_rule_14_a_member_that_has_taken_all_steps_says_so_in_the_record() -> None:
+    core = member(0, TWO)
+    core.tell(st.Finished(has_all_steps=True))
+    swap = core.only(st.Swap)
+    last = Record.from_bytes(swap.new)
+    assert swap.old == TWO.to_bytes() and last.is_finished and last.members == TWO.members
+    core.tell(st.Swapped(swap.new, Outcome.UNKNOWN))
+    core.poll()
+    assert core.only(st.Swap) == swap
+    core.tell(st.Swapped(swap.new, Outcome.DONE))
+    assert core.only(st.Drained) == st.Drained()
+
+
+def test_rule_14_a_table_that_does_not_answer_holds_nobody_for_long() -> None:
+    core = member(0, TWO)
+    core.tell(st.Finished(has_all_steps=True))
+    core.poll(3)
+    assert core.only(st.Drained) == st.Drained()
+
+
+def test_rule_14_a_newcomer_of_a_finished_run_ends_with_a_sentence() -> None:
+    last = after(TWO, 0, 1, is_finished=True)
+    core = Core(1)
+    core.look(last)
+    assert core.only(st.Enter).record == last
+    core = Core(2)
+    core.look(last)
+    assert core.only(st.Over).reason == (
+        "run 'run' has ended: replicas [0, 1] have taken all their steps; to train on, give the "
+        "run another name, or rollback=True"
+    )
+    again = Core(2, allows_rollback=True)
+    again.look(last)
+    assert again.all(st.Over) == []
+
+
+# ------------------------------------------------------------------------- rule 15: leaving
+
+
+def test_rule_15_a_leaver_asks_for_a_boundary_and_ends_when_the_others_go_on() -> None:
+    core = member(1, TWO)
+    core.tell(st.Leave())
+    assert core.only(st.Pend) == st.Pend()
+    at_boundary(core)
+    assert core.reason == "until replicas [0] go on" and core.state.proposal is None
+    core.look(after(TWO, 0))
+    assert core.only(st.Drained) == st.Drained()
+
+
+def test_rule_15_the_others_leave_a_leaver_out() -> None:
+    places = (members_places(TWO)[0], replace(members_places(TWO)[1], is_leaving=True))
+    core = member(0, TWO, places)
+    assert core.state.is_pending
+    at_boundary(core)
+    assert Record.from_bytes(core.only(st.Swap).new).numbers == (0,)
+
+
+def test_rule_15_the_last_with_state_stays_until_a_newcomer_has_it() -> None:
+    one = record_of(0)
+    coming = (*members_places(one), place_of(1))
+    core = member(0, one, coming)
+    core.tell(st.Leave())
+    at_boundary(core)
+    assert core.reason == "until replicas [1] have copied the state"
+    core.look(one, with_newcomer(one, 1))
+    core.hear(1, ms.Ready(NO_ATTEMPT, 0, 0b1))
+    assert Record.from_bytes(core.only(st.Swap).new).numbers == (0, 1)
+
+
+def test_rule_15_without_others_a_leaver_ends() -> None:
+    core = member(0, record_of(0))
+    core.tell(st.Leave())
+    at_boundary(core)
+    assert core.only(st.Drained) == st.Drained()
+    newcomer = Core(2)
+    newcomer.look(TWO, members_places(TWO))
+    newcomer.tell(st.Leave())
+    assert newcomer.only(st.Drained) == st.Drained()
+
+
+# ------------------------------------------------------------------------ rule 16: old frames
+
+
+def test_rule_16_frames_of_a_process_that_has_ended_are_dropped() -> None:
+    core = member(1, THREE)
+    core.tell(life(0))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    assert core.all(st.Send) == core.all(st.Connect) == []
+
+
+def test_rule_16_answers_to_a_former_attempt_change_nothing() -> None:
+    core = member(0, THREE)
+    leads(core, dead=(2,))
+    before = core.state.proposal
+    core.hear(1, ms.Sealed(attempt_of(0, 9), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Ready(attempt_of(0, 9), 0, 0b11))
+    core.hear(1, ms.No(attempt_of(0, 9), Why.CUT, 0, cut=(nonce_of(0),)))
+    assert core.state.proposal == before
+
+
+def test_rule_16_a_prepare_in_the_name_of_another_is_dropped() -> None:
+    core = member(1, THREE)
+    core.hear(2, prepare(THREE, 0, 1, 2))
+    core.hear(0, prepare(THREE, 0, 2))
+    assert core.said == []
+
+
+def test_rule_16_events_of_a_former_record_or_attempt_of_the_training_thread_are_dropped() -> None:
+    core = sealed(member(1, THREE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    core.look(after(THREE, 0, 1, 2))
+    state = core.state
+    for event in (
+        st.Sealed(0, ONE_VOTE, 8),
+        st.Broke(0),
+        st.Boundary(0, ONE_VOTE, 8, True),
+        st.Connected(attempt_of(0)),
+    ):
+        core.tell(event)
+    assert core.state == state
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="min_replicas must be at least 1, got 0"):
+        Core(0, min_replicas=0)
