@@ -2,42 +2,27 @@
 
 An unplanned change takes five messages one after the other: PREPARE to all members, SEALED and
 READY from each, one swap of the table's record, OPEN to all. In a planned change the members have
-stopped at one boundary, and the swap and OPEN are enough.
+stopped at one boundary, and the swap and OPEN are enough. Safety rests on three rules:
+
+* SEALED is a promise: its process votes and applies nothing in this record any more, except as a
+  later record says. Which rounds count is a function of the SEALED of the members that go on.
+* The swap names the exact bytes of the record before, so one record follows each record.
+* A table that has lost its memory takes the next record only with the SEALED of all members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from . import messages as ms
 from . import state as st
-from .attempts import (
-    advance,
-    ask_again,
-    fail,
-    is_released,
-    on_no,
-    on_prepare,
-    on_ready,
-    on_sealed,
-    on_swapped,
-    on_withdraw,
-    other_settings,
-    propose,
-    replaced,
-    say_ready,
-    say_sealed,
-    succeed,
-    swap_again,
-    withdraw,
-)
-from .chain import Turn, follow, is_forgotten, recall
 from .messages import NO_ATTEMPT, Why
-from .plans import Plan, Roster, has_heard, plan_of
-from .records import NO_RECORD, Attempt, Record
-from .state import Bound, Stage, State
+from .plans import Plan, Roster, plan_of
+from .records import NO_RECORD, Attempt, Key, Record
+from .state import Joint, Proposal, Stage, State
+from .streams import decide
 
 
 def step(state: State, event: st.Event) -> tuple[State, tuple[st.Action, ...]]:
@@ -54,156 +39,454 @@ def step(state: State, event: st.Event) -> tuple[State, tuple[st.Action, ...]]:
     return turn.state, tuple(turn.actions)
 
 
+class Turn:
+    """Collects what one event leads to."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.actions: list[st.Action] = []
+
+    def change(self, **values: Any) -> None:
+        self.state = replace(self.state, **values)
+
+    def act(self, action: st.Action) -> None:
+        self.actions.append(action)
+
+    def send(self, keys: Iterable[Key], message: ms.Message) -> None:
+        for key in keys:
+            if key != self.state.key:
+                self.act(st.Send(key.nonce, message))
+
+    def wait(self, reason: str) -> None:
+        if reason != self.state.waits_for:
+            self.change(waits_for=reason, num_waits=min(0, self.state.num_waits))
+            self.act(st.Wait(reason))
+
+    def look(self) -> None:
+        """Read the table before this process leads another attempt."""
+        self.change(is_blind=True)
+        self.act(st.Read())
+
+    def seal(self, *, is_patient: bool = False) -> None:
+        """Stop for good in the record, once."""
+        if self.state.stage in (Stage.TRAINING, Stage.STOPPED):
+            self.change(stage=Stage.SEALING, num_waits=0)
+            self.act(st.Seal(self.state.number, is_patient))
+
+    def drop(self, nonce: bytes = b"", cut: Iterable[bytes] = ()) -> None:
+        """Note that a process has no way to others; end the own attempt, and pause (rule 5)."""
+        pairs = {(nonce, other) for other in cut if other != nonce}
+        self.change(cuts=self.state.cuts | pairs, proposal=None, num_waits=-1)
+        if pairs:
+            self.change(num_cut_polls=0)
+
+    def end(self, action: st.End) -> None:
+        self.change(stage=Stage.GONE, proposal=None, joint=None)
+        self.act(action)
+
+
+# ---------------------------------------------------------------------------- being asked
+
+
+def _on_prepare(turn: Turn, nonce: bytes, prepare: ms.Prepare) -> None:
+    """Stop, connect and answer, if this process is in the base (rules 1, 2 and 4)."""
+    state, attempt = turn.state, prepare.attempt
+    proposer = next((key for key in prepare.members if key.nonce == nonce), None)
+    if nonce != attempt.proposer or proposer is None or state.key not in prepare.members:
+        return
+    if state.record is not None and prepare.base < state.number:
+        turn.act(st.Send(nonce, ms.Open(state.entered)))
+    elif _may_answer(turn, proposer, prepare) and not _leads_before(state, proposer):
+        is_new = state.joint is None or state.joint.attempt != attempt
+        turn.change(proposal=None, num_waits=0)
+        turn.seal(is_patient=prepare.is_patient)
+        if is_new:
+            turn.change(joint=Joint(attempt, prepare.members))
+            turn.act(st.Connect(attempt, prepare.members))
+        _say_sealed(turn)
+        _say_ready(turn)
+
+
+def _leads_before(state: State, proposer: Key) -> bool:
+    return state.proposal is not None and state.key < proposer
+
+
+def _may_answer(turn: Turn, proposer: Key, prepare: ms.Prepare) -> bool:
+    """Whether this process takes part in an attempt; rule 5: some reasons not to are said."""
+    state, attempt, is_joiner = turn.state, prepare.attempt, turn.state.key.number in prepare.joined
+    if state.record is not None and prepare.base_hash != state.entered_hash:
+        turn.act(st.Read())
+        return False
+    if is_joiner and (state.has_state or state.follows is None):
+        # Its state must not be taken for lost; and a newcomer comes when it is ready.
+        return False
+    if state.record is None and not is_joiner:
+        turn.act(st.Read())
+        return False
+    if prepare.settings != state.settings.digest:
+        text = _other_settings(state, proposer)
+        turn.act(st.Send(proposer.nonce, ms.No(attempt, Why.SETTINGS, text=text)))
+        turn.end(st.Refuse(text))
+        return False
+    if state.settings.is_fixed and state.demand != ():
+        numbers = tuple([key.number for key in prepare.members])
+        if state.demand is not None and state.demand != numbers:
+            turn.act(st.Send(proposer.nonce, ms.No(attempt, Why.MEMBERS, demand=state.demand)))
+            _fail(turn, proposer.nonce, numbers)
+        return state.demand == numbers
+    return True
+
+
+def _say_sealed(turn: Turn) -> None:
+    state, joint = turn.state, turn.state.joint
+    if joint is not None and state.stage is Stage.SEALED:
+        sealed = ms.Sealed(joint.attempt, state.number, state.positions, state.inner_step)
+        _answer(turn, joint.attempt.proposer, sealed)
+
+
+def _say_ready(turn: Turn) -> None:
+    joint = turn.state.joint
+    if joint is not None and joint.is_connected:
+        ready = ms.Ready(joint.attempt, (1 << len(joint.members)) - 1)
+        _answer(turn, joint.attempt.proposer, ready)
+
+
+def _answer(turn: Turn, proposer: bytes, answer: ms.Sealed | ms.Ready) -> None:
+    if proposer == turn.state.nonce:
+        _on_answer(turn, proposer, answer)
+    else:
+        turn.act(st.Send(proposer, answer))
+
+
+# -------------------------------------------------------------------------------- leading
+
+
+def _propose(turn: Turn, draft: Record) -> None:
+    """Ask the members of the next record; this process stops, too (rule 1)."""
+    state, attempt = turn.state, draft.attempt
+    is_planned = _is_planned(state, draft)
+    is_at_work = state.stage in (Stage.TRAINING, Stage.STOPPED)
+    causes = [f"replicas {list(draft.left_out)} left"] if draft.left_out else []
+    causes += [f"replicas {list(draft.joined)} join"] if draft.joined and draft.number else []
+    asked = ms.Prepare(
+        attempt,
+        draft.number - 1,
+        draft.parent,
+        draft.members,
+        draft.joined,
+        state.settings.digest,
+        is_patient=is_at_work and not draft.left_out,
+        cause=", ".join(causes) or ("the members meet again" if draft.number else "the run begins"),
+    )
+    base = () if state.record is None else state.record.members
+    base = tuple([key for key in base if key in draft.members])
+    turn.change(counter=attempt.counter, proposal=Proposal(draft, asked, base))
+    if is_planned:
+        # Rule 9: all rounds before the boundary count, as this process holds all their votes.
+        _swap(turn, replace(draft, decision=state.positions, inner_step=state.inner_step))
+        return
+    turn.send(draft.members, asked)
+    turn.seal(is_patient=asked.is_patient)
+    turn.change(joint=Joint(attempt, draft.members))
+    turn.act(st.Connect(attempt, draft.members))
+    _say_sealed(turn)
+
+
+def _is_planned(state: State, draft: Record) -> bool:
+    """Whether this process may swap without asking: it holds all votes before the boundary."""
+    follows = {place.key: place.follows for place in state.places}
+    joined = [key for key in draft.members if key.number in draft.joined]
+    are_ready = all(follows.get(key) == state.number for key in joined)
+    holds_all = state.stage is Stage.STOPPED and state.has_all_votes and state.has_state
+    return holds_all and are_ready and draft.source is None and not state.has_moved
+
+
+def _on_answer(turn: Turn, nonce: bytes, answer: ms.Sealed | ms.Ready) -> None:
+    """Note a SEALED or a READY to the own attempt; rule 16: others change nothing."""
+    state, proposal, record = turn.state, turn.state.proposal, turn.state.record
+    if proposal is None or proposal.draft.attempt != answer.attempt:
+        if record is not None and record.attempt == answer.attempt and nonce != state.nonce:
+            turn.act(st.Send(nonce, ms.Open(state.entered)))
+    elif isinstance(answer, ms.Sealed):
+        if nonce in [key.nonce for key in proposal.base] and answer.base == state.number:
+            answers = {**dict(proposal.answers), nonce: answer}
+            turn.change(proposal=replace(proposal, answers=tuple(sorted(answers.items()))))
+    else:
+        members = [key.nonce for key in proposal.draft.members]
+        unheard = [one for place, one in enumerate(members) if not answer.heard >> place & 1]
+        if unheard:
+            turn.drop(nonce, unheard)
+        elif nonce in members:
+            turn.change(proposal=replace(proposal, ready=proposal.ready | {nonce}))
+
+
+def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
+    """Try again without whom there is no way to (rule 5), or end a demand (rule 10)."""
+    proposal = turn.state.proposal
+    is_own = proposal is not None and proposal.draft.attempt == no.attempt
+    if no.why is Why.MEMBERS and (is_own or no.attempt == NO_ATTEMPT):
+        _fail(turn, nonce, no.demand)
+    elif is_own:
+        turn.drop(nonce, no.cut if no.why is Why.CUT else (turn.state.nonce,))
+
+
+def _missing(proposal: Proposal) -> list[Key]:
+    """Return the processes that have not given all answers."""
+    sealed = dict(proposal.answers)
+    unsealed = {key for key in proposal.base if key.nonce not in sealed}
+    unready = {key for key in proposal.draft.members if key.nonce not in proposal.ready}
+    return sorted(unsealed | unready)
+
+
+def _advance(turn: Turn, proposal: Proposal) -> None:
+    """Swap when all have answered (rules 1 and 3), or try again without whom has died."""
+    state, draft = turn.state, proposal.draft
+    if proposal.is_swapping:
+        return
+    is_lost = {key.nonce for key in draft.members} & (state.life.dead | state.life.suspected)
+    if is_lost or draft.table != state.table:
+        turn.drop()
+        return
+    if missing := _missing(proposal):
+        numbers = [key.number for key in missing]
+        turn.wait(f"until replicas {numbers} have stopped and are connected")
+        return
+    holders = {nonce: one for nonce, one in proposal.answers if one.positions}
+    if bool(holders) == (draft.source is not None):
+        # Who holds the state is not as the plan took it to be.
+        turn.drop()
+        return
+    try:
+        decision = decide([one.positions for one in holders.values()])
+    except ValueError as error:
+        _leave_behind(turn, holders, str(error))
+        return
+    new = replace(draft, decision=decision)
+    if draft.source is None:
+        stateless = {key.number for key in proposal.base if key.nonce not in holders}
+        step = min(one.inner_step for one in holders.values())
+        new = replace(new, joined=tuple(sorted({*draft.joined, *stateless})), inner_step=step)
+    _swap(turn, new)
+
+
+def _leave_behind(turn: Turn, holders: dict[bytes, ms.Sealed], why: str) -> None:
+    """Go on without the member that is furthest behind: what it lacks cannot be repaired."""
+    ends = {nonce: sum(one.end for one in sealed.positions) for nonce, sealed in holders.items()}
+    last = min(ends, key=lambda nonce: (ends[nonce], nonce))
+    if last == turn.state.nonce:
+        turn.end(st.Fence(f"replica {turn.state.key.number} cannot go on with the others: {why}"))
+    else:
+        turn.drop(turn.state.nonce, [last])
+
+
+def _swap(turn: Turn, new: Record) -> None:
+    """Ask the table for the one swap of an attempt (rule 6)."""
+    state, proposal = turn.state, turn.state.proposal
+    assert proposal is not None
+    turn.change(proposal=replace(proposal, is_swapping=True))
+    turn.act(st.Swap(b"" if state.has_moved else state.entered or state.recorded, new.to_bytes()))
+
+
+def _on_swapped(turn: Turn, event: st.Swapped) -> None:
+    """Enter the record, or read whose record is there (rule 6); a newcomer reads in any case."""
+    if event.outcome is st.Outcome.DONE and turn.state.record is not None:
+        _follow(turn, event.new)
+    else:
+        turn.drop()
+        turn.look()
+
+
+# --------------------------------------------------------------------- following the chain
+
+
 def _on_looked(turn: Turn, event: st.Looked) -> None:
     nonces = {place.key.nonce for place in event.places}
-    ready = tuple([one for one in turn.state.ready if one[0] in nonces])
     here = tuple([one for one in turn.state.here if one[0] in nonces])
     turn.change(recorded=event.record, table=event.table, places=event.places)
-    turn.change(evict=event.evict, is_blind=False, ready=ready, here=here)
-    state, proposal = turn.state, turn.state.proposal
-    if state.stage is Stage.FINISHING:
-        if event.record != state.entered:
-            turn.end(st.Drained())
-        return
-    if proposal is not None and proposal.new:
-        if event.record == proposal.new:
-            succeed(turn, proposal)
-            return
-        if event.record == replaced(state, Record.from_bytes(proposal.new)):
-            swap_again(turn)
-            return
-    if state.record is None and proposal is not None:
-        there = NO_RECORD if state.in_table is None else state.in_table.number
-        if proposal.draft.number <= there:
-            # Another founding was first.
-            turn.change(proposal=replace(proposal, new=b""))
-            withdraw(turn)
+    turn.change(evict=event.evict, is_blind=False, here=here)
     if event.record:
-        follow(turn, event.record)
+        _follow(turn, event.record)
 
 
-def _on_open(turn: Turn, nonce: bytes, message: ms.Open) -> None:
+def _on_open(turn: Turn, _: bytes, message: ms.Open) -> None:
+    """Follow the record of a member: a process that is behind needs no table (D4).
+
+    For a newcomer it is a hint to read: late messages must not lead it into an old record.
+    """
     try:
         record = Record.from_bytes(message.record)
     except ValueError:
         return
-    state = turn.state
-    is_next = record.number == state.number + 1 and record.parent == state.entered_hash
-    is_let_in = state.record is None and record.is_member(state.key)
-    if is_next or is_let_in:
-        turn.change(recorded=message.record)
-        follow(turn, message.record)
-    elif record.number > state.number:
-        turn.look()
+    mine = turn.state.record
+    if mine is None:
+        turn.act(st.Read())
+    elif record.run_id == mine.run_id and record.number > mine.number:
+        _follow(turn, message.record)
+
+
+def _follow(turn: Turn, content: bytes) -> None:
+    """Enter a later record, or end because the others go on without this process (rule 4, D5)."""
+    state, mine, record = turn.state, turn.state.record, Record.from_bytes(content)
+    numbers = list(record.numbers)
+    if mine is None:
+        if record.is_member(state.key):
+            _enter(turn, content)
+    elif record.run_id != mine.run_id:
+        turn.end(
+            st.Fence(
+                f"the table holds view {record.number} of replicas {numbers}, which does not "
+                f"follow from view {mine.number} of replicas {list(mine.numbers)}"
+            )
+        )
+    elif record.number < mine.number or content == state.entered:
+        return
+    elif record.number == mine.number:
+        # The table forgot the record of this process before any member with state entered it.
+        turn.end(st.Fence(f"view {record.number} was opened anew without this process"))
+    elif record.is_member(state.key):
+        _enter(turn, content)
+    elif state.is_leaving or state.key.number in record.evicted:
+        turn.end(st.Drained("this replica has left"))
+    elif state.settings.is_fixed:
+        number, own = record.number, state.key.number
+        reason = f"the group of replicas {numbers} went on in epoch {number} without replica {own}"
+        turn.end(st.Fence(reason))
+    else:
+        reason = f"view {record.number} of replicas {numbers} was opened without this process"
+        turn.end(st.Fence(reason))
+
+
+def _enter(turn: Turn, content: bytes) -> None:
+    """Enter a record: the promise of SEALED ends, and rounds begin anew."""
+    state, record = turn.state, Record.from_bytes(content)
+    number = state.key.number
+    holds = state.has_state and number not in record.joined
+    turn.change(
+        stage=Stage.TRAINING,
+        entered=content,
+        recorded=content,
+        table=record.table,
+        has_state=number == record.source or (record.source is None and holds),
+        positions=(),
+        has_all_votes=False,
+        is_pending=False,
+        joint=None,
+        proposal=None,
+        is_blind=False,
+        here=(),
+        cuts=frozenset(),
+        demand=None if state.demand in ((), record.numbers) else state.demand,
+        told=b"",
+        num_waits=0,
+    )
+    turn.act(st.Enter(record))
+    if record.attempt.proposer == state.nonce:
+        turn.send(record.members, ms.Open(content))
+    turn.wait("")
+
+
+# --------------------------------------------------------------------------- other events
 
 
 def _on_heard(turn: Turn, event: st.Heard) -> None:
-    if event.nonce in turn.state.life.dead:
-        # Rule 16: a late frame of a process that has ended.
-        return
-    _ON_MESSAGE[type(event.message)](turn, event.nonce, event.message)
+    if event.nonce not in turn.state.life.dead:
+        # Rule 16: a late frame of a process that has ended changes nothing.
+        _ON_MESSAGE[type(event.message)](turn, event.nonce, event.message)
 
 
 def _on_here(turn: Turn, nonce: bytes, here: ms.Here) -> None:
     """Note that a member has stopped in the base, or demands a group."""
     state = turn.state
-    if here.base != NO_RECORD and here.base_hash != state.entered_hash:
-        if here.base < state.number:
-            turn.act(st.Send(nonce, ms.No(NO_ATTEMPT, Why.HIGHER, state.number)))
-        else:
-            turn.look()
-        return
-    if state.settings.is_fixed and state.demand and here.demand not in ((), state.demand):
-        turn.act(st.Send(nonce, ms.No(NO_ATTEMPT, Why.MEMBERS, state.number, demand=state.demand)))
-        fail(turn, nonce, here.demand)
-        return
-    turn.note_cuts(nonce, here.cut)
-    if state.settings.is_fixed:
-        known = [one for one in state.here if one[0] != nonce]
-        turn.change(here=tuple(sorted([*known, (nonce, here.demand)])))
-    elif here.base == state.number != NO_RECORD:
+    if state.record is not None and NO_RECORD < here.base < state.number:
+        turn.act(st.Send(nonce, ms.Open(state.entered)))
+    elif here.base != NO_RECORD and here.base_hash != state.entered_hash:
+        turn.look()
+    elif not state.settings.is_fixed:
         # That member votes no more: no round of this record can end.
+        turn.change(cuts=state.cuts | {(nonce, other) for other in here.cut}, num_cut_polls=0)
         turn.seal()
+    elif state.demand and here.demand not in ((), state.demand):
+        turn.act(st.Send(nonce, ms.No(NO_ATTEMPT, Why.MEMBERS, demand=state.demand)))
+        _fail(turn, nonce, here.demand)
+    else:
+        turn.change(here=tuple(sorted({**dict(state.here), nonce: here.demand}.items())))
+
+
+def _fail(turn: Turn, nonce: bytes, demand: Iterable[int]) -> None:
+    """End a demand that another caller contradicts (rule 10)."""
+    state, keys = turn.state, [place.key for place in turn.state.places]
+    if state.demand is None:
+        return
+    numbers = [key.number for key in (*Roster(state).base, *keys) if key.nonce == nonce]
+    who = f"replica {numbers[0]}" if numbers else "another replica"
+    turn.change(demand=None, here=(), proposal=None)
+    turn.act(
+        st.Fail(
+            f"replica {state.key.number} was told to go on with replicas {list(state.demand)}, and "
+            f"{who} with replicas {list(demand)}: give the same members to change_group on all of "
+            "them"
+        )
+    )
 
 
 def _on_passed(turn: Turn, _: st.Passed) -> None:
-    state = turn.state
-    limit = state.settings.suspect_after
+    state, limit = turn.state, turn.state.settings.suspect_after
     most = (8 + len(Roster(state).base)) * limit
-    turn.change(
-        num_waits=min(state.num_waits + 1, most),
-        num_silent=min(state.num_silent + 1, most),
-        num_polls=(state.num_polls + 1) % limit,
-        num_cut_polls=min(state.num_cut_polls + 1, 3 * limit),
-        pause=max(0, state.pause - 1),
-        puts_back=False,
-    )
-    if turn.state.num_cut_polls >= 3 * limit and state.cuts:
+    turn.change(num_waits=min(state.num_waits + 1, most))
+    turn.change(num_cut_polls=min(state.num_cut_polls + 1, 3 * limit))
+    if turn.state.num_cut_polls == 3 * limit:
         # What could not be reached once may be reached after a while.
-        turn.change(cuts=frozenset(), unfit=frozenset())
-    is_due = turn.state.num_polls == 0
-    if state.stage is Stage.FINISHING:
-        _finish(turn)
-    elif state.proposal is not None:
-        ask_again(turn, state.proposal, everybody=is_due)
+        turn.change(cuts=frozenset())
+    is_due = turn.state.num_waits % max(1, limit // 2) == 0
+    proposal = state.proposal
+    if proposal is not None and not proposal.is_swapping:
+        members = proposal.draft.members if is_due else _missing(proposal)
+        turn.send(members, proposal.asked)
     elif is_due:
         # Rule 8: a process that hears nothing reads the table, and says again where it is.
-        turn.act(st.Read())
         turn.change(told=b"")
-        say_sealed(turn)
-        say_ready(turn)
+        turn.act(st.Read())
 
 
 def _on_life(turn: Turn, event: st.Life) -> None:
-    state = turn.state
     turn.change(life=event)
-    bound = state.bound
-    if bound is not None and bound.attempt.proposer != state.nonce:
-        newly_lost = (event.dead - state.life.dead) | (event.suspected - state.life.suspected)
-        if bound.attempt.proposer in newly_lost:
-            # Its proposer may have swapped before it ended.
-            turn.look()
 
 
-def _on_thread_sealed(turn: Turn, event: st.Sealed) -> None:
+def _on_sealed(turn: Turn, event: st.Sealed) -> None:
     state = turn.state
     if event.number == state.number and state.stage is Stage.SEALING:
         positions = event.positions if state.has_state else ()
         turn.change(stage=Stage.SEALED, positions=positions, inner_step=event.inner_step)
-        say_sealed(turn)
+        _say_sealed(turn)
 
 
 def _on_connected(turn: Turn, event: st.Connected) -> None:
-    bound = turn.state.bound
-    if bound is None or bound.attempt != event.attempt:
+    state, joint = turn.state, turn.state.joint
+    if joint is None or joint.attempt != event.attempt:
         return
     if not event.cut:
-        turn.change(bound=replace(bound, is_connected=True))
-        say_ready(turn)
-        return
-    turn.note_cuts(turn.state.nonce, event.cut)
-    if bound.attempt.proposer == turn.state.nonce:
-        withdraw(turn)
+        turn.change(joint=replace(joint, is_connected=True))
+        _say_ready(turn)
+    elif event.attempt.proposer == state.nonce:
+        turn.drop(state.nonce, event.cut)
     else:
-        no = ms.No(event.attempt, Why.CUT, turn.state.number, cut=event.cut)
-        turn.act(st.Send(bound.attempt.proposer, no))
+        turn.change(joint=None)
+        no = ms.No(event.attempt, Why.CUT, cut=event.cut)
+        turn.act(st.Send(event.attempt.proposer, no))
 
 
 def _on_broke(turn: Turn, event: st.Broke) -> None:
-    if event.number == turn.state.number:
-        turn.note_cuts(turn.state.nonce, event.cut)
+    state = turn.state
+    if event.number == state.number:
+        cuts = state.cuts | {(state.nonce, other) for other in event.cut}
+        turn.change(cuts=cuts, num_cut_polls=0)
         turn.seal()
 
 
 def _on_boundary(turn: Turn, event: st.Boundary) -> None:
     if event.number == turn.state.number and turn.state.stage is Stage.TRAINING:
-        turn.change(
-            stage=Stage.STOPPED,
-            positions=event.positions,
-            inner_step=event.inner_step,
-            has_all_votes=event.has_all_votes,
-            num_waits=0,
-        )
+        turn.change(stage=Stage.STOPPED, positions=event.positions, num_waits=0)
+        turn.change(inner_step=event.inner_step, has_all_votes=event.has_all_votes)
 
 
 def _on_started(turn: Turn, event: st.Started) -> None:
@@ -212,71 +495,59 @@ def _on_started(turn: Turn, event: st.Started) -> None:
 
 
 def _on_demanded(turn: Turn, event: st.Demanded) -> None:
-    turn.change(demand=tuple(sorted(event.members)), is_ready=True, told=b"")
+    turn.change(demand=tuple(sorted(event.members)), told=b"")
+    if turn.state.record is None:
+        turn.change(follows=NO_RECORD)
     # The group may have gone on already: then this process enters, or ends, first.
     turn.look()
 
 
 def _on_given_up(turn: Turn, _: st.GivenUp) -> None:
-    withdraw(turn)
-    turn.change(demand=None, here=())
-    turn.wait("")
+    turn.change(demand=None, here=(), proposal=None)
 
 
 def _on_joiner_ready(turn: Turn, event: st.JoinerReady) -> None:
-    turn.change(is_ready=True, heard=event.heard, told=b"")
+    turn.change(follows=event.follows)
 
 
 def _on_leave(turn: Turn, _: st.Leave) -> None:
     turn.change(is_leaving=True)
     if turn.state.record is None:
-        turn.end(st.Drained())
+        turn.end(st.Drained("this replica has left"))
 
 
 def _on_finished(turn: Turn, event: st.Finished) -> None:
     """End; the last members say in the record that the run has ended (rule 14)."""
     state, record = turn.state, turn.state.record
-    turn.change(is_finished=True)
     is_open = record is not None and not record.is_finished and not state.settings.is_fixed
-    if event.has_all_steps and is_open and state.stage is Stage.TRAINING:
-        turn.change(stage=Stage.FINISHING, num_waits=0)
-        _finish(turn)
-    else:
-        turn.end(st.Drained())
+    turn.change(is_finished=True)
+    if record is not None and event.has_all_steps and is_open and not state.has_moved:
+        attempt = Attempt(state.nonce, state.counter + 1)
+        last = Record(
+            record.number + 1,
+            record.hash,
+            record.table,
+            record.run_id,
+            attempt,
+            record.members,
+            decision=event.positions,
+            inner_step=event.inner_step,
+            is_finished=True,
+        )
+        turn.act(st.Swap(state.entered, last.to_bytes()))
+    turn.end(st.Drained("this replica has taken its last step"))
 
 
-def _finish(turn: Turn) -> None:
-    state, record = turn.state, turn.state.record
-    assert record is not None
-    if state.num_waits > state.settings.suspect_after:
-        turn.end(st.Drained())
-        return
-    last = replace(
-        record,
-        number=record.number + 1,
-        parent=state.entered_hash,
-        attempt=Attempt(state.nonce, state.counter + 1),
-        joined=(),
-        source=None,
-        left_out=(),
-        evicted=(),
-        is_finished=True,
-    )
-    turn.act(st.Swap(state.entered, last.to_bytes()))
+# --------------------------------------------------------------------------- after every event
 
 
 def _go_on(turn: Turn) -> None:
     """Do what follows from the state as it is now: advance, wait, leave or propose."""
-    state = turn.state
-    if state.stage is Stage.FINISHING:
-        return
-    is_lost = is_forgotten(state) and not state.settings.is_fixed
-    if is_lost:
-        recall(turn)
+    state, record = turn.state, turn.state.record
     if state.proposal is not None:
-        advance(turn, state.proposal)
+        _advance(turn, state.proposal)
         return
-    if is_lost or (state.record is not None and state.record.is_finished):
+    if record is not None and record.is_finished:
         return
     if state.stage is Stage.TRAINING and not state.settings.is_fixed:
         if not state.life.dead & {key.nonce for key in Roster(state).base}:
@@ -293,110 +564,84 @@ def _go_on(turn: Turn) -> None:
 
 
 def _wait_or_propose(turn: Turn, plan: Plan) -> None:
-    state, bound = turn.state, turn.state.bound
-    if bound is not None:
-        if not is_released(state, bound):
-            turn.wait(_why_bound(state, bound))
-            return
-    _tell_leader(turn, plan)
+    _tell_leader(turn, plan.leader)
     turn.wait(plan.reason)
-    if plan.draft is None or state.is_blind or state.pause:
-        return
-    if state.num_waits >= plan.patience:
-        propose(turn, plan)
+    state = turn.state
+    if plan.draft is not None and not state.is_blind and state.num_waits >= plan.patience:
+        _propose(turn, plan.draft)
 
 
-def _why_bound(state: State, bound: Bound) -> str:
-    leader = bound.proposer.number
-    if bound.attempt.proposer in state.life.dead and state.table != bound.table:
-        return (
-            f"until it is known whether view {state.number + 1} was opened: replica {leader} led "
-            "its opening and has ended, and the registry has lost its memory since; to begin anew, "
-            "start all replicas again"
-        )
-    return f"until replica {leader} goes on, which leads the change"
-
-
-def _tell_leader(turn: Turn, plan: Plan) -> None:
-    """Say to the process that is to lead that this one has stopped, or is ready; once a while."""
-    state, leader = turn.state, plan.leader
+def _tell_leader(turn: Turn, leader: Key | None) -> None:
+    """Say to the process that is to lead that this one has stopped, once a while."""
+    state, is_fixed = turn.state, turn.state.settings.is_fixed
     if leader is None or leader == state.key or leader.nonce == state.told:
         return
-    if state.settings.is_fixed or state.record is not None:
-        if not state.settings.is_fixed and _will_hear(state):
-            return
+    # The leader of an elastic group learns of a death, and of a boundary, by itself.
+    members = () if state.record is None else state.record.members
+    will_hear = bool(state.life.dead & {key.nonce for key in members})
+    will_hear |= state.stage in (Stage.STOPPED, Stage.NEWCOMER)
+    will_hear |= state.joint is not None and leader == state.joint.proposer
+    if is_fixed or not will_hear or state.num_waits >= state.settings.suspect_after:
         cut = {other for pair in state.cuts if state.nonce in pair for other in pair}
         cut = (cut | state.life.cut) - {state.nonce}
         here = ms.Here(state.number, state.entered_hash, state.demand or (), tuple(sorted(cut)))
         turn.act(st.Send(leader.nonce, here))
-    elif state.is_ready and state.in_table is not None:
-        members = state.in_table.members
-        heard = sum(1 << place for place, key in enumerate(members) if key.nonce in state.heard)
-        turn.act(st.Send(leader.nonce, ms.Ready(NO_ATTEMPT, state.in_table.number, heard)))
-    turn.change(told=leader.nonce)
-
-
-def _will_hear(state: State) -> bool:
-    """Whether the leader learns without HERE that it is to lead: at a boundary, or of a death."""
-    members = () if state.record is None else state.record.members
-    has_seen_death = bool(state.life.dead & {key.nonce for key in members})
-    is_quiet = state.stage is Stage.STOPPED or has_seen_death
-    return is_quiet and state.num_waits < state.settings.suspect_after
+        turn.change(told=leader.nonce)
 
 
 def _ask_for_boundary(turn: Turn) -> None:
     """Ask for a boundary when somebody is to come or to go (rule 9), once in a record."""
-    state = turn.state
-    roster = Roster(state)
-    ready = [key for key in roster.newcomers if has_heard(state, key, roster.here)]
-    goes = {key.number for key in roster.base} & state.evict
-    if not state.is_pending and (roster.leaving or state.is_leaving or goes or ready):
+    roster = Roster(turn.state)
+    wanted = roster.leaving or roster.reaching(roster.here, roster.newcomers)
+    if not turn.state.is_pending and (wanted or turn.state.is_leaving):
         turn.change(is_pending=True)
         turn.act(st.Pend())
 
 
 def _has_left(turn: Turn) -> bool:
     """Leave, if nobody is here to go on, or to be given the state (rule 15)."""
-    state = turn.state
-    if not state.is_leaving or not state.has_stopped:
-        return False
-    roster = Roster(state)
-    others = [key for key in roster.base if roster.lives(key) and key in roster.here]
-    if others or roster.newcomers or roster.coming:
-        return False
-    turn.end(st.Drained())
-    return True
+    state, roster = turn.state, Roster(turn.state)
+    if state.is_leaving and state.stage in (Stage.STOPPED, Stage.SEALED):
+        if not (set(roster.here) - {state.key} or roster.newcomers or roster.coming):
+            turn.end(st.Drained("this replica has left"))
+    return turn.state.stage is Stage.GONE
 
 
 def _cannot_come(turn: Turn) -> bool:
-    """Refuse to come to a group with other settings."""
+    """Refuse to come to a group with other settings (rule 5)."""
     state = turn.state
     members = () if state.in_table is None else state.in_table.members
     for place in state.places:
         if place.key in members and place.is_fresh and place.settings != state.settings.digest:
-            turn.end(st.Refuse(other_settings(state, place.key)))
+            turn.end(st.Refuse(_other_settings(state, place.key)))
             return True
     return False
 
 
+def _other_settings(state: State, other: Key) -> str:
+    return (
+        f"replica {state.key.number} cannot join run {state.settings.run!r}, as replica "
+        f"{state.key.number} has another model or other settings than replica {other.number}: "
+        f"start replica {state.key.number} with the model, settings and number of workers of the "
+        "members"
+    )
+
+
 _ON_MESSAGE: dict[type, Callable[[Turn, bytes, Any], None]] = {
     ms.Here: _on_here,
-    ms.Prepare: on_prepare,
-    ms.Sealed: on_sealed,
-    ms.Ready: on_ready,
-    ms.No: on_no,
-    ms.Withdraw: on_withdraw,
+    ms.Prepare: _on_prepare,
+    ms.Sealed: _on_answer,
+    ms.Ready: _on_answer,
+    ms.No: _on_no,
     ms.Open: _on_open,
 }
-
-
 _ON_EVENT: dict[type, Callable[[Turn, Any], None]] = {
     st.Heard: _on_heard,
     st.Looked: _on_looked,
-    st.Swapped: on_swapped,
+    st.Swapped: _on_swapped,
     st.Passed: _on_passed,
     st.Life: _on_life,
-    st.Sealed: _on_thread_sealed,
+    st.Sealed: _on_sealed,
     st.Connected: _on_connected,
     st.Broke: _on_broke,
     st.Boundary: _on_boundary,

@@ -4,9 +4,8 @@
     PREPARE   proposer to members: stop in the base, and get ready for these members
     SEALED    member to proposer: this process has stopped for good; how far it is
     READY     member to proposer: every member is heard on a link, and the devices are connected
-    NO        the answer to HERE, PREPARE or SEALED that goes no further, and why
-    WITHDRAW  proposer to members: this attempt comes to nothing
-    OPEN      proposer to members: the next record
+    NO        the answer to HERE or PREPARE that goes no further, and why
+    OPEN      proposer to members, and the answer on a lower base: a later record
 
 A message belongs to the channel of one run, between two processes that know each other's nonces.
 """
@@ -36,24 +35,20 @@ MAX_TEXT_BYTES = 1024
 _MOST_MEMBERS = MAX_RECORD_BYTES // 24
 _MAX_NUMBER = 0xFFFFFFFF
 
-# Of a READY that answers no PREPARE: a newcomer gives it before.
+# Of a NO that answers HERE.
 NO_ATTEMPT = Attempt(bytes(NONCE_BYTES), 0)
 
 
 class Why(IntEnum):
     """The reason of a NO.
 
-    HIGHER: the answering process has entered a higher record. CUT: no way to some members.
-    SETTINGS: another model or other settings. BOUND: it has sealed for another attempt. NOT_YET: it
-    will answer later. MEMBERS: its caller demands other members.
+    CUT: no way to some members. SETTINGS: another model or other settings. MEMBERS: the caller of
+    this process demands other members.
     """
 
-    HIGHER = 1
-    CUT = 2
-    SETTINGS = 3
-    BOUND = 4
-    NOT_YET = 5
-    MEMBERS = 6
+    CUT = 1
+    SETTINGS = 2
+    MEMBERS = 3
 
 
 @dataclass(frozen=True)
@@ -117,13 +112,10 @@ class Ready:
     """Links and devices are connected.
 
     Attributes:
-        attempt: NO_ATTEMPT from a newcomer that has copied the state and follows, before PREPARE.
-        base: Number of the record from which the attempt goes on, or that the newcomer follows.
-        heard: Bit i: the member in place i was heard; of the attempt's members, or of the record's.
+        heard: Bit i: the member of the attempt in place i was heard.
     """
 
     attempt: Attempt
-    base: int
     heard: int
 
 
@@ -133,7 +125,6 @@ class No:
 
     Attributes:
         attempt: NO_ATTEMPT as the answer to HERE.
-        record: Number of the record that the answering process has entered.
         cut: Nonces of members to which it has no way.
         demand: Numbers that its caller demands.
         text: One sentence for people, or "".
@@ -141,15 +132,9 @@ class No:
 
     attempt: Attempt
     why: Why
-    record: int = NO_RECORD
     cut: tuple[bytes, ...] = ()
     demand: tuple[int, ...] = ()
     text: str = ""
-
-
-@dataclass(frozen=True)
-class Withdraw:
-    attempt: Attempt
 
 
 @dataclass(frozen=True)
@@ -159,7 +144,7 @@ class Open:
     record: bytes
 
 
-Message = Here | Prepare | Sealed | Ready | No | Withdraw | Open
+Message = Here | Prepare | Sealed | Ready | No | Open
 
 
 def encode(message: Message) -> bytes:
@@ -307,19 +292,17 @@ def _read_sealed(reader: Reader) -> Sealed:
 
 def _write_ready(writer: Writer, one: Ready) -> None:
     _write_attempt(writer, one.attempt)
-    writer.number(one.base + 1)
     writer.blob(one.heard.to_bytes((one.heard.bit_length() + 7) // 8, "little"))
 
 
 def _read_ready(reader: Reader) -> Ready:
-    attempt, base = _read_attempt(reader), reader.number() - 1
-    return Ready(attempt, base, int.from_bytes(reader.blob(_MOST_MEMBERS // 8 + 1), "little"))
+    attempt = _read_attempt(reader)
+    return Ready(attempt, int.from_bytes(reader.blob(_MOST_MEMBERS // 8 + 1), "little"))
 
 
 def _write_no(writer: Writer, one: No) -> None:
     _write_attempt(writer, one.attempt)
     writer.fixed("B", one.why)
-    writer.number(one.record + 1)
     _write_nonces(writer, one.cut)
     writer.numbers(one.demand)
     _write_text(writer, one.text)
@@ -331,18 +314,8 @@ def _read_no(reader: Reader) -> No:
         why = Why(reader.fixed("B")[0])
     except ValueError:
         raise Damaged from None
-    record, cut = reader.number() - 1, _read_nonces(reader)
-    return No(
-        attempt, why, record, cut, reader.numbers(_MOST_MEMBERS, _MAX_NUMBER), _read_text(reader)
-    )
-
-
-def _write_withdraw(writer: Writer, one: Withdraw) -> None:
-    _write_attempt(writer, one.attempt)
-
-
-def _read_withdraw(reader: Reader) -> Withdraw:
-    return Withdraw(_read_attempt(reader))
+    cut = _read_nonces(reader)
+    return No(attempt, why, cut, reader.numbers(_MOST_MEMBERS, _MAX_NUMBER), _read_text(reader))
 
 
 def _write_open(writer: Writer, one: Open) -> None:
@@ -353,14 +326,13 @@ def _read_open(reader: Reader) -> Open:
     return Open(reader.blob(MAX_RECORD_BYTES))
 
 
-_KINDS: tuple[type[Message], ...] = (Here, Prepare, Sealed, Ready, No, Withdraw, Open)
+_KINDS: tuple[type[Message], ...] = (Here, Prepare, Sealed, Ready, No, Open)
 _WRITE: tuple[Callable[[Writer, Message], None], ...] = (
     _write_here,  # type: ignore[assignment]
     _write_prepare,
     _write_sealed,
     _write_ready,
     _write_no,
-    _write_withdraw,
     _write_open,
 )
 _READ: tuple[Callable[[Reader], Message], ...] = (
@@ -369,6 +341,5 @@ _READ: tuple[Callable[[Reader], Message], ...] = (
     _read_sealed,
     _read_ready,
     _read_no,
-    _read_withdraw,
     _read_open,
 )

@@ -57,7 +57,8 @@ class Record:
     Attributes:
         number: One more than in the record before; 0 for the first.
         parent: Hash of the record before; NO_HASH for the first.
-        table: Id of the table in which the run was founded.
+        table: Id of the table for which this record was made.
+        founding: Hash of record 0; NO_HASH in record 0 itself.
         attempt: That led to this record.
         members: By number.
         joined: Numbers of the members that bring no state of the record before.
@@ -73,6 +74,7 @@ class Record:
     number: int
     parent: bytes
     table: bytes
+    founding: bytes
     attempt: Attempt
     members: tuple[Key, ...]
     joined: tuple[int, ...] = ()
@@ -89,6 +91,11 @@ class Record:
 
     def is_member(self, key: Key) -> bool:
         return key in self.members
+
+    @property
+    def run_id(self) -> bytes:
+        """The same in all records that follow from one record 0, and in no other."""
+        return self.founding if self.number else self.hash
 
     def to_bytes(self) -> bytes:
         """Return the bytes of this record: equal bytes for equal records.
@@ -123,7 +130,7 @@ def _to_bytes(record: Record) -> bytes:
     flags = _SOURCE * (record.source is not None) | _FINISHED * record.is_finished
     writer = Writer()
     writer.fixed("4sHH", MAGIC, VERSION, flags)
-    writer.fixed("Q16s16s", record.number, record.parent, record.table)
+    writer.fixed("Q16s16s16s", record.number, record.parent, record.table, record.founding)
     writer.fixed("16sI", record.attempt.proposer, record.attempt.counter)
     writer.fixed("qI", record.inner_step, record.source or 0)
     write_members(writer, record.members, record.joined)
@@ -161,19 +168,20 @@ def _from_bytes(content: bytes) -> Record:
 
 def _read(reader: Reader) -> Record:
     _, _, flags = reader.fixed("4sHH")
-    number, parent, table = reader.fixed("Q16s16s")
+    number, parent, table, founding = reader.fixed("Q16s16s16s")
     proposer, counter = reader.fixed("16sI")
     inner_step, source = reader.fixed("qI")
     members, joined = read_members(reader)
     decision = reader.positions()
     left_out, evicted = (reader.numbers(MAX_RECORD_BYTES, _MAX_NUMBER) for _ in range(2))
     reader.end()
-    if not members or number > 1 << 62:
+    if not members or number > 1 << 62 or (number == 0) != (founding == NO_HASH):
         raise Damaged
     return Record(
         number=number,
         parent=parent,
         table=table,
+        founding=founding,
         attempt=Attempt(proposer, counter),
         members=members,
         joined=joined,

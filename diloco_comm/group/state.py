@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from .messages import Message
+from .messages import Message, Prepare
+from .messages import Sealed as SealedMessage
 from .records import NO_HASH, NO_RECORD, Attempt, Key, Record, record_hash
 from .streams import Positions
 
@@ -24,7 +25,8 @@ class Place:
         settings: Hash of what must be equal on all members.
         entered: Number of the record that it has entered; NO_RECORD for none.
         has_state: It holds the state of that record.
-        is_ready: A newcomer that has copied what it can: let it in.
+        follows: Of a newcomer that has copied what it can, hears all members and applies what they
+            apply: the number of the record; NO_RECORD before any is there, None: it is not ready.
         inner_step: That it has reached, or that its checkpoint has.
         has_checkpoint: Of this run.
         cut: Nonces of processes that it cannot reach.
@@ -35,7 +37,7 @@ class Place:
     settings: bytes
     entered: int = NO_RECORD
     has_state: bool = False
-    is_ready: bool = False
+    follows: int | None = None
     is_leaving: bool = False
     is_finished: bool = False
     inner_step: int = 0
@@ -177,13 +179,9 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class JoinerReady:
-    """This process, a newcomer, has copied what it can copy: let it in.
+    """This process, a newcomer, is ready; ``follows`` as in ``Place``."""
 
-    Attributes:
-        heard: Nonces of processes that it has heard on a link.
-    """
-
-    heard: frozenset[bytes] = frozenset()
+    follows: int = NO_RECORD
 
 
 @dataclass(frozen=True)
@@ -193,9 +191,16 @@ class Leave:
 
 @dataclass(frozen=True)
 class Finished:
-    """This process takes no more steps; whether the run has taken and shared all of them."""
+    """This process takes no more steps.
+
+    Attributes:
+        has_all_steps: All steps of the run are taken and shared, and the record is to say so.
+        positions, inner_step: How far it is.
+    """
 
     has_all_steps: bool = False
+    positions: Positions = ()
+    inner_step: int = 0
 
 
 Event = (
@@ -219,9 +224,9 @@ class Read:
 
 @dataclass(frozen=True)
 class Swap:
-    """Put ``new`` where exactly ``old`` is; ``Swapped`` follows. ``old`` is b"" for no record.
+    """Put ``new`` where exactly ``old`` is, b"" for no record; ``Swapped`` follows.
 
-    A process that puts back what a table has forgotten swaps a record that was there before.
+    The request is for the table that was read last: it ends with the table's process.
     """
 
     old: bytes
@@ -249,13 +254,6 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class Abandon:
-    """Give up to connect for an attempt."""
-
-    attempt: Attempt
-
-
-@dataclass(frozen=True)
 class Enter:
     """Apply the decision of a record, take the state if this process brings none, and train."""
 
@@ -268,27 +266,6 @@ class Pend:
 
 
 @dataclass(frozen=True)
-class Fence:
-    """The others go on without this process: stop for good, and come again with a new nonce."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """This process cannot take part as it is, now or later."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Over:
-    """The run had ended before this process came."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Fail:
     """The demand of this process's caller comes to nothing; the caller may demand again."""
 
@@ -296,8 +273,26 @@ class Fail:
 
 
 @dataclass(frozen=True)
-class Drained:
-    """This process has left."""
+class End:
+    """This process takes part in nothing any more, for a reason."""
+
+    reason: str
+
+
+class Fence(End):
+    """The others go on without this process: come again with a new nonce."""
+
+
+class Refuse(End):
+    """This process cannot take part as it is, now or later."""
+
+
+class Over(End):
+    """The run had ended before this process came."""
+
+
+class Drained(End):
+    """This process has left. A swap that it has asked for before is repeated for a while."""
 
 
 @dataclass(frozen=True)
@@ -308,8 +303,7 @@ class Wait:
 
 
 Action = (
-    Send | Read | Swap | Seal | Connect | Abandon | Enter | Pend | Fence | Refuse | Over | Fail
-    | Drained | Wait
+    Send | Read | Swap | Seal | Connect | Enter | Pend | Fail | End | Wait
 )  # fmt: skip
 
 # -------------------------------------------------------------------------------------- state
@@ -324,8 +318,8 @@ class Settings:
         digest: Hash of what must be equal on all members, 16 bytes.
         min_replicas: Fewer do not train.
         suspect_after: Polls after which a silent process is suspected; the unit of all patience.
-        founding_wait: Polls for which founders wait for more to come.
-        is_durable: The table keeps its record when its process ends.
+        founding_wait: Polls for which founders wait for more to come; on a table that may forget at
+            least ``suspect_after``, so that members are heard of again.
         is_fixed: Members change by demands of their callers alone.
         allows_rollback: This process may found the run anew where all members have died.
     """
@@ -335,7 +329,6 @@ class Settings:
     min_replicas: int = 1
     suspect_after: int = 20
     founding_wait: int = 0
-    is_durable: bool = True
     is_fixed: bool = False
     allows_rollback: bool = False
 
@@ -345,21 +338,12 @@ class Settings:
             if given < least:
                 raise ValueError(f"{name} must be at least {least}, got {given}")
 
-    @property
-    def may_forget(self) -> bool:
-        """Whether records are put back after a loss of the table, and majorities are needed.
-
-        A fixed group puts nothing back: its table with a lost record is a new table to it.
-        """
-        return not (self.is_durable or self.is_fixed)
-
 
 class Stage(Enum):
     """Where a process is.
 
     NEWCOMER: it has entered no record. TRAINING: in a record. STOPPED: at a boundary of its record.
-    SEALING, SEALED: it stops, or has stopped, for good in its record. FINISHING: it writes that the
-    run has ended. GONE: it takes part in nothing any more.
+    SEALING, SEALED: it stops, or has stopped, for good in its record. GONE: it has ended.
     """
 
     NEWCOMER = auto()
@@ -367,21 +351,15 @@ class Stage(Enum):
     STOPPED = auto()
     SEALING = auto()
     SEALED = auto()
-    FINISHING = auto()
     GONE = auto()
 
 
 @dataclass(frozen=True)
-class Bound:
-    """The attempt for which a process has sealed or connected; its own, too.
-
-    Attributes:
-        table: Id of the table as it was last read before.
-    """
+class Joint:
+    """The attempt for which a process connects: the last of which it was asked, or its own."""
 
     attempt: Attempt
     members: tuple[Key, ...]
-    table: bytes
     is_connected: bool = False
 
     @property
@@ -404,22 +382,19 @@ class Proposal:
 
     Attributes:
         draft: The next record, as far as it is known before the answers.
-        asked: Members of the base that must seal.
-        is_patient: See ``messages.Prepare``.
-        answers: The SEALED of the members that come from the base.
-        ready: Members that have given READY.
-        new: The bytes of the next record once its swap is under way; b"" before.
-        is_unsure: The swap has no answer, or was refused: the table must be read.
+        asked: The PREPARE that was sent.
+        base: Members that must seal.
+        answers: Their SEALED, by nonce.
+        ready: Nonces of the members that have given READY.
+        is_swapping: All have answered, and the table is asked.
     """
 
     draft: Record
-    asked: tuple[Key, ...]
-    is_patient: bool = False
-    cause: str = ""
-    answers: tuple[Answer, ...] = ()
-    ready: frozenset[Key] = frozenset()
-    new: bytes = b""
-    is_unsure: bool = False
+    asked: Prepare
+    base: tuple[Key, ...]
+    answers: tuple[tuple[bytes, SealedMessage], ...] = ()
+    ready: frozenset[bytes] = frozenset()
+    is_swapping: bool = False
 
 
 @dataclass(frozen=True)
@@ -429,24 +404,19 @@ class State:
     Attributes:
         entered: The bytes of the record that it has entered last; b"" for none.
         has_state: It holds the state of a record that it has entered.
+        follows: See ``Place``.
         positions, inner_step: How far it was when it stopped.
         has_all_votes: See ``Boundary``.
         counter: Of its last attempt.
         recorded: The bytes that the table held last.
-        founding, highest: Table id and number of the highest record that a newcomer has seen.
+        table: Id of the table that was read last.
         is_blind: It must read the table before it leads another attempt.
-        puts_back: Its swap of a forgotten record is under way.
-        told: The process that was told HERE or READY last.
         here: Demands of other processes by nonce, as their HERE in this base says.
-        ready: By nonce: bits of the members that a ready newcomer has heard.
         cuts: Pairs of nonces that cannot reach each other, as messages have said.
-        unfit: Nonces of processes that cannot be members beside this one.
         demand: Of the caller; () for all that live, None for none.
-        num_waits: Polls for which it has waited with its present plan.
-        num_silent: Polls since it has heard of the attempt that binds it.
-        num_polls: Polls since it has said last where it is, to whom it may concern.
+        told: The process that was told HERE last.
+        num_waits: Polls for which it has waited with its present reason; -1: it pauses.
         num_cut_polls: Polls since the last cut was noted.
-        pause: Polls before another attempt.
     """
 
     settings: Settings
@@ -454,8 +424,7 @@ class State:
     stage: Stage = Stage.NEWCOMER
     entered: bytes = b""
     has_state: bool = False
-    is_ready: bool = False
-    heard: frozenset[bytes] = frozenset()
+    follows: int | None = None
     inner_step: int = 0
     has_checkpoint: bool = False
     positions: Positions = ()
@@ -463,29 +432,21 @@ class State:
     is_leaving: bool = False
     is_finished: bool = False
     is_pending: bool = False
-    bound: Bound | None = None
+    joint: Joint | None = None
     proposal: Proposal | None = None
     counter: int = 0
     recorded: bytes = b""
     table: bytes = b""
-    founding: bytes = b""
-    highest: int = NO_RECORD
     is_blind: bool = True
     places: tuple[Place, ...] = ()
     evict: frozenset[int] = frozenset()
     life: Life = field(default_factory=Life)
-    puts_back: bool = False
-    told: bytes = b""
     here: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
-    ready: tuple[tuple[bytes, int], ...] = ()
     cuts: frozenset[tuple[bytes, bytes]] = frozenset()
-    unfit: frozenset[bytes] = frozenset()
     demand: tuple[int, ...] | None = None
+    told: bytes = b""
     num_waits: int = 0
-    num_silent: int = 0
-    num_polls: int = 0
     num_cut_polls: int = 0
-    pause: int = 0
     waits_for: str = ""
 
     @property
@@ -511,8 +472,9 @@ class State:
         return Record.from_bytes(self.recorded) if self.recorded else None
 
     @property
-    def has_stopped(self) -> bool:
-        return self.stage in (Stage.STOPPED, Stage.SEALING, Stage.SEALED)
+    def has_moved(self) -> bool:
+        """Whether the table is not the one of the record: it has lost its memory, or is new."""
+        return self.record is not None and self.table != self.record.table
 
 
 def start(
@@ -539,7 +501,7 @@ def place_of(state: State, inner_step: int) -> Place:
         state.settings.digest,
         entered=state.number,
         has_state=state.has_state,
-        is_ready=state.is_ready,
+        follows=state.follows,
         is_leaving=state.is_leaving,
         is_finished=state.is_finished,
         inner_step=inner_step,

@@ -23,7 +23,7 @@ NONCE = bytes(range(16))
 
 def record(num_members: int = 2, **values: object) -> Record:
     members = tuple(Key(number, number.to_bytes(16, "big")) for number in range(num_members))
-    one = Record(0, NO_HASH, b"t" * 16, Attempt(NONCE, 1), members)
+    one = Record(0, NO_HASH, b"t" * 16, NO_HASH, Attempt(NONCE, 1), members)
     return replace(one, **values)  # type: ignore[arg-type]
 
 
@@ -38,6 +38,7 @@ records = st.builds(
         number,
         bytes([number % 256]) * 16,
         b"t" * 16,
+        b"f" * 16 if number else NO_HASH,
         Attempt(NONCE, 1 + number % 1000),
         tuple(Key(one, bytes([one % 256]) * 16) for one in sorted(members)),
         joined=tuple(sorted(members))[:1],
@@ -120,7 +121,7 @@ def test_a_record_with_other_bytes_is_another_record_or_none(
 def test_the_hash_of_a_record_follows_each_of_its_values() -> None:
     one = record(decision=(Rounds(0, 2, 3),))
     others = [
-        replace(one, number=1),
+        replace(one, number=1, founding=b"f" * 16),
         replace(one, parent=b"p" * 16),
         replace(one, attempt=Attempt(NONCE, 2)),
         replace(one, decision=(Rounds(0, 2, 1),)),

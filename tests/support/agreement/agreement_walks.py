@@ -10,7 +10,6 @@ from typing import Any
 from agreement_world import Broken, Name, Node, World, nonce_of
 
 from diloco_comm.group import state as st
-from diloco_comm.group.reach import is_majority
 
 # Rounds of a quiet time within which all must train together.
 MANY = 80
@@ -48,7 +47,7 @@ def begin_again(world: World) -> None:
             step = sum(node.thread.done) if node.thread.has_state else node.state.inner_step
             world.add(number, inner_step=step, has_checkpoint=True)
     for node in world.living:
-        if not node.state.is_ready and node.state.record is None:
+        if node.state.follows is None and node.state.record is None:
             world.ready(node.key.nonce)
 
 
@@ -61,10 +60,14 @@ def demand(world: World, numbers: list[int]) -> None:
 
 
 def is_settled(world: World) -> bool:
-    """Whether all living processes train in the record of the table and hold its state."""
+    """Whether all living processes train in one record and hold its state.
+
+    Nobody puts a record back that the table has forgotten.
+    """
+    last = world.record or max((n.state.entered for n in world.living), default=b"")
     return all(
         node.state.stage is st.Stage.TRAINING
-        and node.state.entered == world.record
+        and node.state.entered == last
         and node.thread.has_state
         and node.thread.epoch == node.state.record.hash  # type: ignore[union-attr]
         for node in world.living
@@ -72,19 +75,16 @@ def is_settled(world: World) -> bool:
 
 
 def is_excused(world: World) -> bool:
-    """Whether a table that forgets has lost the majority of its last record for good."""
-    records = [world.records[node.state.record.hash] for node in world.living if node.state.record]
-    if not world.settings.may_forget or not records:
-        return False
+    """Whether a table has lost its memory while a member of the last record had ended.
+
+    Then the others can never know whether a later record was opened.
+    """
     for node in world.living:
-        bound = node.state.bound
-        if bound and not world.nodes[bound.attempt.proposer].takes_part:
-            if bound.table != node.state.table:
-                # Whether the record of that attempt was opened can never be known.
+        record = node.state.record
+        if record is not None and node.thread.has_state and node.state.has_moved:
+            if not all(world.nodes[key.nonce].takes_part for key in record.members):
                 return True
-    last = max(records, key=lambda record: record.number)
-    living = {node.key.number for node in world.living if node.key in last.members}
-    return not is_majority(living, last.numbers)
+    return False
 
 
 def settle(world: World, is_enough: Callable[[World], bool] = is_settled) -> int:
@@ -115,10 +115,10 @@ def describe(world: World) -> str:
     for node in world.nodes.values():
         if node.takes_part:
             state = node.state
-            bound = state.bound.attempt if state.bound else None
+            joint = state.joint.attempt if state.joint else None
             rows.append(
-                f"{state.key.number}.{state.nonce[1]}: {state.stage.name} in {state.number}, bound "
-                f"{bound}, leads {state.proposal is not None}, waits {state.waits_for!r}"
+                f"{state.key.number}.{state.nonce[1]}: {state.stage.name} in {state.number}, "
+                f"{joint}, leads {state.proposal is not None}, waits {state.waits_for!r}"
             )
     return "\n".join(rows)
 
@@ -189,7 +189,7 @@ class Walk:
             world._reply(self.random.randrange(len(world.replies)), is_lost=True)
         elif kind == "despair" and world.swaps:
             world._despair(self.random.randrange(len(world.swaps)))
-        elif kind == "forget" and not world.settings.is_durable:
+        elif kind == "forget":
             world._forget()
         elif kind == "heal":
             world.cuts, world.off_table = frozenset(), frozenset()

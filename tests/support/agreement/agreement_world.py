@@ -17,7 +17,7 @@ from agreement_threads import Thread
 from diloco_comm.group import agreement
 from diloco_comm.group import state as st
 from diloco_comm.group.messages import decode, encode
-from diloco_comm.group.records import NO_HASH, Key, Record, record_hash
+from diloco_comm.group.records import NO_HASH, NO_RECORD, Key, Record, record_hash
 
 Name = tuple[Any, ...]
 STREAMS = 2
@@ -91,7 +91,8 @@ class World:
         self.settings, self.streams, self.step = settings, streams, step
         self.nodes: dict[bytes, Node] = {}
         self.messages: tuple[tuple[bytes, bytes, Any], ...] = ()
-        self.swaps: tuple[tuple[bytes, bytes, bytes], ...] = ()
+        # Each with the id of the table that its process has read.
+        self.swaps: tuple[tuple[bytes, bytes, bytes, bytes], ...] = ()
         self.replies: tuple[tuple[bytes, bytes, st.Outcome], ...] = ()
         self.record, self.num_losses = b"", 0
         self.places: dict[bytes, tuple[st.Place, int]] = {}
@@ -118,6 +119,11 @@ class World:
             for name, value in self.__dict__.items()
         }
         return other
+
+    @property
+    def table(self) -> bytes:
+        """The id of the table."""
+        return hashlib.blake2b(bytes([self.num_losses % 256]), digest_size=16).digest()
 
     # ------------------------------------------------------------------------------ processes
 
@@ -159,19 +165,16 @@ class World:
             self.counts[type(action.message).__name__] += 1
             self.send(nonce, action.nonce, encode(action.message))
         elif isinstance(action, st.Swap):
-            self.swaps = (*self.swaps, (nonce, action.old, action.new))
+            self.swaps = (*self.swaps, (nonce, action.old, action.new, node.state.table))
         elif isinstance(action, st.Enter):
             self.enter(nonce, action.record)
         elif isinstance(action, st.Pend):
             self.put(nonce, thread=replace(node.thread, is_pending=True))
-        elif isinstance(action, st.Fence | st.Refuse | st.Over | st.Drained):
+        elif isinstance(action, st.End):
             self.put(nonce, end=type(action).__name__, todo=())
         elif isinstance(action, st.Seal | st.Connect | st.Read) and action not in node.todo:
             rest = [one for one in node.todo if type(one) is not type(action)]
             self.put(nonce, todo=(*rest, action))
-        elif isinstance(action, st.Abandon):
-            rest = [o for o in node.todo if getattr(o, "attempt", None) != action.attempt]
-            self.put(nonce, todo=tuple(rest))
 
     def send(self, source: bytes, target: bytes, content: Any) -> None:
         other = self.nodes.get(target)
@@ -281,9 +284,10 @@ class World:
 
     def _swap(self, place: int) -> None:
         """Let a swap come to the table."""
-        nonce, old, new = self.swaps[place]
+        nonce, old, new, table = self.swaps[place]
         self.swaps = (*self.swaps[:place], *self.swaps[place + 1 :])
-        is_done = self.record == old and nonce not in self.off_table
+        is_there = nonce not in self.off_table and table == self.table
+        is_done = self.record == old and is_there
         if is_done:
             self._is_recorded(nonce, new)
             self.record = new
@@ -300,7 +304,7 @@ class World:
 
     def _despair(self, place: int) -> None:
         """A process waits no longer for the answer of a swap that is still under way."""
-        nonce, _, new = self.swaps[place]
+        nonce, _, new, _ = self.swaps[place]
         self.tell(nonce, st.Swapped(new, st.Outcome.UNKNOWN))
 
     def _do(self, nonce: bytes, place: int) -> None:
@@ -326,7 +330,7 @@ class World:
         places = [replace(place, is_fresh=age < limit) for place, age in self.places.values()]
         return st.Looked(
             self.record,
-            hashlib.blake2b(bytes([self.num_losses % 256]), digest_size=16).digest(),
+            self.table,
             tuple(sorted(places, key=lambda place: place.key)),
             self.evict,
         )
@@ -403,7 +407,7 @@ class World:
         self._age()
         if nonce not in self.off_table:
             self.tell(nonce, self._looked())
-        if self.nodes[nonce].state.is_ready:
+        if self.nodes[nonce].state.follows is not None:
             self.ready(nonce)
         self.tell(nonce, st.Passed())
         self.failing = frozenset([o for o in self.failing if self.nodes[o[0]].takes_part])
@@ -421,12 +425,14 @@ class World:
                 self.places[nonce] = (place, age + 1)
 
     def ready(self, nonce: bytes) -> None:
-        """Let a newcomer have copied what it can, and say whom it hears."""
-        others = [node.key.nonce for node in self.living]
-        heard = frozenset(other for other in others if not self.is_cut(nonce, other))
+        """Let a newcomer follow the record that it has read, if it hears all members."""
         state = self.nodes[nonce].state
-        if state.record is None and (heard != state.heard or not state.is_ready):
-            self.tell(nonce, st.JoinerReady(heard))
+        record = state.in_table
+        members = () if record is None else record.members
+        follows = NO_RECORD if record is None else record.number
+        hears = not any(self.is_cut(nonce, key.nonce) for key in members)
+        if state.record is None and hears and follows != state.follows:
+            self.tell(nonce, st.JoinerReady(follows))
             self.beat(nonce)
 
     # --------------------------------------------------------------------------------- faults
@@ -440,7 +446,13 @@ class World:
         self.tell(nonce, st.Broke(self.nodes[nonce].state.number))
 
     def _forget(self) -> None:
+        """The table's process ends, and begins again with nothing; requests end with it."""
         self.record, self.num_losses, self.places = b"", self.num_losses + 1, {}
+        lost = [(nonce, new) for nonce, _, new, _ in self.swaps if self.nodes[nonce].takes_part]
+        lost += [(nonce, new) for nonce, new, _ in self.replies]
+        self.swaps, self.replies = (), ()
+        for nonce, new in lost:
+            self.tell(nonce, st.Swapped(new, st.Outcome.UNKNOWN))
 
     # ----------------------------------------------------------------------------- invariants
 
@@ -452,7 +464,7 @@ class World:
             return
         self.records[name] = record
         known = self.children.get(record.parent, ())
-        if known and not self.settings.may_forget and record.parent != NO_HASH:
+        if known and not self.num_losses and record.parent != NO_HASH:
             raise Broken("I4", f"two records follow view {record.number - 1}")
         self.children[record.parent] = (*known, name)
         for round in self.applied.get(record.parent, frozenset()):
@@ -483,7 +495,8 @@ class World:
         if number >= record.number:
             raise Broken("I5", f"{node.key.number} enters view {record.number} after {number}")
         self.was_in[node.key] = (record.number, name)
-        other = self.entered.setdefault(record.parent, name)
+        holds = node.thread.has_state and node.key.number not in record.joined
+        other = self.entered.setdefault(record.parent, name) if holds else name
         if other != name and record.parent != NO_HASH:
             raise Broken("I4", f"two views {record.number} are entered on one base")
         thread = node.thread
