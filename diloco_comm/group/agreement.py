@@ -73,12 +73,15 @@ class Turn:
             self.change(stage=Stage.SEALING, num_waits=0)
             self.act(st.Seal(self.state.number, is_patient))
 
-    def drop(self, nonce: bytes = b"", cut: Iterable[bytes] = ()) -> None:
-        """Note that a process has no way to others; end the own attempt, and pause (rule 5)."""
-        pairs = {(nonce, other) for other in cut if other != nonce}
-        self.change(cuts=self.state.cuts | pairs, proposal=None, num_waits=-1)
-        if pairs:
-            self.change(num_cut_polls=0)
+    def note(self, nonce: bytes, cut: Iterable[bytes]) -> None:
+        """Note that a process has no way to others."""
+        cuts = self.state.cuts | {(nonce, other) for other in cut if other != nonce}
+        if cuts != self.state.cuts:
+            self.change(cuts=cuts, num_cut_polls=0)
+
+    def drop(self) -> None:
+        """End the own attempt, and pause before another (rule 5)."""
+        self.change(proposal=None, num_waits=-1)
 
     def end(self, action: st.End) -> None:
         self.change(stage=Stage.GONE, proposal=None, joint=None)
@@ -96,9 +99,9 @@ def _on_prepare(turn: Turn, nonce: bytes, prepare: ms.Prepare) -> None:
         return
     if state.record is not None and prepare.base < state.number:
         turn.act(st.Send(nonce, ms.Open(state.entered)))
-    elif _may_answer(turn, proposer, prepare) and not _leads_before(state, proposer):
+    elif (_leader(state) or proposer) >= proposer and _may_answer(turn, proposer, prepare):
         is_new = state.joint is None or state.joint.attempt != attempt
-        turn.change(proposal=None, num_waits=0)
+        turn.change(proposal=None, num_waits=0, num_silent=0)
         turn.seal(is_patient=prepare.is_patient)
         if is_new:
             turn.change(joint=Joint(attempt, prepare.members))
@@ -107,21 +110,27 @@ def _on_prepare(turn: Turn, nonce: bytes, prepare: ms.Prepare) -> None:
         _say_ready(turn)
 
 
-def _leads_before(state: State, proposer: Key) -> bool:
-    return state.proposal is not None and state.key < proposer
+def _leader(state: State) -> Key | None:
+    """Return the process whose attempt goes on here: it is answered first, if it is lower."""
+    if state.proposal is not None or state.joint is None:
+        return state.key if state.proposal is not None else None
+    proposer = state.joint.proposer
+    is_lost = proposer.nonce in state.life.dead | state.life.suspected
+    is_quiet = state.num_silent >= state.settings.suspect_after
+    return None if is_lost or is_quiet or proposer == state.key else proposer
 
 
 def _may_answer(turn: Turn, proposer: Key, prepare: ms.Prepare) -> bool:
     """Whether this process takes part in an attempt; rule 5: some reasons not to are said."""
     state, attempt, is_joiner = turn.state, prepare.attempt, turn.state.key.number in prepare.joined
-    if state.record is not None and prepare.base_hash != state.entered_hash:
+    is_here = is_joiner if state.record is None else prepare.base_hash == state.entered_hash
+    if not is_here:
+        # It has yet to enter the base: the table or the proposer has it.
         turn.act(st.Read())
+        turn.act(st.Send(proposer.nonce, ms.Here(state.number, state.entered_hash)))
         return False
     if is_joiner and (state.has_state or state.follows is None):
         # Its state must not be taken for lost; and a newcomer comes when it is ready.
-        return False
-    if state.record is None and not is_joiner:
-        turn.act(st.Read())
         return False
     if prepare.settings != state.settings.digest:
         text = _other_settings(state, proposer)
@@ -215,7 +224,8 @@ def _on_answer(turn: Turn, nonce: bytes, answer: ms.Sealed | ms.Ready) -> None:
         members = [key.nonce for key in proposal.draft.members]
         unheard = [one for place, one in enumerate(members) if not answer.heard >> place & 1]
         if unheard:
-            turn.drop(nonce, unheard)
+            turn.note(nonce, unheard)
+            turn.drop()
         elif nonce in members:
             turn.change(proposal=replace(proposal, ready=proposal.ready | {nonce}))
 
@@ -227,7 +237,8 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
     if no.why is Why.MEMBERS and (is_own or no.attempt == NO_ATTEMPT):
         _fail(turn, nonce, no.demand)
     elif is_own:
-        turn.drop(nonce, no.cut if no.why is Why.CUT else (turn.state.nonce,))
+        turn.note(nonce, no.cut if no.why is Why.CUT else (turn.state.nonce,))
+        turn.drop()
 
 
 def _missing(proposal: Proposal) -> list[Key]:
@@ -276,7 +287,8 @@ def _leave_behind(turn: Turn, holders: dict[bytes, ms.Sealed], why: str) -> None
     if last == turn.state.nonce:
         turn.end(st.Fence(f"replica {turn.state.key.number} cannot go on with the others: {why}"))
     else:
-        turn.drop(turn.state.nonce, [last])
+        turn.note(turn.state.nonce, [last])
+        turn.drop()
 
 
 def _swap(turn: Turn, new: Record) -> None:
@@ -302,6 +314,9 @@ def _on_swapped(turn: Turn, event: st.Swapped) -> None:
 def _on_looked(turn: Turn, event: st.Looked) -> None:
     nonces = {place.key.nonce for place in event.places}
     here = tuple([one for one in turn.state.here if one[0] in nonces])
+    if event.table != turn.state.table:
+        # Its places are heard of anew.
+        turn.change(num_waits=0)
     turn.change(recorded=event.record, table=event.table, places=event.places)
     turn.change(evict=event.evict, is_blind=False, here=here)
     if event.record:
@@ -311,15 +326,18 @@ def _on_looked(turn: Turn, event: st.Looked) -> None:
 def _on_open(turn: Turn, _: bytes, message: ms.Open) -> None:
     """Follow the record of a member: a process that is behind needs no table (D4).
 
-    For a newcomer it is a hint to read: late messages must not lead it into an old record.
+    For a newcomer it is a hint to read, as late messages must not lead it into an old record; but
+    a table that has lost its memory shows no record.
     """
     try:
         record = Record.from_bytes(message.record)
     except ValueError:
         return
     mine = turn.state.record
-    if mine is None:
+    if mine is None and (turn.state.recorded or not record.is_member(turn.state.key)):
         turn.act(st.Read())
+    elif mine is None:
+        _enter(turn, message.record)
     elif record.run_id == mine.run_id and record.number > mine.number:
         _follow(turn, message.record)
 
@@ -372,6 +390,7 @@ def _enter(turn: Turn, content: bytes) -> None:
         is_pending=False,
         joint=None,
         proposal=None,
+        follows=None,
         is_blind=False,
         here=(),
         cuts=frozenset(),
@@ -397,13 +416,14 @@ def _on_heard(turn: Turn, event: st.Heard) -> None:
 def _on_here(turn: Turn, nonce: bytes, here: ms.Here) -> None:
     """Note that a member has stopped in the base, or demands a group."""
     state = turn.state
-    if state.record is not None and NO_RECORD < here.base < state.number:
+    is_member = nonce in [key.nonce for key in Roster(state).base]
+    if state.record is not None and here.base < state.number and is_member:
         turn.act(st.Send(nonce, ms.Open(state.entered)))
     elif here.base != NO_RECORD and here.base_hash != state.entered_hash:
         turn.look()
     elif not state.settings.is_fixed:
         # That member votes no more: no round of this record can end.
-        turn.change(cuts=state.cuts | {(nonce, other) for other in here.cut}, num_cut_polls=0)
+        turn.note(nonce, here.cut)
         turn.seal()
     elif state.demand and here.demand not in ((), state.demand):
         turn.act(st.Send(nonce, ms.No(NO_ATTEMPT, Why.MEMBERS, demand=state.demand)))
@@ -434,6 +454,7 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
     most = (8 + len(Roster(state).base)) * limit
     turn.change(num_waits=min(state.num_waits + 1, most))
     turn.change(num_cut_polls=min(state.num_cut_polls + 1, 3 * limit))
+    turn.change(num_silent=min(state.num_silent + 1, limit))
     if turn.state.num_cut_polls == 3 * limit:
         # What could not be reached once may be reached after a while.
         turn.change(cuts=frozenset())
@@ -446,6 +467,21 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
         # Rule 8: a process that hears nothing reads the table, and says again where it is.
         turn.change(told=b"")
         turn.act(st.Read())
+        _open_again(turn)
+
+
+def _open_again(turn: Turn) -> None:
+    """Say the record again to members that have not entered it, as their places say.
+
+    A newcomer cannot read it where the table has lost its memory since.
+    """
+    state, record = turn.state, turn.state.record
+    if record is not None:
+        places = [place for place in state.places if place.key in record.members]
+        inside = [place.key for place in places if place.entered == record.number]
+        if state.key == min(inside, default=None):
+            late = [place.key for place in places if place.entered < record.number]
+            turn.send(late, ms.Open(state.entered))
 
 
 def _on_life(turn: Turn, event: st.Life) -> None:
@@ -468,18 +504,18 @@ def _on_connected(turn: Turn, event: st.Connected) -> None:
         turn.change(joint=replace(joint, is_connected=True))
         _say_ready(turn)
     elif event.attempt.proposer == state.nonce:
-        turn.drop(state.nonce, event.cut)
+        turn.note(state.nonce, event.cut)
+        turn.drop()
     else:
+        turn.note(state.nonce, event.cut)
         turn.change(joint=None)
         no = ms.No(event.attempt, Why.CUT, cut=event.cut)
         turn.act(st.Send(event.attempt.proposer, no))
 
 
 def _on_broke(turn: Turn, event: st.Broke) -> None:
-    state = turn.state
-    if event.number == state.number:
-        cuts = state.cuts | {(state.nonce, other) for other in event.cut}
-        turn.change(cuts=cuts, num_cut_polls=0)
+    if event.number == turn.state.number:
+        turn.note(turn.state.nonce, event.cut)
         turn.seal()
 
 
@@ -564,6 +600,10 @@ def _go_on(turn: Turn) -> None:
 
 
 def _wait_or_propose(turn: Turn, plan: Plan) -> None:
+    leader = _leader(turn.state)
+    if leader is not None:
+        turn.wait(f"until replica {leader.number} goes on, which leads the change")
+        return
     _tell_leader(turn, plan.leader)
     turn.wait(plan.reason)
     state = turn.state
@@ -574,17 +614,20 @@ def _wait_or_propose(turn: Turn, plan: Plan) -> None:
 def _tell_leader(turn: Turn, leader: Key | None) -> None:
     """Say to the process that is to lead that this one has stopped, once a while."""
     state, is_fixed = turn.state, turn.state.settings.is_fixed
-    if leader is None or leader == state.key or leader.nonce == state.told:
+    leads = leader in (None, state.key)
+    if leads and state.record is not None and not is_fixed:
+        # It waits though it would lead: another member may know of a later record (rule 8).
+        living = [key for key in state.record.members if Roster(state).lives(key)]
+        leader = min(set(living) - {state.key}, default=None)
+    if leader in (None, state.key) or leader.nonce == state.told:
         return
     # The leader of an elastic group learns of a death, and of a boundary, by itself.
     members = () if state.record is None else state.record.members
     will_hear = bool(state.life.dead & {key.nonce for key in members})
-    will_hear |= state.stage in (Stage.STOPPED, Stage.NEWCOMER)
-    will_hear |= state.joint is not None and leader == state.joint.proposer
+    will_hear |= state.stage in (Stage.STOPPED, Stage.NEWCOMER) or leads
     if is_fixed or not will_hear or state.num_waits >= state.settings.suspect_after:
-        cut = {other for pair in state.cuts if state.nonce in pair for other in pair}
-        cut = (cut | state.life.cut) - {state.nonce}
-        here = ms.Here(state.number, state.entered_hash, state.demand or (), tuple(sorted(cut)))
+        cut = st.place_of(state, 0).cut
+        here = ms.Here(state.number, state.entered_hash, state.demand or (), cut)
         turn.act(st.Send(leader.nonce, here))
         turn.change(told=leader.nonce)
 

@@ -416,6 +416,7 @@ class State:
         demand: Of the caller; () for all that live, None for none.
         told: The process that was told HERE last.
         num_waits: Polls for which it has waited with its present reason; -1: it pauses.
+        num_silent: Polls since the proposer of ``joint`` was heard.
         num_cut_polls: Polls since the last cut was noted.
     """
 
@@ -446,6 +447,7 @@ class State:
     demand: tuple[int, ...] | None = None
     told: bytes = b""
     num_waits: int = 0
+    num_silent: int = 0
     num_cut_polls: int = 0
     waits_for: str = ""
 
@@ -494,8 +496,7 @@ def place_of(state: State, inner_step: int) -> Place:
     Args:
         inner_step: That it has reached, or that its checkpoint has.
     """
-    pairs = [pair for pair in state.cuts if state.nonce in pair]
-    cut = {nonce for pair in pairs for nonce in pair} | state.life.cut
+    cut = {other for nonce, other in state.cuts if nonce == state.nonce} | state.life.cut
     return Place(
         state.key,
         state.settings.digest,
@@ -506,5 +507,5 @@ def place_of(state: State, inner_step: int) -> Place:
         is_finished=state.is_finished,
         inner_step=inner_step,
         has_checkpoint=state.has_checkpoint,
-        cut=tuple(sorted(cut - {state.nonce})),
+        cut=tuple(sorted(cut)),
     )

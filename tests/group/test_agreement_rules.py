@@ -123,11 +123,16 @@ def test_rule_1_a_member_that_has_stopped_lets_the_lowest_lead_at_once() -> None
 
 def test_rule_2_who_has_sealed_says_the_same_to_every_attempt_on_its_base() -> None:
     core = sealed(member(2, THREE))
-    core.hear(0, prepare(THREE, 0, 1, 2))
     core.hear(1, prepare(THREE, 1, 2))
     assert core.only(ms.Sealed) == ms.Sealed(attempt_of(1), 0, ONE_VOTE, 10)
     core.hear(0, prepare(THREE, 0, 2, counter=2))
     assert core.only(ms.Sealed) == ms.Sealed(attempt_of(0, 2), 0, ONE_VOTE, 10)
+    # A lower process leads: it is answered first, until it is silent.
+    core.hear(1, prepare(THREE, 1, 2))
+    assert core.all(ms.Sealed) == []
+    core.tell(life(suspected=(0,)))
+    core.hear(1, prepare(THREE, 1, 2))
+    assert core.only(ms.Sealed).attempt == attempt_of(1)
 
 
 def test_rule_2_what_is_sealed_stays_so_whatever_the_training_thread_says_later() -> None:
@@ -217,7 +222,9 @@ def test_rule_4_who_is_behind_follows_the_answer_without_a_table() -> None:
 def test_rule_4_a_process_in_a_lower_record_reads_the_table_first() -> None:
     core, new = member(1, TWO), after(TWO, 0, 1)
     core.hear(0, prepare(new, 0, 1))
-    assert core.said == [st.Read()]
+    assert core.all(st.Seal) == [] and core.only(st.Read) == st.Read()
+    # The proposer, too, has the record.
+    assert st.Send(nonce_of(0), ms.Here(0, TWO.hash)) in core.said
     core.look(new)
     assert core.only(st.Enter).record == new
     core.hear(0, prepare(new, 0, 1))

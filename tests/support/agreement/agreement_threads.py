@@ -28,6 +28,7 @@ class Thread:
         heard: (stream, position, nonce) of votes of others.
         flagged: (stream, position) of rounds in whose headers somebody asks for a boundary.
         last: The round after which all members stop.
+        first_step: Inner step of the checkpoint with which the run began.
     """
 
     epoch: bytes = b""
@@ -43,6 +44,7 @@ class Thread:
     is_sealed: bool = False
     last: tuple[int, int] | None = None
     is_told: bool = False
+    first_step: int = 0
 
     @property
     def trains(self) -> bool:
@@ -132,6 +134,7 @@ class Thread:
             history=self.history,
             recent=self.recent,
             has_state=self.has_state,
+            first_step=self.first_step,
         )
 
 

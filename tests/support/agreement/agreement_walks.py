@@ -44,7 +44,7 @@ def begin_again(world: World) -> None:
     for number in list(world.starts):
         node = world.node(number)
         if not node.takes_part:
-            step = sum(node.thread.done) if node.thread.has_state else node.state.inner_step
+            step = world._inner_step(node) if node.thread.has_state else node.state.inner_step
             world.add(number, inner_step=step, has_checkpoint=True)
     for node in world.living:
         if node.state.follows is None and node.state.record is None:
@@ -81,7 +81,7 @@ def is_excused(world: World) -> bool:
     """
     for node in world.living:
         record = node.state.record
-        if record is not None and node.thread.has_state and node.state.has_moved:
+        if record is not None and node.state.has_moved:
             if not all(world.nodes[key.nonce].takes_part for key in record.members):
                 return True
     return False

@@ -323,7 +323,7 @@ class World:
             self.tell(nonce, st.Connected(action.attempt, cut))
 
     def _inner_step(self, node: Node) -> int:
-        return sum(node.thread.done)
+        return node.thread.first_step + sum(node.thread.done)
 
     def _looked(self) -> st.Looked:
         limit = self.settings.suspect_after * max(1, len(self.living))
@@ -365,8 +365,8 @@ class World:
         """Let a newcomer take the state of the record that it has entered."""
         record = self.nodes[nonce].state.record
         assert record is not None
-        done, history, recent = self.truth[record.hash]
-        thread = Thread(done=done, history=history, recent=recent, has_state=True)
+        done, history, recent, step = self.truth[record.hash]
+        thread = Thread(done=done, history=history, recent=recent, has_state=True, first_step=step)
         before = self.nodes[nonce].thread
         thread = replace(
             thread.entered(record),
@@ -504,8 +504,9 @@ class World:
             self._check_line(record, before)
         if record.source is not None:
             zeros = (0,) * self.streams
-            thread = Thread(done=zeros, history=zeros, has_state=record.source == node.key.number)
-            self.truth[name] = (zeros, zeros, frozenset())
+            holds, step = record.source == node.key.number, record.inner_step
+            thread = Thread(done=zeros, history=zeros, has_state=holds, first_step=step)
+            self.truth[name] = (zeros, zeros, frozenset(), step)
         elif node.key.number in record.joined:
             thread = Thread()
         elif thread.has_state:
@@ -537,7 +538,7 @@ class World:
                 if rounds.holds(position) and not is_ended and not has_voted:
                     raise Broken("I3", f"round {stream, position} counts, and is not held")
         settled = thread.settled(record)
-        found = (settled.done, settled.history, settled.recent)
+        found = (settled.done, settled.history, settled.recent, settled.first_step)
         truth = self.truth.setdefault(record.hash, found)
         if truth[:2] != found[:2]:
             raise Broken("I3", f"members enter view {record.number} with other states")

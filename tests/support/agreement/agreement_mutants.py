@@ -1,0 +1,181 @@
+"""The core of the agreement with one mistake each, and the histories that find it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from agreement_walks import DURABLE_FAULTS, FORGETTING_FAULTS
+from termination_mutants import with_change
+
+from diloco_comm.group import agreement, plans, streams
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake in one function.
+
+    Attributes:
+        name: Of the function or class, where others import it; "" in the module of ``step``.
+        old, new: Text of the module, which occurs once, and what it becomes.
+        kind: Of the histories that find it.
+        breaks: The invariants that may be broken first.
+    """
+
+    module: ModuleType
+    name: str
+    old: str
+    new: str
+    kind: str
+    breaks: tuple[str, ...]
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[Any]:
+        """Return the core with this mistake."""
+        changed = with_change(self.module, self.old, self.new)
+        if self.module is agreement:
+            yield changed["step"]
+            return
+        with mock.patch.object(agreement, self.name, changed[self.name]):
+            yield agreement.step
+
+
+# Faults that are frequent where a mistake does harm.
+FAULTS = {
+    "durable": DURABLE_FAULTS,
+    "forgetting": FORGETTING_FAULTS,
+    "forgetful": {**FORGETTING_FAULTS, "forget": 0.02, "break": 0.02, "cut": 0.005, "leave": 0.005},
+    "silent": {**DURABLE_FAULTS, "mistake": 0.02, "cut": 0.01, "break": 0.01},
+    "unanswered": {**DURABLE_FAULTS, "no answer": 0.1, "despair": 0.05, "break": 0.02},
+}
+
+MUTANTS = {
+    "all-rounds-count": Mutant(
+        streams,
+        "decide",
+        "        bits &= one.bits >> first - one.first\n",
+        "        bits |= one.bits >> first - one.first\n",
+        "durable",
+        ("I3",),
+    ),
+    "no-round-under-way-counts": Mutant(
+        streams,
+        "decide",
+        "        bits &= one.bits >> first - one.first\n",
+        "        bits = 0\n",
+        "durable",
+        ("I1",),
+    ),
+    "a-planned-change-needs-no-votes": Mutant(
+        agreement,
+        "",
+        "state.stage is Stage.STOPPED and state.has_all_votes and",
+        "state.stage is Stage.STOPPED and",
+        "durable",
+        ("I1", "I2", "I3"),
+    ),
+    "a-table-that-forgot-takes-some-members": Mutant(
+        plans,
+        "plan_of",
+        "    if away and state.has_moved and",
+        "    if False and",
+        "forgetful",
+        ("I1", "I2", "I3", "I4", "I5"),
+    ),
+    "an-attempt-outlives-the-table": Mutant(
+        agreement,
+        "",
+        "    if is_lost or draft.table != state.table:\n",
+        "    if is_lost:\n",
+        "forgetting",
+        ("I1", "I3", "I4", "I5", "L"),
+    ),
+    "a-table-that-forgot-takes-a-planned-change": Mutant(
+        agreement,
+        "",
+        " and draft.source is None and not state.has_moved\n",
+        " and draft.source is None\n",
+        "forgetful",
+        ("I1", "I3", "I4", "I5"),
+    ),
+    "the-state-of-a-silent-member-is-given-up": Mutant(
+        plans,
+        "plan_of",
+        "    if holders := roster.may_hold():\n",
+        "    if holders := []:\n",
+        "silent",
+        ("I6",),
+    ),
+    "newcomers-found-beside-a-group": Mutant(
+        plans,
+        "plan_of",
+        "    if away := _numbers(key for key in inside if roster.is_fresh(key) and key not in roster.base):\n",
+        "    if away := []:\n",
+        "forgetting",
+        ("I6",),
+    ),
+    "a-number-is-enough-to-be-a-member": Mutant(
+        agreement,
+        "",
+        "        if record.is_member(state.key):\n            _enter(turn, content)\n    elif",
+        "        if state.key.number in record.numbers:\n            _enter(turn, content)\n    elif",
+        "durable",
+        ("I3", "I4", "I5", "L"),
+    ),
+    "who-is-left-out-stays": Mutant(
+        agreement,
+        "",
+        "        turn.end(st.Fence(reason))\n    else:\n",
+        "        turn.end(st.Fence(reason))\n    elif True:\n        return\n    else:\n",
+        "durable",
+        ("L",),
+    ),
+    "one-sealed-decides-for-all": Mutant(
+        agreement,
+        "",
+        "decide([one.positions for one in holders.values()])",
+        "decide([one.positions for one in holders.values()][:1])",
+        "durable",
+        ("I1", "I2", "I3"),
+    ),
+    "a-swap-without-an-answer-is-taken-for-done": Mutant(
+        agreement,
+        "",
+        "    if event.outcome is st.Outcome.DONE and",
+        "    if event.outcome is not st.Outcome.REFUSED and",
+        "unanswered",
+        ("I3", "I4", "I5"),
+    ),
+    "a-refused-swap-is-taken-for-done": Mutant(
+        agreement,
+        "",
+        "    if event.outcome is st.Outcome.DONE and",
+        "    if event.outcome is not st.Outcome.UNKNOWN and",
+        "unanswered",
+        ("I3", "I4", "I5"),
+    ),
+    "a-founding-passes-over-who-has-the-state": Mutant(
+        agreement,
+        "",
+        "    if bool(holders) == (draft.source is not None):\n",
+        "    if not holders and draft.source is None:\n",
+        "silent",
+        ("I6",),
+    ),
+    "who-is-behind-is-told-nothing": Mutant(
+        agreement,
+        "",
+        "    if state.record is not None and prepare.base < state.number:\n"
+        "        turn.act(st.Send(nonce, ms.Open(state.entered)))\n"
+        "    elif",
+        "    if state.record is not None and prepare.base < state.number:\n"
+        "        return\n"
+        "    elif",
+        "forgetful",
+        ("L",),
+    ),
+}
