@@ -645,7 +645,8 @@ def _has_left(turn: Turn) -> bool:
     """Leave, if nobody is here to go on, or to be given the state (rule 15)."""
     state, roster = turn.state, Roster(turn.state)
     if state.is_leaving and state.stage in (Stage.STOPPED, Stage.SEALED):
-        if not (set(roster.here) - {state.key} or roster.newcomers or roster.coming):
+        takers = state.has_state and (roster.newcomers or roster.coming)
+        if not (set(roster.here) - {state.key} or takers):
             turn.end(st.Drained("this replica has left"))
     return turn.state.stage is Stage.GONE
 

@@ -28,7 +28,7 @@ SIZES = [2, 3, 4]
 
 
 def world_of(kind: str) -> World:
-    return World(settings_of(is_fixed=kind == "fixed", founding_wait=4))
+    return World(settings_of(is_fixed=kind == "fixed", founding_wait=8))
 
 
 def walk(kind: str, size: int, seed: int, num_steps: int) -> World:
