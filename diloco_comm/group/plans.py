@@ -154,7 +154,7 @@ class Roster:
     def reaching(self, group: Sequence[Key], others: Iterable[Key]) -> list[Key]:
         """Return the others that reach all of a group and each other, the lowest first."""
         cuts, taken = {frozenset(pair) for pair in self._cuts()}, list(group)
-        for key in others:
+        for key in sorted(others):
             if not any(frozenset((key.nonce, one.nonce)) in cuts for one in taken):
                 taken.append(key)
         return taken[len(group) :]

@@ -81,14 +81,16 @@ class World:
         step: The core, or one with a mistake.
 
     Attributes:
+        keeps_promise: A training thread that has sealed votes and applies nothing any more.
         counts: Messages and requests so far, by kind.
-        views: Records that were swapped in.
+        largest_state: Characters of the longest state of a core so far.
     """
 
     def __init__(
         self, settings: st.Settings, streams: int = STREAMS, step: Any = agreement.step
     ) -> None:
         self.settings, self.streams, self.step = settings, streams, step
+        self.keeps_promise = True
         self.nodes: dict[bytes, Node] = {}
         self.messages: tuple[tuple[bytes, bytes, Any], ...] = ()
         # Each with the id of the table that its process has read.
@@ -209,7 +211,7 @@ class World:
                 if node.takes_part and _is_patient(action):
                     yield "do", nonce, place
 
-        for nonce, epoch in self.failing:
+        for nonce, epoch in sorted(self.failing):
             node = self.nodes[nonce]
             if node.takes_part and node.thread.trains and node.thread.epoch == epoch:
                 yield "break", nonce
@@ -314,7 +316,7 @@ class World:
         if isinstance(action, st.Read):
             self.tell(nonce, self._looked())
         elif isinstance(action, st.Seal):
-            self.put(nonce, thread=replace(node.thread, is_sealed=True))
+            self.put(nonce, thread=replace(node.thread, is_sealed=self.keeps_promise))
             positions = node.thread.positions
             self.tell(nonce, st.Sealed(action.number, positions, self._inner_step(node)))
         elif isinstance(action, st.Connect):

@@ -1,0 +1,51 @@
+"""Mistakes in the core of the agreement: each breaks an invariant that the histories check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from agreement_mutants import FAULTS, MUTANTS
+from agreement_walks import Walk, first_group, settle
+from agreement_world import Broken, World, settings_of
+
+from diloco_comm.group import agreement
+
+SEEDS = range(60)
+
+
+def broken_in(kind: str, seed: int, step: Any, keeps_promise: bool = True) -> str:
+    """Return the invariant that a history breaks first; "" for none."""
+    world = World(settings_of(founding_wait=8), step=step)
+    world.keeps_promise = keeps_promise
+    try:
+        first_group(world, 3)
+        walk = Walk(world, seed, FAULTS[kind])
+        for number in range(1, 1501):
+            walk.step()
+            if number % 500 == 0 and settle(world) < 0:
+                break
+    except Broken as broken:
+        return broken.invariant
+    return ""
+
+
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_a_mistake_breaks_an_invariant(name: str) -> None:
+    mutant = MUTANTS[name]
+    with mutant.step() as step:
+        found = next(filter(None, (broken_in(mutant.kind, seed, step) for seed in SEEDS)), "")
+    assert found in mutant.breaks
+
+
+def test_a_training_thread_that_breaks_its_promise_breaks_an_invariant() -> None:
+    found = (broken_in("durable", seed, agreement.step, keeps_promise=False) for seed in SEEDS)
+    assert next(filter(None, found), "") in ("I1", "I2", "I3")
+
+
+@pytest.mark.nightly("the walks have other seeds", but=[f"{kind}-0" for kind in FAULTS])
+@pytest.mark.parametrize("first", [0, 10, 20, 30])
+@pytest.mark.parametrize("kind", list(FAULTS))
+def test_without_a_mistake_the_same_histories_break_nothing(kind: str, first: int) -> None:
+    for seed in range(first, first + 10):
+        assert broken_in(kind, seed, agreement.step) == ""
