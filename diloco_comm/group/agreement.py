@@ -264,7 +264,7 @@ def _advance(turn: Turn, proposal: Proposal) -> None:
         return
     holders = {nonce: one for nonce, one in proposal.answers if one.positions}
     if bool(holders) == (draft.source is not None):
-        # Who holds the state is not as the plan took it to be.
+        # The plan was wrong about the members that hold the state.
         turn.drop()
         return
     try:
@@ -456,7 +456,7 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
     turn.change(num_cut_polls=min(state.num_cut_polls + 1, 3 * limit))
     turn.change(num_silent=min(state.num_silent + 1, limit))
     if turn.state.num_cut_polls == 3 * limit:
-        # What could not be reached once may be reached after a while.
+        # A process that could not be reached once may be reached after a while.
         turn.change(cuts=frozenset())
     is_due = turn.state.num_waits % max(1, limit // 2) == 0
     proposal = state.proposal

@@ -1,4 +1,4 @@
-"""What processes say to each other about the next record, and the bytes of it.
+"""Messages of processes about the next record, and their bytes.
 
     HERE      a member has stopped in its record, or its caller demands a group: who leads?
     PREPARE   proposer to members: stop in the base, and get ready for these members
@@ -35,7 +35,7 @@ MAX_TEXT_BYTES = 1024
 _MOST_MEMBERS = MAX_RECORD_BYTES // 24
 _MAX_NUMBER = 0xFFFFFFFF
 
-# Of a NO that answers HERE.
+# The attempt of a NO that answers HERE.
 NO_ATTEMPT = Attempt(bytes(NONCE_BYTES), 0)
 
 
@@ -57,7 +57,7 @@ class Here:
 
     Attributes:
         base: Number of the record that it has entered; NO_RECORD for a newcomer.
-        base_hash: Of that record.
+        base_hash: Hash of that record.
         demand: Numbers that its caller demands; () for all that live.
         cut: Nonces of members that it cannot reach.
     """
@@ -74,8 +74,8 @@ class Prepare:
 
     Attributes:
         base: Number of the record from which they go on; NO_RECORD where the run is founded.
-        base_hash: Of that record.
-        members: Of the next record, by number.
+        base_hash: Hash of that record.
+        members: All members of the next record, by number.
         joined: Numbers of members that bring no state of the base.
         is_patient: Rounds under way end before a member seals, as nobody is left out.
         settings: Hash of what must be equal on all members.

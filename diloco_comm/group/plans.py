@@ -1,4 +1,4 @@
-"""With whom a process would go on, as it sees the others now: a function of its state.
+"""The members with which a process would go on, as it sees them now: a function of its state.
 
 Several processes may lead attempts: the table takes one. So plans need not agree to be safe; they
 are made so that in quiet times all agree, and the lowest member leads.
@@ -16,12 +16,12 @@ from .state import Place, Stage, State
 
 @dataclass(frozen=True)
 class Plan:
-    """What a process would do next.
+    """The next thing that a process would do.
 
     Attributes:
         draft: The record to propose, without decision; None to wait.
         leader: Another process that is to lead.
-        reason: For what this process waits.
+        reason: The thing for which this process waits, in words.
         patience: Polls to wait before the proposal.
         is_over: The run has ended, as ``reason`` says.
     """

@@ -30,8 +30,8 @@ class Key(NamedTuple):
     """One process.
 
     Attributes:
-        number: Of the replica; stays when the process starts again.
-        nonce: Of the process's link, 16 bytes; another one after each start.
+        number: The replica's number; stays when the process starts again.
+        nonce: The name of the process's link, 16 bytes; another one after each start.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Record:
         members: By number.
         joined: Numbers of the members that bring no state of the record before.
         decision: The rounds that count of the record before, and where each stream goes on.
-        inner_step: On which the members go on.
+        inner_step: The members go on from this inner step.
         source: Number of the member whose state all take; None if the state of the record before
             goes on.
         left_out: Numbers of the members of the record before that are not members of this one.

@@ -1,4 +1,4 @@
-"""What a process knows of its group, what happens to it, and what it asks for.
+"""The knowledge of one process about its group; the events that change it, and the actions.
 
 The driver of a process turns all that it sees into events, one at a time, and carries out the
 actions of each before the next. Time is counted in the process's own polls: no clock is here.
@@ -19,16 +19,16 @@ from .streams import Positions
 
 @dataclass(frozen=True)
 class Place:
-    """What a process writes of itself into the table, again and again.
+    """The words of a process about itself, which it writes into the table again and again.
 
     Attributes:
         settings: Hash of what must be equal on all members.
         entered: Number of the record that it has entered; NO_RECORD for none.
         has_state: It holds the state of that record.
-        follows: Of a newcomer that has copied what it can, hears all members and applies what they
-            apply: the number of the record; NO_RECORD before any is there, None: it is not ready.
+        follows: The number of the record whose members a newcomer hears, and whose rounds it
+            applies, after it has copied the state; NO_RECORD before any is there. None: not ready.
         inner_step: That it has reached, or that its checkpoint has.
-        has_checkpoint: Of this run.
+        has_checkpoint: It has a checkpoint of this run.
         cut: Nonces of processes that it cannot reach.
         is_fresh: Not written, but found by the reader: the place was renewed lately.
     """
@@ -47,7 +47,7 @@ class Place:
 
 
 class Outcome(Enum):
-    """Of a swap. UNKNOWN: no answer; it may have been done, and may be done later."""
+    """The end of a swap. UNKNOWN: no answer; it may have been done, and may be done later."""
 
     DONE = auto()
     REFUSED = auto()
@@ -81,7 +81,7 @@ class Looked:
 
 @dataclass(frozen=True)
 class Swapped:
-    """What became of the swap to ``new``."""
+    """The outcome of the swap to ``new``."""
 
     new: bytes
     outcome: Outcome
@@ -94,7 +94,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Life:
-    """What the detector says of other processes, by nonce; each event replaces the one before.
+    """The detector's judgement of other processes, by nonce; each event replaces the one before.
 
     Attributes:
         suspected: Silent for ``suspect_after``; this may be wrong.
@@ -297,7 +297,7 @@ class Drained(End):
 
 @dataclass(frozen=True)
 class Wait:
-    """For what this process waits; "" when it waits no longer."""
+    """The thing for which this process waits, in words; "" when it waits no longer."""
 
     reason: str
 
@@ -311,7 +311,7 @@ Action = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What is known before a process begins; equal on all members but for ``allows_rollback``.
+    """The choices before a process begins; equal on all members but for ``allows_rollback``.
 
     Attributes:
         run: Name of the training run.
@@ -356,7 +356,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Joint:
-    """The attempt for which a process connects: the last of which it was asked, or its own."""
+    """The attempt for which a process connects: the last that it was asked for, or its own."""
 
     attempt: Attempt
     members: tuple[Key, ...]
@@ -399,7 +399,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class State:
-    """Of one process.
+    """The state of one process.
 
     Attributes:
         entered: The bytes of the record that it has entered last; b"" for none.
@@ -407,13 +407,13 @@ class State:
         follows: See ``Place``.
         positions, inner_step: How far it was when it stopped.
         has_all_votes: See ``Boundary``.
-        counter: Of its last attempt.
+        counter: The counter of its last attempt.
         recorded: The bytes that the table held last.
         table: Id of the table that was read last.
         is_blind: It must read the table before it leads another attempt.
         here: Demands of other processes by nonce, as their HERE in this base says.
         cuts: Pairs of nonces that cannot reach each other, as messages have said.
-        demand: Of the caller; () for all that live, None for none.
+        demand: Numbers that the caller demands; () for all that live, None for no demand.
         told: The process that was told HERE last.
         num_waits: Polls for which it has waited with its present reason; -1: it pauses.
         num_silent: Polls since the proposer of ``joint`` was heard.
@@ -485,7 +485,8 @@ def start(
     """Return the state of a process that has just begun.
 
     Args:
-        inner_step, has_checkpoint: Of the checkpoint that it brings.
+        inner_step: The inner step of the checkpoint that the process brings.
+        has_checkpoint: It brings one.
     """
     return State(settings, key, inner_step=inner_step, has_checkpoint=has_checkpoint)
 

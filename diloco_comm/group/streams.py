@@ -30,7 +30,7 @@ class Rounds:
     Attributes:
         first: Position of the round of bit 0.
         num: Rounds that are named: positions ``first`` to ``end - 1``.
-        bits: Of these rounds.
+        bits: One bit for each of these rounds.
     """
 
     first: int
@@ -56,7 +56,7 @@ class Rounds:
         return self.first <= position < self.end and bool(self.bits >> position - self.first & 1)
 
 
-# Of one process or of a decision, in the order of the streams; () without any state.
+# The rounds of one process or of a decision, in the order of the streams; () without any state.
 Positions = tuple[Rounds, ...]
 
 
@@ -64,8 +64,8 @@ def decide(sealed: Iterable[Positions]) -> Positions:
     """Return which rounds count: a round counts if all hold its result.
 
     Args:
-        sealed: What the members of the base say that go on and have sealed. A member without
-            state, which has given () here, has voted for nothing and settled nothing.
+        sealed: The rounds of the members that go on, as they were when they sealed. A member
+            without state, which has given (), has voted for nothing and settled nothing.
 
     Returns:
         () if no member has any state: then nothing is decided.

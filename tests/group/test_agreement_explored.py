@@ -9,7 +9,7 @@ from agreement_world import World, settings_of
 
 
 def two(streams: int, **values: int) -> World:
-    world = World(settings_of(**values), streams)
+    world = World(settings_of(founding_wait=8, **values), streams)
     first_group(world, 2)
     world.messages = ()
     return world

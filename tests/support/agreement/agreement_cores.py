@@ -136,3 +136,20 @@ def leads(
     attempt = core.state.proposal.draft.attempt
     core.tell(st.Connected(attempt))
     return attempt
+
+
+def attempt_of(number: int, counter: int = 1) -> Attempt:
+    return Attempt(nonce_of(number), counter)
+
+
+def life(*dead: int, suspected: tuple[int, ...] = ()) -> st.Life:
+    return st.Life(frozenset(map(nonce_of, suspected)), frozenset(map(nonce_of, dead)))
+
+
+def swapped(core: Core, outcome: st.Outcome = st.Outcome.DONE) -> list[st.Action]:
+    return core.tell(st.Swapped(core.only(st.Swap).new, outcome))
+
+
+def at_boundary(core: Core, has_all_votes: bool = True) -> Core:
+    core.tell(st.Boundary(core.state.number, ONE_VOTE, 12, has_all_votes))
+    return core

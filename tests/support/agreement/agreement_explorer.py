@@ -15,12 +15,12 @@ from diloco_comm.group import state as st
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is explored.
+    """The bounds of an exploration.
 
     Attributes:
-        votes: By which each stream grows at each process.
+        votes: Each stream grows by so many at each process.
         faults: Kinds of faults, and how many of each.
-        polls: Of each process.
+        polls: Each process has so many.
         is_quick: A driver carries out at once what its core asks for, but for swaps.
         most: States; the exploration ends there.
     """

@@ -20,9 +20,9 @@ class Mutant:
     """A mistake in one function.
 
     Attributes:
-        name: Of the function or class, where others import it; "" in the module of ``step``.
+        name: The function or class, where others import it; "" in the module of ``step``.
         old, new: Text of the module, which occurs once, and what it becomes.
-        kind: Of the histories that find it.
+        kind: The kind of histories that find it.
         breaks: The invariants that may be broken first.
     """
 

@@ -17,7 +17,7 @@ WINDOW = 2
 
 @dataclass(frozen=True)
 class Thread:
-    """Of one process.
+    """The training thread of one process.
 
     Attributes:
         epoch: Hash of the record in which it trains; b"" for none.

@@ -152,7 +152,7 @@ class Walk:
         names = list(world.quiet())
         if not names:
             return ()
-        # What waits longest is a little more likely, so that histories go on.
+        # The event that waits longest is a little more likely, so that histories go on.
         name = names[0] if self.random.random() < 0.2 else self.random.choice(names)
         world.happen(name)
         return name

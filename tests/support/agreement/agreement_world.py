@@ -76,7 +76,7 @@ class World:
     """Everything, and the events that may happen next.
 
     Args:
-        settings: Of all processes.
+        settings: The settings of all processes.
         streams: Workers times fragments.
         step: The core, or one with a mistake.
 
@@ -105,7 +105,7 @@ class World:
         self.starts: Counter[int] = Counter()
         self.counts: Counter[str] = Counter()
         self.largest_state = 0
-        # What the invariants are about, by the hash of the record in which rounds ran.
+        # The memory of the invariants, by the hash of the record in which rounds ran.
         self.applied: dict[bytes, frozenset[tuple[int, int]]] = {}
         self.children: dict[bytes, tuple[bytes, ...]] = {}
         self.entered: dict[bytes, bytes] = {}
@@ -520,7 +520,7 @@ class World:
         return tuple([one for one in node.todo if isinstance(one, st.Read)])
 
     def _check_line(self, record: Record, before: bytes) -> None:
-        """Check that a record follows from the one that a process was in."""
+        """Check that a record follows from the record that a process was in."""
         parent = record.parent
         while parent in self.records and parent != before:
             parent = self.records[parent].parent
