@@ -416,8 +416,9 @@ def _on_heard(turn: Turn, event: st.Heard) -> None:
 def _on_here(turn: Turn, nonce: bytes, here: ms.Here) -> None:
     """Note that a member has stopped in the base, or demands a group."""
     state = turn.state
-    is_member = nonce in [key.nonce for key in Roster(state).base]
-    if state.record is not None and here.base < state.number and is_member:
+    is_behind = state.record is not None and here.base < state.number
+    is_member = state.record is not None and nonce in [key.nonce for key in state.record.members]
+    if is_behind and (is_member or here.base != NO_RECORD):
         turn.act(st.Send(nonce, ms.Open(state.entered)))
     elif here.base != NO_RECORD and here.base_hash != state.entered_hash:
         turn.look()
@@ -477,7 +478,8 @@ def _open_again(turn: Turn) -> None:
     """
     state, record = turn.state, turn.state.record
     if record is not None:
-        places = [place for place in state.places if place.key in record.members]
+        members = set(record.members)
+        places = [place for place in state.places if place.key in members]
         inside = [place.key for place in places if place.entered == record.number]
         if state.key == min(inside, default=None):
             late = [place.key for place in places if place.entered < record.number]
@@ -617,7 +619,8 @@ def _tell_leader(turn: Turn, leader: Key | None) -> None:
     leads = leader in (None, state.key)
     if leads and state.record is not None and not is_fixed:
         # It waits though it would lead: another member may know of a later record (rule 8).
-        living = [key for key in state.record.members if Roster(state).lives(key)]
+        roster = Roster(state)
+        living = [key for key in roster.base if roster.lives(key)]
         leader = min(set(living) - {state.key}, default=None)
     if leader in (None, state.key) or leader.nonce == state.told:
         return

@@ -79,9 +79,12 @@ class Roster:
         self.places = {place.key.nonce: place for place in state.places}
         self._record = state.record or state.in_table
         self.base = () if self._record is None else self._record.members
+        self._members = frozenset(self.base)
+        self.nonces = [key.nonce for key in self.base]
+        self._joined = frozenset(() if self._record is None else self._record.joined)
         living = [key for key in self.base if self.lives(key)]
         self.leaving = [key for key in living if self._leaves(key)]
-        self.here = [key for key in living if key not in self.leaving]
+        self.here = sorted(set(living) - set(self.leaving))
         self.holders = [key for key in living if self._holds(key)]
         self.newcomers, self.coming = self._newcomers({key.number for key in living})
         is_last = not set(self.here) & set(self.holders)
@@ -97,7 +100,7 @@ class Roster:
             return True
         if self.is_gone(key) or key.nonce in state.life.suspected:
             return False
-        is_linked = state.record is not None and state.record.is_member(key)
+        is_linked = bool(state.entered) and key in self._members
         return is_linked or (place is not None and place.is_fresh)
 
     def is_gone(self, key: Key) -> bool:
@@ -126,7 +129,7 @@ class Roster:
             return self._state.has_state
         # Neither the source nor another member may have said yet that it has entered.
         is_known = place is not None and place.entered == record.number
-        told = key.number not in record.joined or key.number == record.source
+        told = key.number not in self._joined or key.number == record.source
         return told or (is_known and place is not None and place.has_state)
 
     def _newcomers(self, taken: set[int]) -> tuple[list[Key], list[Key]]:
@@ -136,7 +139,9 @@ class Roster:
         coming: list[Key] = []
         for place in sorted(state.places, key=lambda one: one.key):
             key, follows = place.key, place.follows
-            is_new = key not in self.base and place.entered == NO_RECORD and not place.is_leaving
+            is_new = (
+                key not in self._members and place.entered == NO_RECORD and not place.is_leaving
+            )
             is_alike = place.settings == state.settings.digest
             if is_new and is_alike and self.lives(key) and key.number not in taken:
                 taken.add(key.number)
@@ -185,7 +190,7 @@ def _continue(state: State, roster: Roster, record: Record) -> Plan:
     if not set(group) & set(roster.holders):
         away = _numbers(roster.holders)
         return Plan(reason=f"until there is a way to replicas {away}, which have the state")
-    num_finished = sum(place.is_finished for place in state.places if place.key in record.members)
+    num_finished = sum(p.is_finished for p in map(roster.places.get, roster.nonces) if p)
     is_short = len(group) + num_finished < state.settings.min_replicas
     is_time = state.stage is Stage.STOPPED or is_short or roster.is_given_away
     joiners = roster.reaching(group, roster.newcomers) if is_time else []
@@ -204,7 +209,7 @@ def _patience(
 
     A process that is cut off from the rest, but not from the table, must not fence the rest.
     """
-    rest = [key for key in record.members if key not in (*group, *roster.leaving)]
+    rest = sorted(set(record.members) - {*group, *roster.leaving})
     rest = [key for key in rest if not roster.is_gone(key)]
     fresh = [key.number for key in rest if roster.is_fresh(key)]
     if not fresh and len(group) > len(rest):

@@ -27,7 +27,7 @@ from agreement_world import nonce_of
 from diloco_comm.group import messages as ms
 from diloco_comm.group import state as st
 from diloco_comm.group.messages import Why
-from diloco_comm.group.records import Record
+from diloco_comm.group.records import NO_HASH, NO_RECORD, Record
 from diloco_comm.group.state import Outcome, Stage
 from diloco_comm.group.streams import Rounds
 
@@ -199,6 +199,15 @@ def test_rule_4_a_process_in_a_higher_record_says_so() -> None:
     assert core.only(ms.Open).record == core.state.entered and core.all(st.Seal) == []
     core.hear(0, ms.Here(0, TWO.hash))
     assert core.only(ms.Open).record == core.state.entered
+
+
+def test_rule_4_a_member_that_was_left_out_and_asks_is_told_the_record() -> None:
+    core = member(1, after(TWO, 1, source=1))
+    core.hear(0, ms.Here(0, TWO.hash))
+    assert core.only(ms.Open).record == core.state.entered
+    # A newcomer that is no member yet is told nothing.
+    core.hear(0, ms.Here(NO_RECORD, NO_HASH), start=1)
+    assert core.all(ms.Open) == [] and core.state.stage is Stage.TRAINING
 
 
 def test_rule_4_who_is_behind_follows_the_answer_without_a_table() -> None:
