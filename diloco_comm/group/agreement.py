@@ -422,14 +422,14 @@ def _on_here(turn: Turn, nonce: bytes, here: ms.Here) -> None:
         turn.act(st.Send(nonce, ms.Open(state.entered)))
     elif here.base != NO_RECORD and here.base_hash != state.entered_hash:
         turn.look()
-    elif not state.settings.is_fixed:
+    elif not state.settings.is_fixed and here.base != NO_RECORD:
         # That member votes no more: no round of this record can end.
         turn.note(nonce, here.cut)
         turn.seal()
     elif state.demand and here.demand not in ((), state.demand):
         turn.act(st.Send(nonce, ms.No(NO_ATTEMPT, Why.MEMBERS, demand=state.demand)))
         _fail(turn, nonce, here.demand)
-    else:
+    elif state.settings.is_fixed:
         turn.change(here=tuple(sorted({**dict(state.here), nonce: here.demand}.items())))
 
 

@@ -14,12 +14,12 @@ from diloco_comm.group import agreement
 SEEDS = range(60)
 
 
-def broken_in(kind: str, seed: int, step: Any, keeps_promise: bool = True) -> str:
+def broken_in(kind: str, seed: int, step: Any, size: int = 3, *, keeps_promise: bool = True) -> str:
     """Return the invariant that a history breaks first; "" for none."""
     world = World(settings_of(founding_wait=8), step=step)
     world.keeps_promise = keeps_promise
     try:
-        first_group(world, 3)
+        first_group(world, size)
         walk = Walk(world, seed, FAULTS[kind])
         for number in range(1, 1501):
             walk.step()
@@ -34,7 +34,10 @@ def broken_in(kind: str, seed: int, step: Any, keeps_promise: bool = True) -> st
 def test_a_mistake_breaks_an_invariant(name: str) -> None:
     mutant = MUTANTS[name]
     with mutant.step() as step:
-        found = next(filter(None, (broken_in(mutant.kind, seed, step) for seed in SEEDS)), "")
+        all_found = (
+            broken_in(mutant.kind, seed, step, mutant.size) for seed in (mutant.seed, *SEEDS)
+        )
+        found = next(filter(None, all_found), "")
     assert found in mutant.breaks
 
 
