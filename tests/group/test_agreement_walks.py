@@ -14,6 +14,7 @@ from agreement_walks import (
     demand,
     first_group,
     is_settled,
+    quiet_round,
     settle,
 )
 from agreement_world import World, nonce_of, settings_of
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from diloco_comm.group import state as gs
+from diloco_comm.group.records import Record
 
 KINDS = {"durable": DURABLE_FAULTS, "forgetting": FORGETTING_FAULTS, "fixed": FIXED_FAULTS}
 SIZES = [2, 3, 4]
@@ -123,6 +125,31 @@ class History(RuleBasedStateMachine):
 def test_any_history_ends_with_all_in_one_view(examples: int, steps: int) -> None:
     bounds = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     run_state_machine_as_test(History, settings=bounds)
+
+
+def test_a_run_that_has_ended_takes_nobody() -> None:
+    world = quiet_group(3)
+    for node in world.living:
+        positions = node.thread.positions
+        world.tell(node.key.nonce, gs.Finished(True, positions, 7))
+    assert not world.living
+    hops_of(world)
+    last = Record.from_bytes(world.record)
+    assert last.is_finished and last.inner_step == 7 and last.numbers == (0, 1, 2)
+    late = world.add(3).key.nonce
+    assert world.nodes[late].end == "Over"
+
+
+def test_an_evicted_member_ends_and_comes_back_as_another_process() -> None:
+    world = quiet_group(3)
+    evicted = world.node(1).key.nonce
+    world.evict = frozenset([1])
+    for _ in range(20):
+        quiet_round(world)
+    assert world.nodes[evicted].end == "Drained"
+    assert Record.from_bytes(world.record).evicted == (1,)
+    world.evict = frozenset()
+    assert settle(world) >= 0 and Record.from_bytes(world.record).numbers == (0, 1, 2)
 
 
 # --------------------------------------------------------------------- messages of a change
