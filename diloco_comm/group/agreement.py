@@ -301,7 +301,9 @@ def _swap(turn: Turn, new: Record) -> None:
 
 def _on_swapped(turn: Turn, event: st.Swapped) -> None:
     """Enter the record, or read whose record is there (rule 6); a newcomer reads in any case."""
-    if event.outcome is st.Outcome.DONE and turn.state.record is not None:
+    state, is_done = turn.state, event.outcome is st.Outcome.DONE
+    # The answer of a table that has lost its memory since says nothing.
+    if is_done and state.record is not None and Record.from_bytes(event.new).table == state.table:
         _follow(turn, event.new)
     else:
         turn.drop()
@@ -618,10 +620,11 @@ def _tell_leader(turn: Turn, leader: Key | None) -> None:
     state, is_fixed = turn.state, turn.state.settings.is_fixed
     leads = leader in (None, state.key)
     if leads and state.record is not None and not is_fixed:
-        # It waits though it would lead: another member may know of a later record (rule 8).
+        # It waits though it would lead: another process may know of a later record (rule 8, D4).
         roster = Roster(state)
-        living = [key for key in roster.base if roster.lives(key)]
-        leader = min(set(living) - {state.key}, default=None)
+        ahead = [p.key for p in state.places if p.entered > state.number and p.is_fresh]
+        living = [key for key in roster.base if roster.lives(key) and key != state.key]
+        leader = min(ahead or living, default=None)
     if leader in (None, state.key) or leader.nonce == state.told:
         return
     # The leader of an elastic group learns of a death, and of a boundary, by itself.

@@ -428,6 +428,28 @@ def test_rule_13_an_attempt_that_was_begun_before_the_table_forgot_is_given_up()
     assert core.all(st.Swap) == []
 
 
+def test_rule_13_an_answer_of_the_table_as_it_was_says_nothing() -> None:
+    core = member(0, THREE)
+    leads(core, dead=(2,))
+    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    new = core.only(st.Swap).new
+    core.look(None, members_places(THREE), table=OTHER)
+    core.tell(st.Swapped(new, st.Outcome.DONE))
+    assert core.all(st.Enter) == [] and core.only(st.Read) == st.Read()
+
+
+def test_rule_13_a_member_that_waits_asks_a_process_that_is_ahead() -> None:
+    core = member(1, TWO)
+    core.tell(life(0))
+    core.tell(st.Sealed(0, ONE_VOTE, 8))
+    core.look(None, (place_of(2, entered=1, has_state=True),), table=OTHER)
+    core.poll(3)
+    assert st.Send(nonce_of(2), ms.Here(0, TWO.hash)) in core.said
+    core.hear(2, ms.Open(after(TWO, 2).to_bytes()))
+    assert core.only(st.Fence)
+
+
 def test_rule_13_a_durable_table_that_knows_less_is_waited_for() -> None:
     core = sealed(member(1, THREE))
     core.look(None)
