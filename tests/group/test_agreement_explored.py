@@ -25,7 +25,7 @@ EXPLORED = {
     "forgets-twice": (1, 0, {"break": 2, "forget": 2}),
     "lost-message": (1, 1, {"break": 1, "lose": 1}),
     "crash-and-break": (1, 1, {"crash": 1, "break": 1}),
-    "crash-and-forgets": (1, 1, {"crash": 1, "break": 1, "forget": 1}),
+    "crash-and-forgets": (1, 1, {"crash": 1, "forget": 1}),
 }
 
 
