@@ -255,7 +255,7 @@ def _advance(turn: Turn, proposal: Proposal) -> None:
     if proposal.is_swapping:
         return
     is_lost = {key.nonce for key in draft.members} & (state.life.dead | state.life.suspected)
-    if is_lost or draft.table != state.table:
+    if is_lost or draft.table != state.table or draft.parent != state.base_hash:
         turn.drop()
         return
     if missing := _missing(proposal):

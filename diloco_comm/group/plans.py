@@ -337,7 +337,7 @@ def _demanded(state: State, roster: Roster) -> Plan:
         )
     if missing:
         return Plan(reason=f"until replicas {missing} come")
-    leader = min(holders or group)
+    leader = min(holders or set(group) & set(roster.base) or group)
     if leader != state.key:
         return Plan(leader=leader, reason=f"until replica {leader.number} leads the change")
     here = dict(state.here)

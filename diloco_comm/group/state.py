@@ -469,6 +469,12 @@ class State:
         return record_hash(self.entered) if self.entered else NO_HASH
 
     @property
+    def base_hash(self) -> bytes:
+        """Hash of the record from which this process would go on: a newcomer from the table's."""
+        base = self.entered or self.recorded
+        return record_hash(base) if base else NO_HASH
+
+    @property
     def in_table(self) -> Record | None:
         """The record that the table held last."""
         return Record.from_bytes(self.recorded) if self.recorded else None

@@ -28,7 +28,7 @@ from agreement_world import nonce_of
 from diloco_comm.group import messages as ms
 from diloco_comm.group import state as st
 from diloco_comm.group.messages import Why
-from diloco_comm.group.records import NO_HASH, NO_RECORD, Record
+from diloco_comm.group.records import NO_HASH, NO_RECORD, Attempt, Record
 from diloco_comm.group.state import Stage
 
 THREE = record_of(0, 1, 2)
@@ -220,6 +220,19 @@ def test_rule_10_a_newcomer_waits_for_a_group_that_runs_without_it() -> None:
     assert 'attaches with init="join"' in core.reason and core.state.proposal is None
 
 
+def test_rule_10_a_member_leads_before_newcomers_also_where_the_state_is_lost() -> None:
+    core = Core(2, is_fixed=True)
+    core.look(record_of(1, 2), (place_of(2),))
+    core.tell(life(1))
+    sealed(core, ())
+    core.tell(st.Demanded((0, 2)))
+    core.look(record_of(1, 2), (place_of(0, follows=NO_RECORD), place_of(2, entered=0)))
+    core.hear(0, ms.Here(NO_RECORD, NO_HASH, (0, 2)))
+    assert core.state.proposal is not None
+    draft = core.state.proposal.draft
+    assert (draft.numbers, draft.joined, draft.source) == ((0, 2), (0, 2), 2)
+
+
 def test_rule_10_the_first_group_of_a_fixed_run_is_founded_by_its_lowest() -> None:
     core = Core(0, is_fixed=True)
     core.tell(st.Demanded((0, 1)))
@@ -349,6 +362,16 @@ def test_rule_12_a_run_without_a_step_or_with_rollback_needs_no_checkpoint() -> 
         core = revived(places, record, **settings)
         core.poll(3)
         assert core.state.proposal is not None
+
+
+def test_rule_12_a_newcomer_gives_up_when_the_table_goes_on() -> None:
+    core = revived((place_of(1, 1, follows=NO_RECORD, inner_step=60, has_checkpoint=True),))
+    core.poll(3)
+    assert core.state.proposal is not None
+    core.look(after(DEAD, 0))
+    assert core.state.proposal is None
+    core.tell(st.Connected(Attempt(nonce_of(1, 1), 1)))
+    assert core.all(st.Swap) == []
 
 
 def test_rule_12_a_record_with_a_source_is_entered_from_any_lower_one() -> None:

@@ -95,8 +95,8 @@ MUTANTS = {
     "an-attempt-outlives-the-table": Mutant(
         agreement,
         "",
-        "    if is_lost or draft.table != state.table:\n",
-        "    if is_lost:\n",
+        "    if is_lost or draft.table != state.table or",
+        "    if is_lost or",
         "forgetting",
         ("I1", "I3", "I4", "I5", "L"),
     ),
