@@ -1,0 +1,484 @@
+// What the events of the agreement do to a state; rules.h says when each may happen.
+#include "rules.h"
+
+#include <algorithm>
+
+namespace agreement {
+
+State Rules::start() const {
+    State s;
+    std::memset(&s, 0, sizeof s);
+    s.crashes = uint8_t(c.crashes);
+    s.forgets = uint8_t(c.forgets);
+    s.losses = uint8_t(c.losses);
+    s.leaves = uint8_t(c.leaves);
+    s.proposals = uint8_t(c.proposals);
+    s.table = kNone;
+    for (Record& record : s.records) record.parent = record.source = kNone;
+    if (!c.founding) {
+        s.table = 0;
+        Record& first = s.records[0];
+        first.kind = kFirst;
+        for (int i = 0; i < c.members; ++i) {
+            first.members |= bit(i);
+            Process& p = s.processes[i];
+            p.life = kUp;
+            p.number = uint8_t(i);
+            p.entered = 0;
+            p.follows = kNone;
+            p.flags = kHasState;
+        }
+        first.entered_by = first.members;
+    }
+    normalise(s);
+    return s;
+}
+
+// Rule 2: whether process j, which is bound to attempt a, may answer another because the proposer of
+// a has ended. On a table that forgets, the attempt may have become a record that somebody entered.
+bool Rules::is_released(const State& s, int a, int j) const {
+    const Attempt& attempt = s.attempts[a];
+    if (s.processes[attempt.proposer].is_up() || c.binding == Binding::kWithdrawn) return false;
+    if (c.binding == Binding::kDead) return true;
+    const bool has_forgotten = (s.processes[j].flags & kForgotten) != 0;
+    if (!has_forgotten && s.table == attempt.base) return true;
+    if (c.binding == Binding::kRead || !has_forgotten || s.table == kNone) return false;
+    // The table has forgotten since: all living members of the attempt say that they are in its base.
+    for (int i = 0; i < kProcesses; ++i) {
+        const Process& p = s.processes[i];
+        if (has(attempt.members, i) && p.is_up() && p.entered != attempt.base) return false;
+    }
+    return true;
+}
+
+int Rules::free_attempt(const State& s) const {
+    for (int a = 0; a < c.attempts; ++a) {
+        if (s.attempts[a].stage == kFree) return a;
+    }
+    return -1;
+}
+
+int Rules::free_record(const State& s, int number) const {
+    // On a durable table no two records have one number.
+    if (c.is_durable()) return number < kRecords ? number : -1;
+    for (int r = 0; r < kRecords; ++r) {
+        if (s.records[r].kind == kNoRecord) return r;
+    }
+    return -1;
+}
+
+bool Rules::is_own_open(const State& s, int i) const {
+    for (const Attempt& attempt : s.attempts) {
+        const bool is_own = attempt.stage != kFree && attempt.proposer == i;
+        const bool is_here = s.processes[i].entered == attempt.base || s.processes[i].entered == kNone;
+        if (is_own && is_here && !attempt.is_withdrawn) return true;
+    }
+    return false;
+}
+
+// A set without state is a group only where nobody of the base lives who has state.
+bool Rules::may_be_state(const State& s, Set members, int base) const {
+    // Also who is a member and has not entered yet, such as the source of a founding.
+    const Record& record = s.records[base];
+    Set holders = 0;
+    for (int i = 0; i < kProcesses; ++i) {
+        const Process& p = s.processes[i];
+        const bool holds = p.is_up() && (p.has_state() || (i == record.source && p.entered != base));
+        if (holds && has(record.members, i)) holders |= bit(i);
+    }
+    return holders == 0 || (holders & members) != 0 || c.is(Mutant::kStatelessProposes);
+}
+
+// Rule 2: process i answers SEALED to attempt a, and promises to be still.
+void Rules::seal(State& n, int i, int a) const {
+    Attempt& attempt = n.attempts[a];
+    Process& p = n.processes[i];
+    attempt.seals |= bit(i);
+    if (binds() && p.bound == 0) p.flags &= Set(~kForgotten);
+    if (binds()) p.bound |= bit(a);
+    if (p.entered == kNone) return;
+    p.flags |= kSealed;
+    if (p.has_state()) attempt.with_state |= bit(i);
+    for (int k = 0; k < c.streams; ++k) {
+        const auto& told = c.is(Mutant::kAppliedOnly) ? n.applied : n.voted;
+        if (has(told[p.entered][k], i)) attempt.voted[k] |= bit(i);
+    }
+}
+
+// Rule 3: a function of the SEALEDs of S and the base alone.
+void Rules::decide(const State& s, const Attempt& attempt, uint8_t& commits,
+                   uint8_t& decides) const {
+    commits = decides = 0;
+    if (attempt.base == kNone || !has_rounds(s, attempt.base)) return;
+    const Set base = s.records[attempt.base].members;
+    // A planned change has the votes of all members of the base.
+    const bool has_all_votes = attempt.kind == kPlanned || attempt.kind == kFinish;
+    Set voters = has_all_votes ? base : attempt.members & base;
+    if (c.is(Mutant::kNewcomerVotes)) voters = attempt.members;
+    decides = voters != 0 || c.is(Mutant::kEmptyDecides);
+    for (int k = 0; k < c.streams && voters != 0; ++k) {
+        const bool commit = c.is(Mutant::kAppliedOnly) ? (attempt.voted[k] & voters) != 0
+                                                       : contains(attempt.voted[k], voters);
+        if (commit) commits |= uint8_t(1 << k);
+    }
+    const uint8_t all = uint8_t((1 << c.streams) - 1);
+    if (c.is(Mutant::kOneMeet) && attempt.kind == kUnplanned && commits != all) commits = 0;
+}
+
+// The table makes the swap of attempt a; false where no slot for a record is free.
+bool Rules::swap(State& n, int a, const char*& broken) const {
+    Attempt& attempt = n.attempts[a];
+    if (attempt.record != kNone) {
+        n.table = attempt.record;
+        return true;
+    }
+    const int number = attempt.base == kNone ? 0 : n.records[attempt.base].number + 1;
+    const int slot = free_record(n, number);
+    if (slot < 0) {
+        ++num_truncated;
+        return false;
+    }
+    Record record{};
+    record.kind = attempt.kind;
+    record.number = uint8_t(number);
+    record.parent = attempt.base;
+    record.members = attempt.members;
+    decide(n, attempt, record.commits, record.decides);
+    record.source = attempt.source;
+    if (record.source != kNone) {
+        // The state comes from a checkpoint.
+        record.step = attempt.step;
+        bool is_replaced = false;
+        for (int i = 0; i < kProcesses; ++i) {
+            const Process& p = n.processes[i];
+            const bool holds = p.is_up() && p.entered != kNone && p.has_state();
+            const bool is_of_base = attempt.base == kNone || has(n.records[attempt.base].members, i);
+            if (holds && is_of_base) is_replaced = true;
+        }
+        if (is_replaced) broken = "I6: state that somebody living holds is replaced";
+        if (attempt.kind == kRevival && record.step < n.records[attempt.base].step && !c.all_lost) {
+            broken = "I6: the run goes back though nobody allowed a rollback";
+        }
+    } else {
+        record.step = uint8_t(n.records[attempt.base].step + 1);
+    }
+    if (attempt.base != kNone) {
+        const Record& base = n.records[attempt.base];
+        if (base.kind == kFinish) broken = "I7: a record follows the finished one";
+        for (int k = 0; k < c.streams; ++k) {
+            if (record.decides && !has(record.commits, k) && n.applied[attempt.base][k] != 0) {
+                broken = "I1: an applied round is decided void";
+            }
+        }
+        if (attempt.kind == kUnplanned &&
+            !contains(base.entered_by, Set(attempt.seals & base.members))) {
+            broken = "I5: a process that has not entered the base is counted";
+        }
+    }
+    if (size(numbers(n, attempt.members)) != size(attempt.members)) {
+        broken = "I5: two processes of one number are in a group";
+    }
+    n.records[slot] = record;
+    n.voted[slot] = n.applied[slot] = {};
+    n.table = attempt.record = uint8_t(slot);
+    return true;
+}
+
+bool Rules::may_ask(const State& s, int a) const {
+    const Attempt& attempt = s.attempts[a];
+    const Process& p = s.processes[attempt.proposer];
+    if (attempt.stage != kCollecting || attempt.is_withdrawn) return false;
+    if (!p.is_up() || p.entered != attempt.base || !has(attempt.seals, attempt.proposer)) return false;
+    // A newcomer of a planned change has been ready before.
+    const Set base = s.records[attempt.base].members;
+    const Set asked = attempt.kind == kUnplanned ? attempt.members : Set(attempt.members & base);
+    const int missing = size(Set(asked & ~attempt.seals));
+    const bool is_sealed =
+        missing == 0 || (missing == 1 && c.is(Mutant::kOpenWithoutOne) && size(attempt.members) > 1);
+    const bool is_ready =
+        !c.ready || contains(attempt.readies, attempt.members) || c.is(Mutant::kNoReady);
+    if (!is_sealed || !is_ready) return false;
+    if (c.answers || c.is(Mutant::kBlindSwap)) return true;
+    // A swap that the table refuses at once changes nothing; see kWithdraws.
+    return s.table == attempt.base || (s.table == kNone && c.swaps_into_empty);
+}
+
+// The proposer writes its record, and asks the table to swap.
+void Rules::ask(State& n, int a, const char*& broken) const {
+    Attempt& attempt = n.attempts[a];
+    attempt.stage = kRequested;
+    bool has_state = attempt.kind == kPlanned || attempt.kind == kFinish;
+    for (int i = 0; i < kProcesses && !has_state; ++i) {
+        // A SEALED says whether its process has state.
+        has_state = has(attempt.members, i) && has(attempt.with_state, i);
+    }
+    if (!has_state) {
+        attempt.source = uint8_t(best_checkpoint(n, attempt.members));
+        attempt.step = n.processes[attempt.source].checkpoint;
+    }
+    if (c.answers) return;
+    attempt.stage = swap(n, a, broken) ? kDone : kRefused;
+    if (broken == nullptr) learn(n, a, broken);
+}
+
+// The proposer learns the outcome of its swap: by the answer, or by reading the table.
+void Rules::learn(State& n, int a, const char*& broken) const {
+    Attempt& attempt = n.attempts[a];
+    const int i = attempt.proposer;
+    if (attempt.stage == kRefused) {
+        attempt.stage = attempt.kind == kUnplanned ? kCollecting : kFree;
+        return;
+    }
+    Record& record = n.records[attempt.record];
+    record.open_to = Set(record.members & ~bit(i));
+    if (has(record.members, i)) {
+        enter(n, i, attempt.record, broken);
+    } else {
+        end(n, i);
+    }
+}
+
+void Rules::enter(State& n, int i, int r, const char*& broken) const {
+    Process& p = n.processes[i];
+    Record& record = n.records[r];
+    const int base = p.entered;
+    if (base != kNone && record.decides) {
+        for (int k = 0; k < c.streams; ++k) {
+            if (has(record.commits, k) && !has(n.voted[base][k], i)) {
+                broken = "I3: a process must apply a round that it does not hold";
+            }
+            if (!has(record.commits, k) && n.applied[base][k] != 0) {
+                broken = "I1: an applied round is void";
+            }
+        }
+    }
+    for (int q = 0; q < kRecords; ++q) {
+        const Record& other = n.records[q];
+        const Set entered_by = c.strict ? other.entered_by : Set(other.entered_by & up(n));
+        if (q == r || other.kind == kNoRecord || entered_by == 0) continue;
+        if (other.number == record.number && other.parent == record.parent) {
+            broken = "I4: two records that follow one record are entered";
+        }
+    }
+    if (c.demands > 0 && record.kind == kUnplanned && p.told != numbers(n, record.members)) {
+        broken = "I9: a process is in a group that its caller did not name";
+    }
+    if (record.source != kNone) {
+        p.flags = i == record.source ? kHasState : 0;
+    } else if (base == kNone) {
+        const bool follows = p.follows == record.parent;
+        if (record.kind != kUnplanned && !follows) {
+            broken = "I3: a newcomer enters without the state of its base";
+        }
+        p.flags = record.kind != kUnplanned ? kHasState : 0;
+    }
+    p.flags &= Set(~(kSealed | kForgotten));
+    for (int a = 0; a < kAttempts; ++a) {
+        Attempt& attempt = n.attempts[a];
+        if (attempt.stage == kFree || attempt.proposer != i) continue;
+        if (attempt.record == r) {
+            // The proposer knows; who is bound reads the table or hears OPEN.
+            attempt.stage = kCollecting;
+            attempt.seals = attempt.readies = 0;
+        } else if ((attempt.stage == kCollecting && attempt.record == kNone) ||
+                   attempt.stage == kRefused) {
+            // Its own swap was not made, so it withdraws.
+            attempt.stage = kCollecting;
+            attempt.is_withdrawn = 1;
+        }
+    }
+    p.entered = uint8_t(r);
+    p.follows = kNone;
+    p.bound = 0;
+    p.told = 0;
+    p.checkpoint = 0;
+    record.entered_by |= bit(i);
+    record.open_to &= Set(~bit(i));
+}
+
+void Rules::end(State& n, int i) const {
+    n.processes[i].life = kEnded;
+}
+
+// Forgets all that can make no difference any more, so that fewer states are told apart.
+void Rules::normalise(State& n) const {
+    for (Process& p : n.processes) {
+        if (p.life != kEnded) continue;
+        const uint8_t number = p.number;
+        p = Process{};
+        p.life = kEnded;
+        p.number = number;
+        p.entered = p.follows = kNone;
+    }
+    const Set living = up(n);
+    const bool is_durable = c.is_durable();
+    for (Process& p : n.processes) {
+        if (p.bound == 0) p.flags &= Set(~kForgotten);
+    }
+    for (int a = 0; a < kAttempts; ++a) {
+        Attempt& attempt = n.attempts[a];
+        if (attempt.stage == kFree) continue;
+        const Process& p = n.processes[attempt.proposer];
+        if (!c.is(Mutant::kNoNonce)) attempt.prepares &= living;
+        const bool is_in_base =
+            p.is_up() && (p.entered == attempt.base || (p.entered == kNone && attempt.kind != kUnplanned));
+        const bool has_learnt = attempt.stage == kCollecting && attempt.record != kNone;
+        if (attempt.stage != kRequested && (!is_in_base || has_learnt)) {
+            attempt.stage = kCollecting;
+            attempt.seals = attempt.readies = 0;
+            attempt.voted = {};
+            attempt.with_state = 0;
+            if (!p.is_up()) attempt.record = kNone;
+        }
+        if (attempt.is_withdrawn && attempt.stage == kCollecting) {
+            attempt.seals = attempt.readies = 0;
+            attempt.voted = {};
+            attempt.with_state = 0;
+        }
+        Set bound = 0;
+        for (int i = 0; i < kProcesses; ++i) {
+            if (n.processes[i].is_up() && has(n.processes[i].bound, a)) bound |= bit(i);
+        }
+        const bool is_asleep = attempt.stage == kCollecting && attempt.seals == 0;
+        const bool is_over = is_asleep && bound == 0 && attempt.prepares == 0;
+        // A durable table never goes back, so what has another base can only be refused.
+        const bool is_refused = is_durable && attempt.base != n.table &&
+                                !(attempt.stage == kDone && attempt.record == n.table && is_in_base);
+        if (!is_over && !is_refused) continue;
+        attempt = Attempt{};
+        for (Process& q : n.processes) q.bound &= Set(~bit(a));
+    }
+    Set inhabited = 0;  // Records that a living process has entered.
+    Set followed = 0;
+    for (Process& p : n.processes) {
+        if (!p.is_up()) continue;
+        if (p.entered != kNone) inhabited |= bit(p.entered);
+        const int i = int(&p - n.processes.data());
+        bool waits = false;  // It is a member of a record that it has not entered.
+        for (int q = 0; q < kRecords; ++q) {
+            const Record& record = n.records[q];
+            const bool may_enter = (q == n.table && has(record.members, i)) || has(record.open_to, i);
+            waits = waits || (may_enter && record.parent == p.follows);
+        }
+        if (is_durable && p.follows != n.table && !waits && !c.is(Mutant::kStaleFollower)) {
+            p.follows = kNone;
+        }
+        if (p.follows != kNone) followed |= bit(p.follows);
+    }
+    for (int r = 0; r < kRecords; ++r) {
+        Record& record = n.records[r];
+        record.open_to &= living;
+        if (!has(inhabited, r) && r != n.table) n.voted[r] = n.applied[r] = {};
+        if (!is_durable) continue;
+        if (r != n.table) record.entered_by = 0;
+        const bool is_used = r == n.table || has(inhabited, r) || has(followed, r) || record.open_to != 0;
+        if (!is_used) {
+            record = Record{};
+            record.parent = record.source = kNone;
+            n.voted[r] = n.applied[r] = {};
+        }
+    }
+    // The order of the attempts means nothing.
+    for (int a = 1; a < kAttempts; ++a) {
+        for (int b = a; b > 0; --b) {
+            Attempt &left = n.attempts[b - 1], &right = n.attempts[b];
+            if (std::memcmp(&left, &right, sizeof left) >= 0) break;
+            std::swap(left, right);
+            for (Process& p : n.processes) {
+                const Set low = has(p.bound, b - 1) ? bit(b) : 0, high = has(p.bound, b) ? bit(b - 1) : 0;
+                p.bound = Set((p.bound & ~(bit(b) | bit(b - 1))) | low | high);
+            }
+        }
+    }
+}
+
+bool Rules::is_settled(const State& s) const {
+    if (s.table == kNone) return false;
+    const Record& record = s.records[s.table];
+    bool is_inhabited = false;
+    for (int i = 0; i < kProcesses; ++i) {
+        const Process& p = s.processes[i];
+        if (!p.is_up()) continue;
+        if (p.is_sealed()) return false;
+        if (!has(record.members, i)) continue;
+        if (p.entered != s.table) return false;
+        is_inhabited = true;
+    }
+    return is_inhabited && (up_with_state(s, s.table) != 0 || record.number == c.last);
+}
+
+bool Rules::is_excused(const State& s) const {
+    const Set living = up(s);
+    int newest = s.table;
+    Set entered = 0;
+    for (int i = 0; i < kProcesses; ++i) {
+        const Process& p = s.processes[i];
+        if (!p.is_up() || p.entered == kNone) continue;
+        entered |= bit(i);
+        const bool is_newer = newest == kNone || s.records[p.entered].number > s.records[newest].number;
+        if (c.forgets > 0 && is_newer) newest = p.entered;
+    }
+    if (newest == kNone) {
+        // Nobody has state, and too few newcomers are there.
+        return entered == 0 && (!c.founding || size(numbers(s, up_newcomers(s))) < c.min_replicas);
+    }
+    const Record& record = s.records[newest];
+    const Set members = record.members & living;
+    if (c.forgets > 0) return !is_majority(members, record.members);
+    if (members != 0) return false;
+    if (!c.revival || record.kind == kFinish || record.number >= c.last) return true;
+    const int source = best_checkpoint(s, up_newcomers(s));
+    return source == kNone || (s.processes[source].checkpoint < record.step && !c.all_lost);
+}
+
+std::string set_text(Set set) {
+    std::string text;
+    for (int i = 0; i < 8; ++i) {
+        if (has(set, i)) text += (text.empty() ? "" : ",") + std::to_string(i);
+    }
+    return "{" + text + "}";
+}
+
+std::string sentence(const Event& event) {
+    const std::string i = std::to_string(event.i), x = std::to_string(event.x);
+    const std::string process = "process " + i, set = set_text(event.set);
+    switch (event.act) {
+        case Act::kStarts:
+            return process + " starts with number " + x + " and a checkpoint at step " +
+                   std::to_string(event.set);
+        case Act::kVotes: return process + " votes in stream " + x;
+        case Act::kApplies: return process + " hears all votes of stream " + x + " and applies";
+        case Act::kReads: return process + " reads record " + x + " and enters";
+        case Act::kIsFenced: return process + " reads record " + x + " and is fenced";
+        case Act::kHearsOpen: return process + " hears OPEN of record " + x + " and enters";
+        case Act::kProposes: return process + " seals, PREPARE " + set + " on record " + x;
+        case Act::kSeals: return process + " answers SEALED to " + x + " for " + set;
+        case Act::kSaysNo: return process + " answers NO to " + x + " for " + set;
+        case Act::kIsReady: return process + " answers READY to " + x + " for " + set;
+        case Act::kAsks: return process + " swaps record " + x + " for " + set;
+        case Act::kTableSwaps: return "the table swaps record " + x + " for " + set + " of " + i;
+        case Act::kTableRefuses: return "the table refuses the swap of " + i + " for " + set;
+        case Act::kLearns: return process + " learns the outcome of its swap";
+        case Act::kWithdraws: return process + " withdraws " + set;
+        case Act::kHearsWithdrawal: return process + " hears that " + x + " has withdrawn " + set;
+        case Act::kSeesEnd: return process + " sees that " + x + " has ended";
+        case Act::kPlans: return process + " swaps for a planned change to " + set;
+        case Act::kFollows: return process + " follows record " + x + " and is ready";
+        case Act::kCopies: return process + " copies the state of a member";
+        case Act::kIsTold: return process + " is told change_group " + set;
+        case Act::kFounds: return process + " founds " + set;
+        case Act::kRevives: return process + " swaps over record " + x + " of the dead for " + set;
+        case Act::kEnds: return process + " ends";
+        case Act::kPutsBack: return process + " puts record " + x + " back";
+        case Act::kReplays: return process + " puts record " + x + " over the one before";
+        case Act::kDies: return process + " dies";
+        case Act::kWantsToLeave: return process + " wants to leave";
+        case Act::kForgets: return "the table forgets";
+        case Act::kLoses: return "a message of or to " + i + " is lost (kind " + x + ")";
+        case Act::kIsCut: return "the way between 1 and 2 is cut";
+        case Act::kSuspects: return process + " takes " + x + " for dead";
+    }
+    return "";
+}
+
+}  // namespace agreement
