@@ -34,21 +34,27 @@ State Rules::start() const {
     return s;
 }
 
+// Whether a process enters a record in which it is a member, when it hears of the record.
+bool Rules::may_enter(const State& s, int i, int record) const {
+    const Process& p = s.processes[i];
+    const Record& next = s.records[record];
+    if (p.entered != kNone) {
+        // All died: the state of the record is a checkpoint, and no record before matters.
+        const bool is_newer = next.number > s.records[p.entered].number;
+        return next.parent == p.entered || (next.kind == kRevival && is_newer);
+    }
+    // A newcomer that knows of a later record is not ready for this one.
+    const bool is_ready = next.kind != kPlanned || p.follows == next.parent;
+    return (is_ready && p.known <= next.number) || c.is(Mutant::kStaleFollower);
+}
+
 // Rule 2: whether process j, which is bound to attempt a, may answer another because the proposer of
-// a has ended. On a table that forgets, the attempt may have become a record that somebody entered.
+// a has ended: the swap of a was not made, for the table shows the base, and has not forgotten since.
 bool Rules::is_released(const State& s, int a, int j) const {
     const Attempt& attempt = s.attempts[a];
-    if (s.processes[attempt.proposer].is_up() || c.binding == Binding::kWithdrawn) return false;
-    if (c.binding == Binding::kDead) return true;
-    const bool has_forgotten = (s.processes[j].flags & kForgotten) != 0;
-    if (!has_forgotten && s.table == attempt.base) return true;
-    if (c.binding == Binding::kRead || !has_forgotten || s.table == kNone) return false;
-    // The table has forgotten since: all living members of the attempt say that they are in its base.
-    for (int i = 0; i < kProcesses; ++i) {
-        const Process& p = s.processes[i];
-        if (has(attempt.members, i) && p.is_up() && p.entered != attempt.base) return false;
-    }
-    return true;
+    if (s.processes[attempt.proposer].is_up() || c.is(Mutant::kReleaseWithdrawn)) return false;
+    if (c.is(Mutant::kReleaseUnread)) return true;
+    return s.table == attempt.base && !s.processes[j].has_seen_forgetting();
 }
 
 int Rules::free_attempt(const State& s) const {
@@ -175,6 +181,17 @@ bool Rules::swap(State& n, int a, const char*& broken) const {
             broken = "I5: a process that has not entered the base is counted";
         }
     }
+    if (c.ready && attempt.kind == kUnplanned) {
+        for (int i = 0; i < kProcesses; ++i) {
+            for (int j = 0; j < i; ++j) {
+                const Set pair = bit(i) | bit(j);
+                const bool has_way = can_reach(n, i, j) || contains(attempt.readies, pair);
+                if (contains(attempt.members, pair) && !has_way) {
+                    broken = "I8: two members of a group have no way to each other";
+                }
+            }
+        }
+    }
     if (size(numbers(n, attempt.members)) != size(attempt.members)) {
         broken = "I5: two processes of one number are in a group";
     }
@@ -200,7 +217,7 @@ bool Rules::may_ask(const State& s, int a) const {
     if (!is_sealed || !is_ready) return false;
     if (c.answers || c.is(Mutant::kBlindSwap)) return true;
     // A swap that the table refuses at once changes nothing; see kWithdraws.
-    return s.table == attempt.base || (s.table == kNone && c.swaps_into_empty);
+    return s.table == attempt.base;
 }
 
 // The proposer writes its record, and asks the table to swap.
@@ -242,7 +259,7 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     Process& p = n.processes[i];
     Record& record = n.records[r];
     const int base = p.entered;
-    if (base != kNone && record.decides) {
+    if (base != kNone && base == record.parent && record.decides) {
         for (int k = 0; k < c.streams; ++k) {
             if (has(record.commits, k) && !has(n.voted[base][k], i)) {
                 broken = "I3: a process must apply a round that it does not hold";
@@ -254,7 +271,8 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     }
     for (int q = 0; q < kRecords; ++q) {
         const Record& other = n.records[q];
-        const Set entered_by = c.strict ? other.entered_by : Set(other.entered_by & up(n));
+        // A table that forgot a record all of whose members died cannot know of that record.
+        const Set entered_by = record.kind == kRevival ? Set(other.entered_by & up(n)) : other.entered_by;
         if (q == r || other.kind == kNoRecord || entered_by == 0) continue;
         if (other.number == record.number && other.parent == record.parent) {
             broken = "I4: two records that follow one record are entered";
@@ -291,7 +309,7 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     p.follows = kNone;
     p.bound = 0;
     p.told = 0;
-    p.checkpoint = 0;
+    p.checkpoint = p.known = 0;
     record.entered_by |= bit(i);
     record.open_to &= Set(~bit(i));
 }
@@ -371,7 +389,10 @@ void Rules::normalise(State& n) const {
         if (!has(inhabited, r) && r != n.table) n.voted[r] = n.applied[r] = {};
         if (!is_durable) continue;
         if (r != n.table) record.entered_by = 0;
-        const bool is_used = r == n.table || has(inhabited, r) || has(followed, r) || record.open_to != 0;
+        // The decision about the rounds of a record counts as long as somebody is in that record.
+        const bool is_decision = record.parent != kNone && has(inhabited, record.parent);
+        const bool is_used = r == n.table || has(inhabited, r) || has(followed, r) || is_decision ||
+                             record.open_to != 0;
         if (!is_used) {
             record = Record{};
             record.parent = record.source = kNone;
@@ -424,7 +445,20 @@ bool Rules::is_excused(const State& s) const {
     }
     const Record& record = s.records[newest];
     const Set members = record.members & living;
-    if (c.forgets > 0) return !is_majority(members, record.members);
+    if (c.forgets > 0) {
+        // The proposer has ended and the table has forgotten: nobody knows whether its swap was made.
+        Set waiting = 0;
+        for (int i = 0; i < kProcesses; ++i) {
+            const Process& p = s.processes[i];
+            bool waits = false;
+            for (int a = 0; a < kAttempts; ++a) {
+                const bool has_ended = !s.processes[s.attempts[a].proposer].is_up();
+                waits = waits || (has(p.bound, a) && has_ended && p.has_seen_forgetting());
+            }
+            if (waits) waiting |= bit(i);
+        }
+        return !is_majority(Set(members & ~waiting), record.members);
+    }
     if (members != 0) return false;
     if (!c.revival || record.kind == kFinish || record.number >= c.last) return true;
     const int source = best_checkpoint(s, up_newcomers(s));
@@ -475,7 +509,7 @@ std::string sentence(const Event& event) {
         case Act::kWantsToLeave: return process + " wants to leave";
         case Act::kForgets: return "the table forgets";
         case Act::kLoses: return "a message of or to " + i + " is lost (kind " + x + ")";
-        case Act::kIsCut: return "the way between 1 and 2 is cut";
+        case Act::kIsCut: return "the way between the last two members is cut";
         case Act::kSuspects: return process + " takes " + x + " for dead";
     }
     return "";

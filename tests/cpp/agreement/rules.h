@@ -139,7 +139,8 @@ class Rules {
     }
     bool has_rounds(const State& s, int record) const { return s.records[record].number < c.rounds; }
     bool can_reach(const State& s, int i, int j) const {
-        return !(s.is_cut && ((i == 1 && j == 2) || (i == 2 && j == 1)));
+        const int low = c.members - 2, high = c.members - 1;
+        return !(s.is_cut && ((i == low && j == high) || (i == high && j == low)));
     }
     bool has_applied_all(const State& s, int i, int record) const {
         for (int k = 0; k < c.streams; ++k) {
@@ -153,7 +154,7 @@ class Rules {
         return 2 * part > size(base) || (2 * part == size(base) && has(set, lowest(base)));
     }
     bool needs_majority() const { return c.forgets > 0 && !c.is(Mutant::kNoMajority); }
-    bool binds() const { return c.binding != Binding::kNo && !c.is(Mutant::kMajorityAlone); }
+    bool binds() const { return !c.is(Mutant::kNoBinding); }
     int best_checkpoint(const State& s, Set set) const {
         int best = kNone;
         for (int i = 0; i < kProcesses; ++i) {
@@ -181,6 +182,7 @@ class Rules {
     void enter(State& n, int i, int record, const char*& broken) const;
     void end(State& n, int i) const;
     void seal(State& n, int i, int a) const;
+    bool may_enter(const State& s, int i, int record) const;
     bool is_released(const State& s, int a, int j) const;
     int free_attempt(const State& s) const;
     int free_record(const State& s, int number) const;
@@ -256,20 +258,14 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
     const int r = p.entered, t = s.table;
     for (int q = 0; q < kRecords; ++q) {
         // OPEN, also of a record that the table no longer holds.
-        bool is_next = r == s.records[q].parent;
-        if (r == kNone) {
-            // A newcomer that has begun to follow a later record is not ready for this one.
-            is_next = s.records[q].kind != kPlanned || p.follows == s.records[q].parent ||
-                      c.is(Mutant::kStaleFollower);
-        }
-        if (has(s.records[q].open_to, i) && is_next) {
+        if (has(s.records[q].open_to, i) && may_enter(s, i, q)) {
             step(s, {Act::kHearsOpen, uint8_t(i), uint8_t(q)}, emit,
                  [&](State& n, const char*& broken) { enter(n, i, q, broken); });
         }
     }
     if (t == kNone) {
-        // Rule 13: who has entered a record and is not sealed puts its record back.
-        if (r != kNone && (!p.is_sealed() || c.is(Mutant::kSealedPutsBack))) {
+        // Rule 13: who has entered a record puts the record back, also when sealed.
+        if (r != kNone) {
             step(s, {Act::kPutsBack, uint8_t(i), uint8_t(r)}, emit,
                  [&](State& n, const char*&) { n.table = uint8_t(r); });
         }
@@ -278,10 +274,10 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
     if (t == r) return;
     const Record& record = s.records[t];
     if (has(record.members, i)) {
-        if (r == kNone || record.parent == r) {
+        if (may_enter(s, i, t)) {
             step(s, {Act::kReads, uint8_t(i), uint8_t(t)}, emit,
                  [&](State& n, const char*& broken) { enter(n, i, t, broken); });
-        } else if (record.number > s.records[r].number) {
+        } else if (r != kNone && record.number > s.records[r].number) {
             step(s, {Act::kReads, uint8_t(i), uint8_t(t)}, emit, [&](State&, const char*& broken) {
                 broken = "I5: a member missed a record in which it is";
             });
@@ -290,8 +286,8 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
         step(s, {Act::kIsFenced, uint8_t(i), uint8_t(t)}, emit,
              [&](State& n, const char*&) { end(n, i); });
     }
-    // A table that went back to the record before: the swap is made again.
-    if (c.replays && r != kNone && s.records[r].parent == t && !p.is_sealed()) {
+    // A table that went back to an older record: who has entered a newer one puts it there.
+    if (r != kNone && record.number < s.records[r].number) {
         step(s, {Act::kReplays, uint8_t(i), uint8_t(r)}, emit,
              [&](State& n, const char*&) { n.table = uint8_t(r); });
     }
@@ -310,14 +306,14 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
             const bool is_offered = d == (1 << c.members) - 1 || size(Set(d)) >= c.members - c.demands + 1;
             // The call begins with a look into the table.
             const bool is_newest =
-                s.table == r || (r == kNone && s.table != kNone && !has(s.records[s.table].members, i));
+                s.table != kNone &&
+                (s.table == r || (r == kNone && !has(s.records[s.table].members, i)));
             if (is_offered && has(Set(d), p.number) && p.told != d && is_newest &&
                 (r == kNone || s.records[r].number < c.last)) {
                 step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit,
                      [&](State& n, const char*&) {
                          n.processes[i].told = Set(d);
-                         // It is in no newer record, so OPEN of an older one comes too late.
-                         for (Record& record : n.records) record.open_to &= Set(~bit(i));
+                         if (r == kNone) n.processes[i].known = uint8_t(s.records[s.table].number + 1);
                      });
             }
         }
@@ -404,6 +400,7 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
         if (!contains(ready, joiners)) continue;
         const Set members = (base.members & ~leavers) | joiners;
         const bool is_new = c.planned || joiners != 0 || leavers != 0;
+        if (size(numbers(s, members)) != size(members)) continue;
         if (seals_planned() && !(has(members, i) && is_majority(members, base.members))) continue;
         if (is_new && members != 0) plan(kPlanned, members);
     }
@@ -428,7 +425,10 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
             const int former = p.follows == kNone ? -1 : s.records[p.follows].number;
             if (!is_free || record.number < former || up_with_state(s, r) == 0) continue;
             step(s, {Act::kFollows, uint8_t(i), uint8_t(r)}, emit,
-                 [&](State& n, const char*&) { n.processes[i].follows = uint8_t(r); });
+                 [&](State& n, const char*&) {
+                     n.processes[i].follows = uint8_t(r);
+                     n.processes[i].known = uint8_t(record.number + 1);
+                 });
         }
     }
     Set someone = 0;  // Living processes in a record.
@@ -510,7 +510,7 @@ void Rules::start_events(const State& s, Emit&& emit) const {
     for (int j = 0; j < kProcesses; ++j) {
         if (s.processes[j].is_up()) taken |= bit(s.processes[j].number);
     }
-    const bool restarts = slot >= c.members && c.restarts > 0;
+    const bool restarts = slot >= c.members && c.restarts;
     for (int number = restarts ? 0 : slot; number < (restarts ? c.members : slot + 1); ++number) {
         if (has(taken, number) && !c.zombies) continue;
         for (int checkpoint = 0; checkpoint <= c.checkpoints; ++checkpoint) {
@@ -554,10 +554,9 @@ void Rules::attempt_events(const State& s, int a, Emit&& emit) const {
     const bool was_swapped = attempt.record != kNone;
     const bool matches = s.table == attempt.base || c.is(Mutant::kBlindSwap);
     if (attempt.stage == kRequested) {
-        const bool swaps = matches || (s.table == kNone && c.swaps_into_empty);
-        step(s, {swaps ? Act::kTableSwaps : Act::kTableRefuses, uint8_t(i), attempt.base, attempt.members},
+        step(s, {matches ? Act::kTableSwaps : Act::kTableRefuses, uint8_t(i), attempt.base, attempt.members},
              emit, [&](State& n, const char*& broken) {
-                 if (!swaps) {
+                 if (!matches) {
                      n.attempts[a].stage = kRefused;
                  } else if (swap(n, a, broken)) {
                      n.attempts[a].stage = kDone;
@@ -607,6 +606,9 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
                  [&](State& n, const char*&) {
                      if (!c.repeats) n.attempts[a].prepares &= Set(~bit(addressee));
                      n.processes[j].bound = bound;
+                     if (q.entered == kNone && addressee == j) {
+                         n.processes[j].known = uint8_t(s.records[attempt.base].number + 1);
+                     }
                      seal(n, j, a);
                      if (addressee != j) {
                          n.attempts[a].seals |= bit(addressee);
@@ -643,7 +645,15 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
         const bool has_ended = is_released(s, a, j);
         if (has_ended || c.is(Mutant::kReleaseSuspected)) {
             step(s, {has_ended ? Act::kSeesEnd : Act::kSuspects, uint8_t(j), uint8_t(i)}, emit,
-                 [&](State& n, const char*&) { n.processes[j].bound &= Set(~bit(a)); });
+                 [&](State& n, const char*&) {
+                     n.processes[j].bound &= Set(~bit(a));
+                     // It has changed the bytes of the record in the table: swaps that are under way
+                     // name other bytes.
+                     for (Attempt& other : n.attempts) {
+                         const bool is_under_way = other.stage == kRequested && other.base == s.table;
+                         if (!c.is(Mutant::kNoTouch) && has_ended && is_under_way) other.stage = kRefused;
+                     }
+                 });
         }
     }
 }
@@ -670,7 +680,7 @@ void Rules::fault_events(const State& s, Emit&& emit) const {
             }
         });
     }
-    if (c.cuts > 0 && !s.is_cut) {
+    if (c.cuts && !s.is_cut) {
         step(s, {Act::kIsCut}, emit, [&](State& n, const char*&) { n.is_cut = 1; });
     }
     if (s.losses == 0) return;

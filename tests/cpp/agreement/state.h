@@ -39,10 +39,13 @@ enum class Mutant : uint8_t {
     kPlannedRoundK,      // a planned change counts the round that asked for the change, others as above
     kPlannedFirstVotes,  // a planned change looks at the first stream alone, and commits all
     kOneMeet,            // all streams commit together, or none does
-    kMajorityAlone,      // a forgetting table with the majority rule, without the binding
+    kNoBinding,          // a SEALED may be given to several attempts
     kNoMajority,         // a forgetting table with the binding, without the majority rule
-    kSealedPutsBack,     // a sealed process puts its record back
     kReleaseSuspected,   // a bound process answers another when the proposer is only suspected
+    kReleaseUnread,      // a bound process answers another when the proposer has ended, without a look
+                         // into the table
+    kReleaseWithdrawn,   // a bound process answers another only after a withdrawal
+    kNoTouch,            // it looks, and does not change the bytes of the record in the table
     kWithdrawUnknown,    // a proposer withdraws before the outcome of its swap is known
     kFoundWithState,     // newcomers found though somebody has state
     kStaleFollower,      // a newcomer's READY of an older record counts
@@ -59,17 +62,6 @@ enum class Mutant : uint8_t {
     kPlannedUnsealed,    // on a forgetting table a planned change is swapped without SEALED
 };
 
-// When a bound process may answer another attempt (rule 2).
-enum class Binding : uint8_t {
-    kNo,        // always
-    kWithdrawn, // after the proposer has withdrawn
-    kDead,      // the same, or the proposer has ended
-    kRead,      // the same as kWithdrawn, or the proposer has ended, the table shows the base, and
-                // the table has not forgotten since the SEALED
-    kAsked,     // the same as kRead, or the proposer has ended, the table has forgotten, and all
-                // living members of the attempt say that they are in its base
-};
-
 // Bounds and features; a feature with bound 0 is off.
 struct Config {
     int members = 2;
@@ -84,10 +76,10 @@ struct Config {
     int losses = 0;
     int leaves = 0;
     int demands = 0;     // change_group: how many different sets a caller may name
-    int restarts = 0;    // newcomers have numbers of members
-    int cuts = 0;        // 1: no way between processes 1 and 2
     int checkpoints = 0; // the highest inner step of a newcomer's checkpoint
     int min_replicas = 2;
+    bool restarts = false;  // newcomers have numbers of members
+    bool cuts = false;      // the way between the last two members may go
     bool founding = false;  // at first there is no record
     bool revival = false;   // rule 12: all died
     bool joins = false;     // newcomers follow and become members
@@ -98,10 +90,6 @@ struct Config {
     bool zombies = false;  // a number starts again while its old process lives
     bool ready = false;    // READY apart from SEALED
     bool all_lost = false; // no checkpoint at the record's inner step: roll back
-    Binding binding = Binding::kAsked;
-    bool strict = true;    // I4 also where those in the other record have ended
-    bool swaps_into_empty = false;  // a proposer swaps its record into an empty table
-    bool replays = true;            // a process puts its record over the one before
     Mutant mutant = Mutant::kNothing;
 
     bool is(Mutant m) const { return mutant == m; }
@@ -126,10 +114,12 @@ struct Process {
     uint8_t flags;
     Set told;            // the numbers that its caller named in change_group
     uint8_t checkpoint;  // inner step of a newcomer's checkpoint
+    uint8_t known;       // a newcomer knows of a record with this number - 1
 
     bool is_up() const { return life == kUp; }
     bool is_sealed() const { return (flags & kSealed) != 0; }
     bool has_state() const { return (flags & kHasState) != 0; }
+    bool has_seen_forgetting() const { return (flags & kForgotten) != 0; }
     bool is_leaving() const { return (flags & kLeaving) != 0; }
     bool is_newcomer() const { return life == kUp && entered == kNone; }
 };
@@ -182,8 +172,7 @@ struct State {
     std::array<std::array<Set, kStreams>, kRecords> applied;
     uint8_t table;  // the record in the table, kNone for an empty table
     uint8_t crashes, forgets, losses, leaves, proposals;  // still possible
-    uint8_t is_cut;     // no way between processes 1 and 2
-    uint8_t was_founded;
+    uint8_t is_cut;  // no way between the last two members
 };
 static_assert(std::is_trivially_copyable<State>::value && alignof(State) == 1);
 
