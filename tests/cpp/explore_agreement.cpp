@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "agreement/catalogue.h"
+#include "agreement/scenarios.h"
 #include "agreement/search.h"
 
 using namespace agreement;
@@ -48,6 +49,55 @@ int report(const Rules& rules, const Found& found, const std::string& expected, 
     return found.broken.compare(0, expected.size(), expected) == 0 ? 0 : 1;
 }
 
+Config config_of(int members, const std::string& features, const std::string& bounds) {
+    Config config;
+    config.members = members;
+    turn_on(config, features);
+    set_bounds(config, bounds);
+    if (config.members < 2 || config.members + config.newcomers > kProcesses ||
+        config.attempts > kAttempts || config.last >= kRecords || config.streams > kStreams) {
+        throw std::invalid_argument("the bounds are too large, or there is one member");
+    }
+    return config;
+}
+
+// Whether the model permits a scenario and its end, and forbids what must never be.
+bool holds(const Scenario& scenario) {
+    const Config config = config_of(scenario.members, scenario.features, scenario.bounds);
+    Config broken = config;
+    broken.mutant = scenario.mutant;
+    Options reaches, never;
+    reaches.target = scenario.reaches;
+    never.target = scenario.never;
+    State after_script = Rules(config).start();
+    const size_t num_taken = follow(Rules(config), scenario.script, after_script);
+    reaches.start = &after_script;
+    const Found way = search(Rules(config), reaches);
+    const Found whole = search(Rules(config), never);
+    const Found other = search(Rules(broken), never);
+    const bool is_permitted = num_taken == scenario.script.size() && way.was_reached;
+    const bool is_kept = whole.is_exhaustive && !whole.was_reached && whole.broken.empty();
+    const bool is_noticed = other.was_reached || !other.broken.empty();
+    std::printf("%s: %s\n", scenario.name, scenario.what);
+    int line = 0;
+    for (size_t k = 0; k < num_taken; ++k) std::printf("  %3d. %s\n", ++line, scenario.script[k]);
+    if (num_taken < scenario.script.size()) {
+        std::printf("  IS NOT PERMITTED: %s\n", scenario.script[num_taken]);
+    }
+    std::puts("  then:");
+    for (const Event& event : way.trail) std::printf("  %3d. %s\n", ++line, sentence(event).c_str());
+    std::printf("  %s; what must not be is %s in %zu states; the mutant is %s after %zu events%s%s\n",
+                is_permitted ? "the end is reached" : "THE END IS NOT REACHED",
+                is_kept ? "impossible" : "POSSIBLE", whole.num_states,
+                is_noticed ? "noticed" : "NOT NOTICED", other.trail.size(),
+                other.broken.empty() ? "" : ": ", other.broken.c_str());
+    if (!is_kept) {
+        line = 0;
+        for (const Event& event : whole.trail) std::printf("  %3d! %s\n", ++line, sentence(event).c_str());
+    }
+    return is_permitted && is_kept && is_noticed;
+}
+
 int run(int argc, char** argv) {
     Config config;
     Options options;
@@ -71,6 +121,16 @@ int run(int argc, char** argv) {
             bounds = value();
         } else if (word == "--mutant") {
             mutant = value();
+        } else if (word == "--scenario") {
+            const std::string name = value();
+            bool is_found = false, all_hold = true;
+            for (const Scenario& one : all_scenarios()) {
+                if (name != "all" && name != one.name) continue;
+                is_found = true;
+                all_hold = holds(one) && all_hold;
+            }
+            if (!is_found) throw std::invalid_argument("there is no scenario " + name);
+            return all_hold ? 0 : 1;
         } else if (word == "--most") {
             options.most = std::stoull(value());
         } else if (word == "--live") {
@@ -91,15 +151,9 @@ int run(int argc, char** argv) {
             bounds = entry.bounds;
         }
     }
-    if (config.members < 2 || config.members > kProcesses) {
-        throw std::invalid_argument("the members are 2 to " + std::to_string(kProcesses));
-    }
-    turn_on(config, features);
-    set_bounds(config, bounds);
-    if (config.members + config.newcomers > kProcesses || config.attempts > kAttempts ||
-        config.last >= kRecords || config.streams > kStreams) {
-        throw std::invalid_argument("the bounds are too large");
-    }
+    Config whole = config_of(config.members, features, bounds);
+    whole.mutant = config.mutant;
+    config = whole;
     const Rules rules(config);
     return report(rules, search(rules, options), expected, options);
 }

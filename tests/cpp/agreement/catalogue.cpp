@@ -30,6 +30,7 @@ const Bound kBounds[] = {
     {"losses", &Config::losses},           {"newcomers", &Config::newcomers},
     {"proposals", &Config::proposals},     {"rounds", &Config::rounds},
     {"streams", &Config::streams},         {"demands", &Config::demands},
+    {"cuts", &Config::cuts},               {"members", &Config::members},
     {"min_replicas", &Config::min_replicas},
 };
 
@@ -58,7 +59,10 @@ const std::vector<Feature>& all_features() {
              at_least(c.proposals, 3);
          }},
         {"cut", "the way between the last two members goes; READY apart from SEALED",
-         [](Config& c) { c.cuts = c.ready = true; }},
+         [](Config& c) {
+             at_least(c.cuts, 1);
+             c.ready = true;
+         }},
         {"streams", "two streams, that is fragments or workers, with decisions of their own",
          [](Config& c) { c.streams = 2; }},
         {"rounds", "the record after the first one has rounds under way, too",
@@ -92,6 +96,7 @@ const std::vector<Feature>& all_features() {
              c.restarts = true;
          }},
         {"leave", "a member leaves", [](Config& c) { at_least(c.leaves, 1); }},
+        {"move", "the callers name another store, one after another", [](Config& c) { c.moves = true; }},
         {"finish", "the run ends", [](Config& c) { c.finish = true; }},
     };
     return features;
@@ -149,6 +154,10 @@ const std::vector<MutantEntry>& all_mutants() {
         {M::kOtherDemand, "other-demand", "an answer to a set that the caller did not name", 2, "demand",
          "", "I9"},
         {M::kAnyRecordAnswers, "any-record-answers", "an answer without the base", 3, "join", "", "I5"},
+        {M::kOldAttempt, "old-attempt", "SEALED of a withdrawn attempt counts for the next one", 3,
+         "forget", "", "I4"},
+        {M::kOldVotes, "old-votes", "votes of the record before count for its successor", 2, "rounds", "",
+         "I1"},
         {M::kPlannedUnsealed, "planned-unsealed", "a forgetting table, planned changes without SEALED", 2,
          "planned,forget", "", "I4"},
     };

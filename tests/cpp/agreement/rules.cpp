@@ -11,12 +11,13 @@ State Rules::start() const {
     s.crashes = uint8_t(c.crashes);
     s.forgets = uint8_t(c.forgets);
     s.losses = uint8_t(c.losses);
+    s.is_cut = c.cuts > 1;
     s.leaves = uint8_t(c.leaves);
     s.proposals = uint8_t(c.proposals);
-    s.table = kNone;
+    s.tables = {kNone, kNone};
     for (Record& record : s.records) record.parent = record.source = kNone;
     if (!c.founding) {
-        s.table = 0;
+        s.tables[0] = 0;
         Record& first = s.records[0];
         first.kind = kFirst;
         for (int i = 0; i < c.members; ++i) {
@@ -54,7 +55,7 @@ bool Rules::is_released(const State& s, int a, int j) const {
     const Attempt& attempt = s.attempts[a];
     if (s.processes[attempt.proposer].is_up() || c.is(Mutant::kReleaseWithdrawn)) return false;
     if (c.is(Mutant::kReleaseUnread)) return true;
-    return s.table == attempt.base && !s.processes[j].has_seen_forgetting();
+    return table_of(s, j) == attempt.base && !s.processes[j].has_seen_forgetting();
 }
 
 int Rules::free_attempt(const State& s) const {
@@ -135,7 +136,7 @@ void Rules::decide(const State& s, const Attempt& attempt, uint8_t& commits,
 bool Rules::swap(State& n, int a, const char*& broken) const {
     Attempt& attempt = n.attempts[a];
     if (attempt.record != kNone) {
-        n.table = attempt.record;
+        n.tables[attempt.place] = attempt.record;
         return true;
     }
     const int number = attempt.base == kNone ? 0 : n.records[attempt.base].number + 1;
@@ -197,7 +198,7 @@ bool Rules::swap(State& n, int a, const char*& broken) const {
     }
     n.records[slot] = record;
     n.voted[slot] = n.applied[slot] = {};
-    n.table = attempt.record = uint8_t(slot);
+    n.tables[attempt.place] = attempt.record = uint8_t(slot);
     return true;
 }
 
@@ -217,7 +218,7 @@ bool Rules::may_ask(const State& s, int a) const {
     if (!is_sealed || !is_ready) return false;
     if (c.answers || c.is(Mutant::kBlindSwap)) return true;
     // A swap that the table refuses at once changes nothing; see kWithdraws.
-    return s.table == attempt.base;
+    return s.tables[attempt.place] == attempt.base;
 }
 
 // The proposer writes its record, and asks the table to swap.
@@ -282,13 +283,13 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
         broken = "I9: a process is in a group that its caller did not name";
     }
     if (record.source != kNone) {
-        p.flags = i == record.source ? kHasState : 0;
+        p.flags = Set((p.flags & ~kHasState) | (i == record.source ? kHasState : 0));
     } else if (base == kNone) {
         const bool follows = p.follows == record.parent;
         if (record.kind != kUnplanned && !follows) {
             broken = "I3: a newcomer enters without the state of its base";
         }
-        p.flags = record.kind != kUnplanned ? kHasState : 0;
+        if (record.kind != kUnplanned) p.flags |= kHasState;
     }
     p.flags &= Set(~(kSealed | kForgotten));
     for (int a = 0; a < kAttempts; ++a) {
@@ -348,7 +349,7 @@ void Rules::normalise(State& n) const {
             attempt.with_state = 0;
             if (!p.is_up()) attempt.record = kNone;
         }
-        if (attempt.is_withdrawn && attempt.stage == kCollecting) {
+        if (attempt.is_withdrawn && attempt.stage == kCollecting && !c.is(Mutant::kOldAttempt)) {
             attempt.seals = attempt.readies = 0;
             attempt.voted = {};
             attempt.with_state = 0;
@@ -357,11 +358,12 @@ void Rules::normalise(State& n) const {
         for (int i = 0; i < kProcesses; ++i) {
             if (n.processes[i].is_up() && has(n.processes[i].bound, a)) bound |= bit(i);
         }
-        const bool is_asleep = attempt.stage == kCollecting && attempt.seals == 0;
+        const bool is_asleep =
+            attempt.stage == kCollecting && (attempt.seals == 0 || attempt.is_withdrawn);
         const bool is_over = is_asleep && bound == 0 && attempt.prepares == 0;
         // A durable table never goes back, so what has another base can only be refused.
-        const bool is_refused = is_durable && attempt.base != n.table &&
-                                !(attempt.stage == kDone && attempt.record == n.table && is_in_base);
+        const bool is_refused = is_durable && attempt.base != n.tables[0] &&
+                                !(attempt.stage == kDone && attempt.record == n.tables[0] && is_in_base);
         if (!is_over && !is_refused) continue;
         attempt = Attempt{};
         for (Process& q : n.processes) q.bound &= Set(~bit(a));
@@ -375,10 +377,10 @@ void Rules::normalise(State& n) const {
         bool waits = false;  // It is a member of a record that it has not entered.
         for (int q = 0; q < kRecords; ++q) {
             const Record& record = n.records[q];
-            const bool may_enter = (q == n.table && has(record.members, i)) || has(record.open_to, i);
+            const bool may_enter = (is_in_table(n, q) && has(record.members, i)) || has(record.open_to, i);
             waits = waits || (may_enter && record.parent == p.follows);
         }
-        if (is_durable && p.follows != n.table && !waits && !c.is(Mutant::kStaleFollower)) {
+        if (is_durable && p.follows != n.tables[0] && !waits && !c.is(Mutant::kStaleFollower)) {
             p.follows = kNone;
         }
         if (p.follows != kNone) followed |= bit(p.follows);
@@ -386,14 +388,14 @@ void Rules::normalise(State& n) const {
     for (int r = 0; r < kRecords; ++r) {
         Record& record = n.records[r];
         record.open_to &= living;
-        if (!has(inhabited, r) && r != n.table) n.voted[r] = n.applied[r] = {};
+        if (!has(inhabited, r) && !is_in_table(n, r) && !c.is(Mutant::kOldVotes)) n.voted[r] = n.applied[r] = {};
         if (!is_durable) continue;
-        if (r != n.table) record.entered_by = 0;
+        if (r != n.tables[0]) record.entered_by = 0;
         // The decision about the rounds of a record counts as long as somebody is in that record.
         const bool is_decision = record.parent != kNone && has(inhabited, record.parent);
-        const bool is_used = r == n.table || has(inhabited, r) || has(followed, r) || is_decision ||
+        const bool is_used = r == n.tables[0] || has(inhabited, r) || has(followed, r) || is_decision ||
                              record.open_to != 0;
-        if (!is_used) {
+        if (!is_used && !c.is(Mutant::kOldVotes)) {
             record = Record{};
             record.parent = record.source = kNone;
             n.voted[r] = n.applied[r] = {};
@@ -414,30 +416,34 @@ void Rules::normalise(State& n) const {
 }
 
 bool Rules::is_settled(const State& s) const {
-    if (s.table == kNone) return false;
-    const Record& record = s.records[s.table];
+    return is_settled_in(s, s.tables[0]) || (c.moves && is_settled_in(s, s.tables[1]));
+}
+
+bool Rules::is_settled_in(const State& s, int table) const {
+    if (table == kNone) return false;
+    const Record& record = s.records[table];
     bool is_inhabited = false;
     for (int i = 0; i < kProcesses; ++i) {
         const Process& p = s.processes[i];
         if (!p.is_up()) continue;
         if (p.is_sealed()) return false;
         if (!has(record.members, i)) continue;
-        if (p.entered != s.table) return false;
+        if (p.entered != table) return false;
         is_inhabited = true;
     }
-    return is_inhabited && (up_with_state(s, s.table) != 0 || record.number == c.last);
+    return is_inhabited && (up_with_state(s, table) != 0 || record.number == c.last);
 }
 
 bool Rules::is_excused(const State& s) const {
     const Set living = up(s);
-    int newest = s.table;
+    int newest = s.tables[0];
     Set entered = 0;
     for (int i = 0; i < kProcesses; ++i) {
         const Process& p = s.processes[i];
         if (!p.is_up() || p.entered == kNone) continue;
         entered |= bit(i);
         const bool is_newer = newest == kNone || s.records[p.entered].number > s.records[newest].number;
-        if (c.forgets > 0 && is_newer) newest = p.entered;
+        if (!c.is_durable() && is_newer) newest = p.entered;
     }
     if (newest == kNone) {
         // Nobody has state, and too few newcomers are there.
@@ -445,7 +451,7 @@ bool Rules::is_excused(const State& s) const {
     }
     const Record& record = s.records[newest];
     const Set members = record.members & living;
-    if (c.forgets > 0) {
+    if (!c.is_durable()) {
         // The proposer has ended and the table has forgotten: nobody knows whether its swap was made.
         Set waiting = 0;
         for (int i = 0; i < kProcesses; ++i) {
@@ -505,6 +511,7 @@ std::string sentence(const Event& event) {
         case Act::kEnds: return process + " ends";
         case Act::kPutsBack: return process + " puts record " + x + " back";
         case Act::kReplays: return process + " puts record " + x + " over the one before";
+        case Act::kMoves: return process + " is told of another store";
         case Act::kDies: return process + " dies";
         case Act::kWantsToLeave: return process + " wants to leave";
         case Act::kForgets: return "the table forgets";

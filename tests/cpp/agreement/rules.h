@@ -42,6 +42,7 @@ enum class Act : uint8_t {
     kEnds,
     kPutsBack,
     kReplays,
+    kMoves,
     // Faults and wishes, on which nobody may rely:
     kDies,
     kWantsToLeave,
@@ -80,6 +81,7 @@ class Rules {
                 planned_events(s, i, emit);
                 newcomer_events(s, i, emit);
                 end_events(s, i, emit);
+                move_events(s, i, emit);
             }
         }
         start_events(s, emit);
@@ -91,6 +93,7 @@ class Rules {
 
     // All living members of the record in the table have entered it, and train.
     bool is_settled(const State& s) const;
+    bool is_settled_in(const State& s, int table) const;
     // Too few live for a common record.
     bool is_excused(const State& s) const;
 
@@ -138,6 +141,8 @@ class Rules {
         return set;
     }
     bool has_rounds(const State& s, int record) const { return s.records[record].number < c.rounds; }
+    uint8_t table_of(const State& s, int i) const { return s.tables[s.processes[i].place()]; }
+    bool is_in_table(const State& s, int r) const { return s.tables[0] == r || s.tables[1] == r; }
     bool can_reach(const State& s, int i, int j) const {
         const int low = c.members - 2, high = c.members - 1;
         return !(s.is_cut && ((i == low && j == high) || (i == high && j == low)));
@@ -153,7 +158,7 @@ class Rules {
         const int part = size(set & base);
         return 2 * part > size(base) || (2 * part == size(base) && has(set, lowest(base)));
     }
-    bool needs_majority() const { return c.forgets > 0 && !c.is(Mutant::kNoMajority); }
+    bool needs_majority() const { return (c.forgets > 0 || c.moves) && !c.is(Mutant::kNoMajority); }
     bool binds() const { return !c.is(Mutant::kNoBinding); }
     int best_checkpoint(const State& s, Set set) const {
         int best = kNone;
@@ -166,9 +171,10 @@ class Rules {
     }
 
     // On a table that forgets a planned change needs SEALED of a majority, too.
-    bool seals_planned() const { return c.forgets > 0 && !c.is(Mutant::kPlannedUnsealed); }
-    static Attempt new_attempt(Kind kind, int proposer, int base, Set members) {
+    bool seals_planned() const { return (c.forgets > 0 || c.moves) && !c.is(Mutant::kPlannedUnsealed); }
+    static Attempt new_attempt(const State& s, Kind kind, int proposer, int base, Set members) {
         Attempt attempt{};
+        attempt.place = uint8_t(s.processes[proposer].place());
         attempt.stage = kCollecting;
         attempt.kind = kind;
         attempt.proposer = uint8_t(proposer);
@@ -207,6 +213,8 @@ class Rules {
     template <typename Emit>
     void end_events(const State& s, int i, Emit&& emit) const;
     template <typename Emit>
+    void move_events(const State& s, int i, Emit&& emit) const;
+    template <typename Emit>
     void start_events(const State& s, Emit&& emit) const;
     template <typename Emit>
     void attempt_events(const State& s, int a, Emit&& emit) const;
@@ -231,7 +239,10 @@ void Rules::round_events(const State& s, int i, Emit&& emit) const {
                  [&](State& n, const char*&) { n.voted[r][k] |= bit(i); });
             continue;
         }
-        bool hears_all = contains(s.voted[r][k], s.records[r].members);
+        Set voted = s.voted[r][k];
+        const int before = s.records[r].parent;
+        if (c.is(Mutant::kOldVotes) && before != kNone) voted |= s.voted[before][k];
+        bool hears_all = contains(voted, s.records[r].members);
         for (int j = 0; j < kProcesses; ++j) {
             if (has(s.records[r].members, j)) hears_all = hears_all && can_reach(s, i, j);
         }
@@ -240,7 +251,7 @@ void Rules::round_events(const State& s, int i, Emit&& emit) const {
             n.applied[r][k] |= bit(i);
             for (int q = 0; q < kRecords; ++q) {
                 const Record& record = s.records[q];
-                const bool counts = q == s.table || record.entered_by != 0;
+                const bool counts = is_in_table(s, q) || record.entered_by != 0;
                 if (record.kind != kNoRecord && record.parent == r && record.decides && counts &&
                     !has(record.commits, k)) {
                     broken = "I2: a void round is applied";
@@ -255,7 +266,7 @@ void Rules::round_events(const State& s, int i, Emit&& emit) const {
 template <typename Emit>
 void Rules::table_events(const State& s, int i, Emit&& emit) const {
     const Process& p = s.processes[i];
-    const int r = p.entered, t = s.table;
+    const int r = p.entered, t = table_of(s, i);
     for (int q = 0; q < kRecords; ++q) {
         // OPEN, also of a record that the table no longer holds.
         if (has(s.records[q].open_to, i) && may_enter(s, i, q)) {
@@ -267,7 +278,7 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
         // Rule 13: who has entered a record puts the record back, also when sealed.
         if (r != kNone) {
             step(s, {Act::kPutsBack, uint8_t(i), uint8_t(r)}, emit,
-                 [&](State& n, const char*&) { n.table = uint8_t(r); });
+                 [&](State& n, const char*&) { n.tables[p.place()] = uint8_t(r); });
         }
         return;
     }
@@ -289,7 +300,7 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
     // A table that went back to an older record: who has entered a newer one puts it there.
     if (r != kNone && record.number < s.records[r].number) {
         step(s, {Act::kReplays, uint8_t(i), uint8_t(r)}, emit,
-             [&](State& n, const char*&) { n.table = uint8_t(r); });
+             [&](State& n, const char*&) { n.tables[p.place()] = uint8_t(r); });
     }
 }
 
@@ -305,15 +316,15 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
         for (int d = 1; d < 1 << c.members && p.bound == 0; ++d) {
             const bool is_offered = d == (1 << c.members) - 1 || size(Set(d)) >= c.members - c.demands + 1;
             // The call begins with a look into the table.
+            const int t = table_of(s, i);
             const bool is_newest =
-                s.table != kNone &&
-                (s.table == r || (r == kNone && !has(s.records[s.table].members, i)));
+                t != kNone && (t == r || (r == kNone && !has(s.records[t].members, i)));
             if (is_offered && has(Set(d), p.number) && p.told != d && is_newest &&
                 (r == kNone || s.records[r].number < c.last)) {
                 step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit,
                      [&](State& n, const char*&) {
                          n.processes[i].told = Set(d);
-                         if (r == kNone) n.processes[i].known = uint8_t(s.records[s.table].number + 1);
+                         if (r == kNone) n.processes[i].known = uint8_t(s.records[t].number + 1);
                      });
             }
         }
@@ -322,7 +333,7 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
     const Record& base = s.records[r];
     if (base.number >= c.last || (base.kind == kFinish && !c.is(Mutant::kAfterFinish))) return;
     // A proposal on a base that a durable table has left behind only seals its proposer.
-    if (c.is_durable() && s.table != r) return;
+    if (c.is_durable() && table_of(s, i) != r) return;
     if (c.proposals > 0 && s.proposals == 0) return;
     const int a = free_attempt(s);
     if (a < 0 || is_own_open(s, i) || (binds() && p.bound != 0)) return;
@@ -340,8 +351,14 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
              [&](State& n, const char*&) {
                  if (c.proposals > 0) --n.proposals;
                  Attempt& attempt = n.attempts[a];
-                 attempt = new_attempt(kUnplanned, i, r, members);
+                 attempt = new_attempt(s, kUnplanned, i, r, members);
                  attempt.prepares = Set(members & ~bit(i));
+                 for (const Attempt& former : s.attempts) {
+                     const bool counts = c.is(Mutant::kOldAttempt) && former.is_withdrawn;
+                     if (!counts || former.proposer != i || former.base != r) continue;
+                     attempt.seals |= former.seals & members;
+                     for (int k = 0; k < c.streams; ++k) attempt.voted[k] |= former.voted[k];
+                 }
                  seal(n, i, a);
              });
     }
@@ -357,7 +374,7 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
     const Record& base = s.records[r];
     if (base.number >= c.last || base.kind == kFinish || !has_rounds(s, r) || p.is_sealed()) return;
     const bool swaps_now = !c.answers && !seals_planned();
-    if (!p.has_state() || ((c.is_durable() || swaps_now) && s.table != r)) return;
+    if (!p.has_state() || ((c.is_durable() || swaps_now) && table_of(s, i) != r)) return;
     const int a = free_attempt(s);
     if (a < 0 || is_own_open(s, i) || (seals_planned() && binds() && p.bound != 0)) return;
     // It holds all votes of all rounds that were sent before the boundary.
@@ -383,7 +400,7 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
         step(s, {Act::kPlans, uint8_t(i), uint8_t(kind), members}, emit,
              [&](State& n, const char*& broken) {
                  Attempt& attempt = n.attempts[a];
-                 attempt = new_attempt(kind, i, r, members);
+                 attempt = new_attempt(s, kind, i, r, members);
                  for (int k = 0; k < c.streams; ++k) {
                      attempt.voted[k] = has(commits, k) ? base.members : 0;
                  }
@@ -435,7 +452,7 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
     for (int j = 0; j < kProcesses; ++j) {
         if (s.processes[j].is_up() && s.processes[j].entered != kNone) someone |= bit(j);
     }
-    const int t = s.table;
+    const int t = table_of(s, i);
     const bool may_found =
         c.founding && t == kNone && (someone == 0 || c.is(Mutant::kFoundWithState));
     bool may_revive = false;
@@ -462,7 +479,7 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
         const Kind kind = may_found ? kFounding : kRevival;
         step(s, {may_found ? Act::kFounds : Act::kRevives, uint8_t(i), uint8_t(t), members}, emit,
              [&](State& n, const char*& broken) {
-                 n.attempts[a] = new_attempt(kind, i, t, members);
+                 n.attempts[a] = new_attempt(s, kind, i, t, members);
                  ask(n, a, broken);
              });
     }
@@ -473,7 +490,8 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
 template <typename Emit>
 void Rules::end_events(const State& s, int i, Emit&& emit) const {
     const Process& p = s.processes[i];
-    if (p.is_newcomer() && s.table != kNone && s.records[s.table].kind == kFinish) {
+    const int t = table_of(s, i);
+    if (p.is_newcomer() && t != kNone && s.records[t].kind == kFinish) {
         step(s, {Act::kEnds, uint8_t(i)}, emit, [&](State& n, const char*&) { end(n, i); });
     }
     if (p.entered == kNone) return;
@@ -498,6 +516,16 @@ void Rules::end_events(const State& s, int i, Emit&& emit) const {
             broken = "I6: the last state leaves though newcomers wait";
         }
         end(n, i);
+    });
+}
+
+template <typename Emit>
+void Rules::move_events(const State& s, int i, Emit&& emit) const {
+    // Rule 10: the caller names another store. It is as a table that has forgotten.
+    if (!c.moves || s.processes[i].place() != 0 || is_own_open(s, i)) return;
+    step(s, {Act::kMoves, uint8_t(i)}, emit, [&](State& n, const char*&) {
+        n.processes[i].flags |= kMoved;
+        if (n.processes[i].bound != 0) n.processes[i].flags |= kForgotten;
     });
 }
 
@@ -552,7 +580,7 @@ void Rules::attempt_events(const State& s, int a, Emit&& emit) const {
              });
     }
     const bool was_swapped = attempt.record != kNone;
-    const bool matches = s.table == attempt.base || c.is(Mutant::kBlindSwap);
+    const bool matches = s.tables[attempt.place] == attempt.base || c.is(Mutant::kBlindSwap);
     if (attempt.stage == kRequested) {
         step(s, {matches ? Act::kTableSwaps : Act::kTableRefuses, uint8_t(i), attempt.base, attempt.members},
              emit, [&](State& n, const char*& broken) {
@@ -565,7 +593,7 @@ void Rules::attempt_events(const State& s, int a, Emit&& emit) const {
     } else if (attempt.stage == kDone && matches && was_swapped && p.is_up()) {
         // The answer was lost, the table went back: the same request again.
         step(s, {Act::kTableSwaps, uint8_t(i), attempt.base, attempt.members}, emit,
-             [&](State& n, const char*&) { n.table = attempt.record; });
+             [&](State& n, const char*&) { n.tables[attempt.place] = attempt.record; });
     }
     const bool may_learn = p.is_up() && (p.entered == attempt.base || attempt.base == kNone);
     if (may_learn && (attempt.stage == kDone || attempt.stage == kRefused)) {
@@ -592,6 +620,7 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
                                  !has(s.records[attempt.base].members, j);
         const bool may_answer = q.entered == attempt.base || is_demanded ||
                                 c.is(Mutant::kAnyRecordAnswers) || addressee != j;
+        const bool is_here = q.place() == attempt.place;
         const bool agrees = c.demands == 0 || q.told == numbers(s, attempt.members) ||
                             c.is(Mutant::kOtherDemand);
         Set bound = q.bound & Set(~bit(a));
@@ -601,7 +630,7 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
             if (has(bound, b) && is_older) bound &= Set(~bit(b));
         }
         const bool is_bound = binds() && bound != 0;
-        if (may_answer && agrees && !is_bound) {
+        if (may_answer && agrees && is_here && !is_bound) {
             step(s, {Act::kSeals, uint8_t(j), uint8_t(i), attempt.members}, emit,
                  [&](State& n, const char*&) {
                      if (!c.repeats) n.attempts[a].prepares &= Set(~bit(addressee));
@@ -650,7 +679,9 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
                      // It has changed the bytes of the record in the table: swaps that are under way
                      // name other bytes.
                      for (Attempt& other : n.attempts) {
-                         const bool is_under_way = other.stage == kRequested && other.base == s.table;
+                         const bool is_under_way = other.stage == kRequested &&
+                                                    other.place == q.place() &&
+                                                    other.base == table_of(s, j);
                          if (!c.is(Mutant::kNoTouch) && has_ended && is_under_way) other.stage = kRefused;
                      }
                  });
@@ -671,16 +702,16 @@ void Rules::fault_events(const State& s, Emit&& emit) const {
             });
         }
     }
-    if (s.forgets > 0 && s.table != kNone) {
+    if (s.forgets > 0 && s.tables[0] != kNone) {
         step(s, {Act::kForgets}, emit, [&](State& n, const char*&) {
             --n.forgets;
-            n.table = kNone;
+            n.tables[0] = kNone;
             for (Process& p : n.processes) {
-                if (p.bound != 0) p.flags |= kForgotten;
+                if (p.bound != 0 && p.place() == 0) p.flags |= kForgotten;
             }
         });
     }
-    if (c.cuts && !s.is_cut) {
+    if (c.cuts > 0 && !s.is_cut) {
         step(s, {Act::kIsCut}, emit, [&](State& n, const char*&) { n.is_cut = 1; });
     }
     if (s.losses == 0) return;

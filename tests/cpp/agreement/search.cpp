@@ -10,12 +10,13 @@ namespace {
 constexpr uint32_t kNoParent = ~0u;
 
 // The events from the first state to that with an index, found again by their hashes.
-std::vector<Event> trail_to(const Rules& rules, const Visited& visited, uint32_t index, State& state) {
+std::vector<Event> trail_to(const Rules& rules, const Visited& visited, uint32_t index,
+                            const State& start) {
     std::vector<uint32_t> way;
     for (; index != kNoParent; index = visited.parent(index)) way.push_back(index);
     std::reverse(way.begin(), way.end());
     std::vector<Event> events;
-    state = rules.start();
+    State state = start;
     for (size_t k = 1; k < way.size(); ++k) {
         const State from = state;
         bool is_found = false;
@@ -57,13 +58,29 @@ struct Graph {
 
 }  // namespace
 
+size_t follow(const Rules& rules, const std::vector<const char*>& sentences, State& state) {
+    size_t num_taken = 0;
+    for (const char* expected : sentences) {
+        const State from = state;
+        bool is_found = false;
+        rules.successors(from, [&](const Event& event, const State& after, const char* broken) {
+            if (is_found || broken != nullptr || sentence(event) != expected) return;
+            is_found = true;
+            state = after;
+        });
+        if (!is_found) break;
+        ++num_taken;
+    }
+    return num_taken;
+}
+
 Found search(const Rules& rules, const Options& options) {
     const auto begin = std::chrono::steady_clock::now();
     Found found;
     Visited visited;
     Graph graph;
     std::deque<State> queue;
-    const State start = rules.start();
+    const State start = options.start == nullptr ? rules.start() : *options.start;
     bool is_new = false;
     visited.insert(hash_of(start), kNoParent, is_new);
     queue.push_back(start);
@@ -113,14 +130,13 @@ Found search(const Rules& rules, const Options& options) {
     }
     found.num_states = visited.size();
     found.is_exhaustive = queue.empty() && rules.num_truncated == 0;
-    State end = start;
     if (options.checks_liveness && found.is_exhaustive && ends_at == kNoParent) {
         graph.first.push_back(graph.targets.size());
         ends_at = graph.dead_end();
         if (ends_at != kNoParent) found.broken = "L1: no common record can be reached any more";
     }
     if (ends_at != kNoParent) {
-        found.trail = trail_to(rules, visited, ends_at, end);
+        found.trail = trail_to(rules, visited, ends_at, start);
         if (!found.broken.empty() && found.broken[0] != 'L') found.trail.push_back(last);
     }
     found.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();

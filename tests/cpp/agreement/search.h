@@ -53,6 +53,7 @@ class Visited {
 struct Options {
     size_t most = 200'000'000;  // states
     bool checks_liveness = false;
+    const State* start = nullptr;  // instead of the first state of the rules
     // Ends the search at the first state for which this returns true.
     std::function<bool(const State&)> target;
 };
@@ -66,6 +67,9 @@ struct Found {
     std::vector<Event> trail;     // the way to it, or to the target
     double seconds = 0;
 };
+
+// Takes the events with these sentences one after another. Returns how many the rules permitted.
+size_t follow(const Rules& rules, const std::vector<const char*>& sentences, State& state);
 
 Found search(const Rules& rules, const Options& options);
 

@@ -59,6 +59,8 @@ enum class Mutant : uint8_t {
     kStatelessProposes,  // members without state leave out the living one that has state
     kOtherDemand,        // a process answers a PREPARE of a set that its caller did not name
     kAnyRecordAnswers,   // a process that has not entered the base answers
+    kOldAttempt,         // SEALED of a withdrawn attempt counts for the next one of its proposer
+    kOldVotes,           // votes of the record before count, too
     kPlannedUnsealed,    // on a forgetting table a planned change is swapped without SEALED
 };
 
@@ -76,15 +78,16 @@ struct Config {
     int losses = 0;
     int leaves = 0;
     int demands = 0;     // change_group: how many different sets a caller may name
+    int cuts = 0;        // 1: the way between the last two members may go, 2: there is none
     int checkpoints = 0; // the highest inner step of a newcomer's checkpoint
     int min_replicas = 2;
     bool restarts = false;  // newcomers have numbers of members
-    bool cuts = false;      // the way between the last two members may go
     bool founding = false;  // at first there is no record
     bool revival = false;   // rule 12: all died
     bool joins = false;     // newcomers follow and become members
     bool planned = false;
     bool finish = false;
+    bool moves = false;    // the callers name another store, one after another
     bool answers = false;  // the request of a swap and its answer travel
     bool repeats = false;  // a relay repeats messages
     bool zombies = false;  // a number starts again while its old process lives
@@ -93,7 +96,7 @@ struct Config {
     Mutant mutant = Mutant::kNothing;
 
     bool is(Mutant m) const { return mutant == m; }
-    bool is_durable() const { return forgets == 0 && !is(Mutant::kBlindSwap); }
+    bool is_durable() const { return forgets == 0 && !moves && !is(Mutant::kBlindSwap); }
 };
 
 enum Life : uint8_t { kAbsent, kUp, kEnded };
@@ -103,6 +106,7 @@ enum Flag : uint8_t {
     kHasState = 2,
     kLeaving = 4,
     kForgotten = 8,  // the table has forgotten since it bound itself
+    kMoved = 16,     // uses the table of another store
 };
 
 struct Process {
@@ -120,6 +124,7 @@ struct Process {
     bool is_sealed() const { return (flags & kSealed) != 0; }
     bool has_state() const { return (flags & kHasState) != 0; }
     bool has_seen_forgetting() const { return (flags & kForgotten) != 0; }
+    int place() const { return (flags & kMoved) != 0 ? 1 : 0; }
     bool is_leaving() const { return (flags & kLeaving) != 0; }
     bool is_newcomer() const { return life == kUp && entered == kNone; }
 };
@@ -138,6 +143,7 @@ struct Attempt {
     uint8_t stage;
     uint8_t kind;
     uint8_t proposer;
+    uint8_t place;   // which table
     uint8_t base;  // a record; kNone for a founding
     Set members;   // S
     Set prepares;  // PREPARE under way to them
@@ -170,7 +176,8 @@ struct State {
     // By record: who has voted, and who has applied, the round of a stream, ever.
     std::array<std::array<Set, kStreams>, kRecords> voted;
     std::array<std::array<Set, kStreams>, kRecords> applied;
-    uint8_t table;  // the record in the table, kNone for an empty table
+    // The record in the table, and in the table of another store; kNone for an empty table.
+    std::array<uint8_t, 2> tables;
     uint8_t crashes, forgets, losses, leaves, proposals;  // still possible
     uint8_t is_cut;  // no way between the last two members
 };
