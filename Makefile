@@ -37,13 +37,14 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 # In the folder where setup built the extension, whose object files these share.
 BUILD = export PATH="$(abspath $(BIN)):$$PATH" && cd build/editable-* && cmake --build .
 
-# What the first tier's tests of the CUDA operators need: their emulation, and with nvcc one file of kernels.
+# What the first tier's tests of the CUDA operators need: their emulation, and with nvcc one file of kernels;
+# and the explorer of the agreement.
 emulated: setup
-	$(BUILD) --target cuda_sample
+	$(BUILD) --target cuda_sample explore_agreement
 
 # What the nightly ones need as well: with nvcc all kernels of sm_90.
 cuda-tests: setup
-	$(BUILD) --target cuda_tests
+	$(BUILD) --target cuda_tests explore_agreement
 
 # Three files at a time on two cores, because half of the tests wait for processes.
 PROCESSES ?= 3

@@ -2,10 +2,13 @@
 //
 //   explore_agreement --members 2 --features crash,planned --bounds crashes=2,last=3 [--live]
 //   explore_agreement --mutant blind-swap      whether the model of a mutant notices the mutant
-//   explore_agreement --list                   features, bounds, mutants
+//   explore_agreement --scenario no-way        a sequence of events, and what must not come of it
+//   explore_agreement --list                   the names of features, mutants and scenarios
 //
-// The exit status is 0 if nothing is broken in all states, or if a mutant breaks the invariant that
-// is expected; 1 if not, or if the states are more than --most; 2 for a wrong command line.
+// --outcomes counts what the states mean to the rounds; with --whole no states are taken for one, which
+// needs a bound on proposals and must give the same outcomes. --live also looks for states from which no common record can be reached without faults. The exit
+// status is 0 if nothing is broken in all states, or if a mutant breaks the invariant that is
+// expected; 1 if not, or if the states are more than --most; 2 for a wrong command line.
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -24,9 +27,11 @@ void list() {
     for (const Feature& one : all_features()) std::printf("  %-22s %s\n", one.name, one.what);
     std::puts("mutants:");
     for (const MutantEntry& one : all_mutants()) {
-        std::printf("  %-22s %s: breaks %s with %d members, %s %s\n", one.name, one.what, one.expected,
-                    one.members, one.features, one.bounds);
+        std::printf("  %-22s %s: breaks %s with %d members, %s %s\n", one.name, one.what,
+                    one.expected, one.members, one.features, one.bounds);
     }
+    std::puts("scenarios:");
+    for (const Scenario& one : all_scenarios()) std::printf("  %-22s %s\n", one.name, one.what);
 }
 
 const MutantEntry& mutant_of(const std::string& name) {
@@ -36,15 +41,28 @@ const MutantEntry& mutant_of(const std::string& name) {
     throw std::invalid_argument("there is no mutant " + name);
 }
 
-int report(const Rules& rules, const Found& found, const std::string& expected, const Options& options) {
-    std::printf("%zu states, %zu events, %.1f s, %s, %s%s\n", found.num_states, found.num_events,
-                found.seconds, found.is_exhaustive ? "exhaustive" : "not exhausted",
-                options.checks_liveness ? "with liveness, " : "",
-                found.broken.empty() ? "nothing is broken"
-                                     : (std::to_string(found.trail.size()) + " events break " + found.broken).c_str());
+int report(const Rules& rules, const Found& found, const std::string& expected,
+           const Options& options) {
+    std::printf(
+        "%zu states, %zu events, %.1f s, %s, %s%s\n", found.num_states, found.num_events,
+        found.seconds, found.is_exhaustive ? "exhaustive" : "not exhausted",
+        options.checks_liveness ? "with liveness, " : "",
+        found.broken.empty()
+            ? "nothing is broken"
+            : (std::to_string(found.trail.size()) + " events break " + found.broken).c_str());
     if (rules.num_truncated > 0) std::puts("the records were too few: take lower bounds");
+    if (options.counts_outcomes) {
+        std::printf("%zu outcomes with the sum %016llx\n", found.num_outcomes,
+                    static_cast<unsigned long long>(found.outcomes));
+    }
+    std::printf("seen:");
+    for (int k = 0; k < kActs; ++k) {
+        if (found.seen[k] > 0) std::printf(" %s %zu", name_of(Act(k)), found.seen[k]);
+    }
+    std::puts("");
     int line = 0;
-    for (const Event& event : found.trail) std::printf("%3d. %s\n", ++line, sentence(event).c_str());
+    for (const Event& event : found.trail)
+        std::printf("%3d. %s\n", ++line, sentence(event).c_str());
     if (expected.empty()) return found.is_exhaustive && found.broken.empty() ? 0 : 1;
     return found.broken.compare(0, expected.size(), expected) == 0 ? 0 : 1;
 }
@@ -85,15 +103,18 @@ bool holds(const Scenario& scenario) {
         std::printf("  IS NOT PERMITTED: %s\n", scenario.script[num_taken]);
     }
     std::puts("  then:");
-    for (const Event& event : way.trail) std::printf("  %3d. %s\n", ++line, sentence(event).c_str());
-    std::printf("  %s; what must not be is %s in %zu states; the mutant is %s after %zu events%s%s\n",
-                is_permitted ? "the end is reached" : "THE END IS NOT REACHED",
-                is_kept ? "impossible" : "POSSIBLE", whole.num_states,
-                is_noticed ? "noticed" : "NOT NOTICED", other.trail.size(),
-                other.broken.empty() ? "" : ": ", other.broken.c_str());
+    for (const Event& event : way.trail)
+        std::printf("  %3d. %s\n", ++line, sentence(event).c_str());
+    std::printf(
+        "  %s; what must not be is %s in %zu states; the mutant is %s after %zu events%s%s\n",
+        is_permitted ? "the end is reached" : "THE END IS NOT REACHED",
+        is_kept ? "impossible" : "POSSIBLE", whole.num_states,
+        is_noticed ? "noticed" : "NOT NOTICED", other.trail.size(),
+        other.broken.empty() ? "" : ": ", other.broken.c_str());
     if (!is_kept) {
         line = 0;
-        for (const Event& event : whole.trail) std::printf("  %3d! %s\n", ++line, sentence(event).c_str());
+        for (const Event& event : whole.trail)
+            std::printf("  %3d! %s\n", ++line, sentence(event).c_str());
     }
     return is_permitted && is_kept && is_noticed;
 }
@@ -133,6 +154,10 @@ int run(int argc, char** argv) {
             return all_hold ? 0 : 1;
         } else if (word == "--most") {
             options.most = std::stoull(value());
+        } else if (word == "--outcomes") {
+            options.counts_outcomes = true;
+        } else if (word == "--whole") {
+            config.prunes = false;
         } else if (word == "--live") {
             options.checks_liveness = true;
         } else {
@@ -153,6 +178,7 @@ int run(int argc, char** argv) {
     }
     Config whole = config_of(config.members, features, bounds);
     whole.mutant = config.mutant;
+    whole.prunes = config.prunes;
     config = whole;
     const Rules rules(config);
     return report(rules, search(rules, options), expected, options);

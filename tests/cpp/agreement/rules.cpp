@@ -49,8 +49,9 @@ bool Rules::may_enter(const State& s, int i, int record) const {
     return (is_ready && p.known <= next.number) || c.is(Mutant::kStaleFollower);
 }
 
-// Rule 2: whether process j, which is bound to attempt a, may answer another because the proposer of
-// a has ended: the swap of a was not made, for the table shows the base, and has not forgotten since.
+// Rule 2: whether process j, which is bound to attempt a, may answer another because the proposer
+// of a has ended: the swap of a was not made, for the table shows the base, and has not forgotten
+// since.
 bool Rules::is_released(const State& s, int a, int j) const {
     const Attempt& attempt = s.attempts[a];
     if (s.processes[attempt.proposer].is_up() || c.is(Mutant::kReleaseWithdrawn)) return false;
@@ -77,7 +78,8 @@ int Rules::free_record(const State& s, int number) const {
 bool Rules::is_own_open(const State& s, int i) const {
     for (const Attempt& attempt : s.attempts) {
         const bool is_own = attempt.stage != kFree && attempt.proposer == i;
-        const bool is_here = s.processes[i].entered == attempt.base || s.processes[i].entered == kNone;
+        const bool is_here =
+            s.processes[i].entered == attempt.base || s.processes[i].entered == kNone;
         if (is_own && is_here && !attempt.is_withdrawn) return true;
     }
     return false;
@@ -90,7 +92,8 @@ bool Rules::may_be_state(const State& s, Set members, int base) const {
     Set holders = 0;
     for (int i = 0; i < kProcesses; ++i) {
         const Process& p = s.processes[i];
-        const bool holds = p.is_up() && (p.has_state() || (i == record.source && p.entered != base));
+        const bool holds =
+            p.is_up() && (p.has_state() || (i == record.source && p.entered != base));
         if (holds && has(record.members, i)) holders |= bit(i);
     }
     return holders == 0 || (holders & members) != 0 || c.is(Mutant::kStatelessProposes);
@@ -159,7 +162,8 @@ bool Rules::swap(State& n, int a, const char*& broken) const {
         for (int i = 0; i < kProcesses; ++i) {
             const Process& p = n.processes[i];
             const bool holds = p.is_up() && p.entered != kNone && p.has_state();
-            const bool is_of_base = attempt.base == kNone || has(n.records[attempt.base].members, i);
+            const bool is_of_base =
+                attempt.base == kNone || has(n.records[attempt.base].members, i);
             if (holds && is_of_base) is_replaced = true;
         }
         if (is_replaced) broken = "I6: state that somebody living holds is replaced";
@@ -206,13 +210,14 @@ bool Rules::may_ask(const State& s, int a) const {
     const Attempt& attempt = s.attempts[a];
     const Process& p = s.processes[attempt.proposer];
     if (attempt.stage != kCollecting || attempt.is_withdrawn) return false;
-    if (!p.is_up() || p.entered != attempt.base || !has(attempt.seals, attempt.proposer)) return false;
+    if (!p.is_up() || p.entered != attempt.base || !has(attempt.seals, attempt.proposer))
+        return false;
     // A newcomer of a planned change has been ready before.
     const Set base = s.records[attempt.base].members;
     const Set asked = attempt.kind == kUnplanned ? attempt.members : Set(attempt.members & base);
     const int missing = size(Set(asked & ~attempt.seals));
-    const bool is_sealed =
-        missing == 0 || (missing == 1 && c.is(Mutant::kOpenWithoutOne) && size(attempt.members) > 1);
+    const bool is_sealed = missing == 0 || (missing == 1 && c.is(Mutant::kOpenWithoutOne) &&
+                                            size(attempt.members) > 1);
     const bool is_ready =
         !c.ready || contains(attempt.readies, attempt.members) || c.is(Mutant::kNoReady);
     if (!is_sealed || !is_ready) return false;
@@ -273,7 +278,8 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     for (int q = 0; q < kRecords; ++q) {
         const Record& other = n.records[q];
         // A table that forgot a record all of whose members died cannot know of that record.
-        const Set entered_by = record.kind == kRevival ? Set(other.entered_by & up(n)) : other.entered_by;
+        const Set entered_by =
+            record.kind == kRevival ? Set(other.entered_by & up(n)) : other.entered_by;
         if (q == r || other.kind == kNoRecord || entered_by == 0) continue;
         if (other.number == record.number && other.parent == record.parent) {
             broken = "I4: two records that follow one record are entered";
@@ -315,12 +321,11 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     record.open_to &= Set(~bit(i));
 }
 
-void Rules::end(State& n, int i) const {
-    n.processes[i].life = kEnded;
-}
+void Rules::end(State& n, int i) const { n.processes[i].life = kEnded; }
 
 // Forgets all that can make no difference any more, so that fewer states are told apart.
 void Rules::normalise(State& n) const {
+    if (!c.prunes) return;
     for (Process& p : n.processes) {
         if (p.life != kEnded) continue;
         const uint8_t number = p.number;
@@ -339,8 +344,8 @@ void Rules::normalise(State& n) const {
         if (attempt.stage == kFree) continue;
         const Process& p = n.processes[attempt.proposer];
         if (!c.is(Mutant::kNoNonce)) attempt.prepares &= living;
-        const bool is_in_base =
-            p.is_up() && (p.entered == attempt.base || (p.entered == kNone && attempt.kind != kUnplanned));
+        const bool is_in_base = p.is_up() && (p.entered == attempt.base ||
+                                              (p.entered == kNone && attempt.kind != kUnplanned));
         const bool has_learnt = attempt.stage == kCollecting && attempt.record != kNone;
         if (attempt.stage != kRequested && (!is_in_base || has_learnt)) {
             attempt.stage = kCollecting;
@@ -362,8 +367,9 @@ void Rules::normalise(State& n) const {
             attempt.stage == kCollecting && (attempt.seals == 0 || attempt.is_withdrawn);
         const bool is_over = is_asleep && bound == 0 && attempt.prepares == 0;
         // A durable table never goes back, so what has another base can only be refused.
-        const bool is_refused = is_durable && attempt.base != n.tables[0] &&
-                                !(attempt.stage == kDone && attempt.record == n.tables[0] && is_in_base);
+        const bool is_refused =
+            is_durable && attempt.base != n.tables[0] &&
+            !(attempt.stage == kDone && attempt.record == n.tables[0] && is_in_base);
         if (!is_over && !is_refused) continue;
         attempt = Attempt{};
         for (Process& q : n.processes) q.bound &= Set(~bit(a));
@@ -377,7 +383,8 @@ void Rules::normalise(State& n) const {
         bool waits = false;  // It is a member of a record that it has not entered.
         for (int q = 0; q < kRecords; ++q) {
             const Record& record = n.records[q];
-            const bool may_enter = (is_in_table(n, q) && has(record.members, i)) || has(record.open_to, i);
+            const bool may_enter =
+                (is_in_table(n, q) && has(record.members, i)) || has(record.open_to, i);
             waits = waits || (may_enter && record.parent == p.follows);
         }
         if (is_durable && p.follows != n.tables[0] && !waits && !c.is(Mutant::kStaleFollower)) {
@@ -388,13 +395,18 @@ void Rules::normalise(State& n) const {
     for (int r = 0; r < kRecords; ++r) {
         Record& record = n.records[r];
         record.open_to &= living;
-        if (!has(inhabited, r) && !is_in_table(n, r) && !c.is(Mutant::kOldVotes)) n.voted[r] = n.applied[r] = {};
+        const bool may_be_entered = is_in_table(n, r) || record.open_to != 0;
+        if (!has(inhabited, r) && !may_be_entered && !c.is(Mutant::kOldVotes)) {
+            n.voted[r] = n.applied[r] = {};
+        }
         if (!is_durable) continue;
         if (r != n.tables[0]) record.entered_by = 0;
         // The decision about the rounds of a record counts as long as somebody is in that record.
-        const bool is_decision = record.parent != kNone && has(inhabited, record.parent);
-        const bool is_used = r == n.tables[0] || has(inhabited, r) || has(followed, r) || is_decision ||
-                             record.open_to != 0;
+        const bool is_decision = record.parent != kNone &&
+                                 (has(inhabited, record.parent) ||
+                                  n.records[record.parent].open_to != 0);
+        const bool is_used = r == n.tables[0] || has(inhabited, r) || has(followed, r) ||
+                             is_decision || record.open_to != 0;
         if (!is_used && !c.is(Mutant::kOldVotes)) {
             record = Record{};
             record.parent = record.source = kNone;
@@ -408,11 +420,37 @@ void Rules::normalise(State& n) const {
             if (std::memcmp(&left, &right, sizeof left) >= 0) break;
             std::swap(left, right);
             for (Process& p : n.processes) {
-                const Set low = has(p.bound, b - 1) ? bit(b) : 0, high = has(p.bound, b) ? bit(b - 1) : 0;
+                const Set low = has(p.bound, b - 1) ? bit(b) : 0,
+                          high = has(p.bound, b) ? bit(b - 1) : 0;
                 p.bound = Set((p.bound & ~(bit(b) | bit(b - 1))) | low | high);
             }
         }
     }
+}
+
+uint64_t Rules::outcome(const State& s) const {
+    State n;
+    std::memset(&n, 0, sizeof n);
+    n.crashes = s.crashes;
+    n.forgets = s.forgets;
+    const auto number_of = [&](int r) { return uint8_t(r == kNone ? kNone : s.records[r].number); };
+    n.tables = {number_of(s.tables[0]), number_of(s.tables[1])};
+    for (int i = 0; i < kProcesses; ++i) {
+        const Process& p = s.processes[i];
+        n.processes[i].life = p.life;
+        n.processes[i].number = p.number;
+        if (!p.is_up()) continue;
+        n.processes[i].flags = p.flags & (kHasState | kLeaving | kMoved);
+        n.processes[i].entered = number_of(p.entered);
+        if (p.entered == kNone) continue;
+        // By the number of a record: its members, its decision, and what was voted and applied in it.
+        const int number = number_of(p.entered);
+        n.records[number].members = s.records[p.entered].members;
+        n.records[number].commits = s.records[p.entered].commits;
+        n.voted[number] = s.voted[p.entered];
+        n.applied[number] = s.applied[p.entered];
+    }
+    return hash_of(n);
 }
 
 bool Rules::is_settled(const State& s) const {
@@ -442,7 +480,8 @@ bool Rules::is_excused(const State& s) const {
         const Process& p = s.processes[i];
         if (!p.is_up() || p.entered == kNone) continue;
         entered |= bit(i);
-        const bool is_newer = newest == kNone || s.records[p.entered].number > s.records[newest].number;
+        const bool is_newer =
+            newest == kNone || s.records[p.entered].number > s.records[newest].number;
         if (!c.is_durable() && is_newer) newest = p.entered;
     }
     if (newest == kNone) {
@@ -452,7 +491,8 @@ bool Rules::is_excused(const State& s) const {
     const Record& record = s.records[newest];
     const Set members = record.members & living;
     if (!c.is_durable()) {
-        // The proposer has ended and the table has forgotten: nobody knows whether its swap was made.
+        // The proposer has ended and the table has forgotten: nobody knows whether its swap was
+        // made.
         Set waiting = 0;
         for (int i = 0; i < kProcesses; ++i) {
             const Process& p = s.processes[i];
@@ -471,6 +511,24 @@ bool Rules::is_excused(const State& s) const {
     return source == kNone || (s.processes[source].checkpoint < record.step && !c.all_lost);
 }
 
+const char* name_of(Act act) {
+    static const char* const names[] = {
+        "starts",         "votes",      "applies",   "reads",
+        "is-fenced",      "hears-open", "proposes",  "seals",
+        "says-no",        "is-ready",   "asks",      "swaps",
+        "refuses",        "learns",     "withdraws", "hears-withdrawal",
+        "sees-end",       "plans",      "follows",   "copies",
+        "is-told",        "founds",     "revives",   "ends",
+        "puts-back",      "puts-newer", "moves",     "dies",
+        "wants-to-leave", "forgets",    "loses",     "is-cut",
+        "suspects",
+    };
+    static_assert(sizeof names / sizeof names[0] == kActs);
+    return names[int(act)];
+}
+
+namespace {
+
 std::string set_text(Set set) {
     std::string text;
     for (int i = 0; i < 8; ++i) {
@@ -479,6 +537,8 @@ std::string set_text(Set set) {
     return "{" + text + "}";
 }
 
+}  // namespace
+
 std::string sentence(const Event& event) {
     const std::string i = std::to_string(event.i), x = std::to_string(event.x);
     const std::string process = "process " + i, set = set_text(event.set);
@@ -486,38 +546,70 @@ std::string sentence(const Event& event) {
         case Act::kStarts:
             return process + " starts with number " + x + " and a checkpoint at step " +
                    std::to_string(event.set);
-        case Act::kVotes: return process + " votes in stream " + x;
-        case Act::kApplies: return process + " hears all votes of stream " + x + " and applies";
-        case Act::kReads: return process + " reads record " + x + " and enters";
-        case Act::kIsFenced: return process + " reads record " + x + " and is fenced";
-        case Act::kHearsOpen: return process + " hears OPEN of record " + x + " and enters";
-        case Act::kProposes: return process + " seals, PREPARE " + set + " on record " + x;
-        case Act::kSeals: return process + " answers SEALED to " + x + " for " + set;
-        case Act::kSaysNo: return process + " answers NO to " + x + " for " + set;
-        case Act::kIsReady: return process + " answers READY to " + x + " for " + set;
-        case Act::kAsks: return process + " swaps record " + x + " for " + set;
-        case Act::kTableSwaps: return "the table swaps record " + x + " for " + set + " of " + i;
-        case Act::kTableRefuses: return "the table refuses the swap of " + i + " for " + set;
-        case Act::kLearns: return process + " learns the outcome of its swap";
-        case Act::kWithdraws: return process + " withdraws " + set;
-        case Act::kHearsWithdrawal: return process + " hears that " + x + " has withdrawn " + set;
-        case Act::kSeesEnd: return process + " sees that " + x + " has ended";
-        case Act::kPlans: return process + " swaps for a planned change to " + set;
-        case Act::kFollows: return process + " follows record " + x + " and is ready";
-        case Act::kCopies: return process + " copies the state of a member";
-        case Act::kIsTold: return process + " is told change_group " + set;
-        case Act::kFounds: return process + " founds " + set;
-        case Act::kRevives: return process + " swaps over record " + x + " of the dead for " + set;
-        case Act::kEnds: return process + " ends";
-        case Act::kPutsBack: return process + " puts record " + x + " back";
-        case Act::kReplays: return process + " puts record " + x + " over the one before";
-        case Act::kMoves: return process + " is told of another store";
-        case Act::kDies: return process + " dies";
-        case Act::kWantsToLeave: return process + " wants to leave";
-        case Act::kForgets: return "the table forgets";
-        case Act::kLoses: return "a message of or to " + i + " is lost (kind " + x + ")";
-        case Act::kIsCut: return "the way between the last two members is cut";
-        case Act::kSuspects: return process + " takes " + x + " for dead";
+        case Act::kVotes:
+            return process + " votes in stream " + x;
+        case Act::kApplies:
+            return process + " hears all votes of stream " + x + " and applies";
+        case Act::kReads:
+            return process + " reads record " + x + " and enters";
+        case Act::kIsFenced:
+            return process + " reads record " + x + " and is fenced";
+        case Act::kHearsOpen:
+            return process + " hears OPEN of record " + x + " and enters";
+        case Act::kProposes:
+            return process + " seals, PREPARE " + set + " on record " + x;
+        case Act::kSeals:
+            return process + " answers SEALED to " + x + " for " + set;
+        case Act::kSaysNo:
+            return process + " answers NO to " + x + " for " + set;
+        case Act::kIsReady:
+            return process + " answers READY to " + x + " for " + set;
+        case Act::kAsks:
+            return process + " swaps record " + x + " for " + set;
+        case Act::kTableSwaps:
+            return "the table swaps record " + x + " for " + set + " of " + i;
+        case Act::kTableRefuses:
+            return "the table refuses the swap of " + i + " for " + set;
+        case Act::kLearns:
+            return process + " learns the outcome of its swap";
+        case Act::kWithdraws:
+            return process + " withdraws " + set;
+        case Act::kHearsWithdrawal:
+            return process + " hears that " + x + " has withdrawn " + set;
+        case Act::kSeesEnd:
+            return process + " sees that " + x + " has ended";
+        case Act::kPlans:
+            return process + " swaps for a planned change to " + set;
+        case Act::kFollows:
+            return process + " follows record " + x + " and is ready";
+        case Act::kCopies:
+            return process + " copies the state of a member";
+        case Act::kIsTold:
+            return process + " is told change_group " + set;
+        case Act::kFounds:
+            return process + " founds " + set;
+        case Act::kRevives:
+            return process + " swaps over record " + x + " of the dead for " + set;
+        case Act::kEnds:
+            return process + " ends";
+        case Act::kPutsBack:
+            return process + " puts record " + x + " back";
+        case Act::kReplays:
+            return process + " puts record " + x + " over the one before";
+        case Act::kMoves:
+            return process + " is told of another store";
+        case Act::kDies:
+            return process + " dies";
+        case Act::kWantsToLeave:
+            return process + " wants to leave";
+        case Act::kForgets:
+            return "the table forgets";
+        case Act::kLoses:
+            return "a message of or to " + i + " is lost (kind " + x + ")";
+        case Act::kIsCut:
+            return "the way between the last two members is cut";
+        case Act::kSuspects:
+            return process + " takes " + x + " for dead";
     }
     return "";
 }

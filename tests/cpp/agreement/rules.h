@@ -51,17 +51,18 @@ enum class Act : uint8_t {
     kIsCut,
     kSuspects,
 };
+constexpr int kActs = int(Act::kSuspects) + 1;
 
 struct Event {
     Act act;
-    uint8_t i = 0;    // the process
-    uint8_t x = 0;    // a record, stream, attempt's proposer, number or checkpoint
-    Set set = 0;      // members
+    uint8_t i = 0;  // the process
+    uint8_t x = 0;  // a record, stream, attempt's proposer, number or checkpoint
+    Set set = 0;    // members
 };
 
 inline bool is_fault(Act act) { return act >= Act::kDies || act == Act::kStarts; }
 
-std::string set_text(Set set);
+const char* name_of(Act act);
 std::string sentence(const Event& event);
 
 class Rules {
@@ -96,6 +97,9 @@ class Rules {
     bool is_settled_in(const State& s, int table) const;
     // Too few live for a common record.
     bool is_excused(const State& s) const;
+
+    // A hash of all that a state means to the rounds: who lives in which record, and has applied what.
+    uint64_t outcome(const State& s) const;
 
     const Config c;
     // Events that were left out because no slot for a record was free: 0 in an exhaustive search.
@@ -140,7 +144,9 @@ class Rules {
         }
         return set;
     }
-    bool has_rounds(const State& s, int record) const { return s.records[record].number < c.rounds; }
+    bool has_rounds(const State& s, int record) const {
+        return s.records[record].number < c.rounds;
+    }
     uint8_t table_of(const State& s, int i) const { return s.tables[s.processes[i].place()]; }
     bool is_in_table(const State& s, int r) const { return s.tables[0] == r || s.tables[1] == r; }
     bool can_reach(const State& s, int i, int j) const {
@@ -171,7 +177,9 @@ class Rules {
     }
 
     // On a table that forgets a planned change needs SEALED of a majority, too.
-    bool seals_planned() const { return (c.forgets > 0 || c.moves) && !c.is(Mutant::kPlannedUnsealed); }
+    bool seals_planned() const {
+        return (c.forgets > 0 || c.moves) && !c.is(Mutant::kPlannedUnsealed);
+    }
     static Attempt new_attempt(const State& s, Kind kind, int proposer, int base, Set members) {
         Attempt attempt{};
         attempt.place = uint8_t(s.processes[proposer].place());
@@ -314,18 +322,18 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
         // Rule 10: the caller of change_group names a set. A second call comes when the process is
         // bound to no attempt.
         for (int d = 1; d < 1 << c.members && p.bound == 0; ++d) {
-            const bool is_offered = d == (1 << c.members) - 1 || size(Set(d)) >= c.members - c.demands + 1;
+            const bool is_offered =
+                d == (1 << c.members) - 1 || size(Set(d)) >= c.members - c.demands + 1;
             // The call begins with a look into the table.
             const int t = table_of(s, i);
             const bool is_newest =
                 t != kNone && (t == r || (r == kNone && !has(s.records[t].members, i)));
             if (is_offered && has(Set(d), p.number) && p.told != d && is_newest &&
                 (r == kNone || s.records[r].number < c.last)) {
-                step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit,
-                     [&](State& n, const char*&) {
-                         n.processes[i].told = Set(d);
-                         if (r == kNone) n.processes[i].known = uint8_t(s.records[t].number + 1);
-                     });
+                step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit, [&](State& n, const char*&) {
+                    n.processes[i].told = Set(d);
+                    if (r == kNone) n.processes[i].known = uint8_t(s.records[t].number + 1);
+                });
             }
         }
     }
@@ -441,11 +449,10 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
             if (record.kind == kNoRecord || record.kind == kFinish || p.follows == r) continue;
             const int former = p.follows == kNone ? -1 : s.records[p.follows].number;
             if (!is_free || record.number < former || up_with_state(s, r) == 0) continue;
-            step(s, {Act::kFollows, uint8_t(i), uint8_t(r)}, emit,
-                 [&](State& n, const char*&) {
-                     n.processes[i].follows = uint8_t(r);
-                     n.processes[i].known = uint8_t(record.number + 1);
-                 });
+            step(s, {Act::kFollows, uint8_t(i), uint8_t(r)}, emit, [&](State& n, const char*&) {
+                n.processes[i].follows = uint8_t(r);
+                n.processes[i].known = uint8_t(record.number + 1);
+            });
         }
     }
     Set someone = 0;  // Living processes in a record.
@@ -582,7 +589,9 @@ void Rules::attempt_events(const State& s, int a, Emit&& emit) const {
     const bool was_swapped = attempt.record != kNone;
     const bool matches = s.tables[attempt.place] == attempt.base || c.is(Mutant::kBlindSwap);
     if (attempt.stage == kRequested) {
-        step(s, {matches ? Act::kTableSwaps : Act::kTableRefuses, uint8_t(i), attempt.base, attempt.members},
+        step(s,
+             {matches ? Act::kTableSwaps : Act::kTableRefuses, uint8_t(i), attempt.base,
+              attempt.members},
              emit, [&](State& n, const char*& broken) {
                  if (!matches) {
                      n.attempts[a].stage = kRefused;
@@ -616,13 +625,13 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
     }
     if (addressee >= 0) {
         // Rule 4: only who has entered the base answers, and a newcomer whom a demand names.
-        const bool is_demanded = c.demands > 0 && q.entered == kNone &&
-                                 !has(s.records[attempt.base].members, j);
+        const bool is_demanded =
+            c.demands > 0 && q.entered == kNone && !has(s.records[attempt.base].members, j);
         const bool may_answer = q.entered == attempt.base || is_demanded ||
                                 c.is(Mutant::kAnyRecordAnswers) || addressee != j;
         const bool is_here = q.place() == attempt.place;
-        const bool agrees = c.demands == 0 || q.told == numbers(s, attempt.members) ||
-                            c.is(Mutant::kOtherDemand);
+        const bool agrees =
+            c.demands == 0 || q.told == numbers(s, attempt.members) || c.is(Mutant::kOtherDemand);
         Set bound = q.bound & Set(~bit(a));
         for (int b = 0; b < kAttempts; ++b) {
             // A later attempt of the same proposer says that the former one is withdrawn.
@@ -676,13 +685,14 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
             step(s, {has_ended ? Act::kSeesEnd : Act::kSuspects, uint8_t(j), uint8_t(i)}, emit,
                  [&](State& n, const char*&) {
                      n.processes[j].bound &= Set(~bit(a));
-                     // It has changed the bytes of the record in the table: swaps that are under way
-                     // name other bytes.
+                     // It has changed the bytes of the record in the table: swaps that are under
+                     // way name other bytes.
                      for (Attempt& other : n.attempts) {
                          const bool is_under_way = other.stage == kRequested &&
-                                                    other.place == q.place() &&
-                                                    other.base == table_of(s, j);
-                         if (!c.is(Mutant::kNoTouch) && has_ended && is_under_way) other.stage = kRefused;
+                                                   other.place == q.place() &&
+                                                   other.base == table_of(s, j);
+                         if (!c.is(Mutant::kNoTouch) && has_ended && is_under_way)
+                             other.stage = kRefused;
                      }
                  });
         }

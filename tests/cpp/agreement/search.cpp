@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <deque>
+#include <unordered_set>
 
 namespace agreement {
 namespace {
@@ -92,6 +93,7 @@ Found search(const Rules& rules, const Options& options) {
         State state;
     };
     std::vector<Next> nexts;
+    std::unordered_set<uint64_t> outcomes;
     for (uint32_t index = 0; !queue.empty(); ++index) {
         const State state = queue.front();
         queue.pop_front();
@@ -100,6 +102,9 @@ Found search(const Rules& rules, const Options& options) {
             ends_at = index;
             break;
         }
+        if (options.counts_outcomes && outcomes.insert(rules.outcome(state)).second) {
+            found.outcomes += rules.outcome(state);
+        }
         if (options.checks_liveness) {
             graph.first.push_back(graph.targets.size());
             graph.is_good.push_back(rules.is_settled(state) || rules.is_excused(state));
@@ -107,6 +112,7 @@ Found search(const Rules& rules, const Options& options) {
         nexts.clear();
         rules.successors(state, [&](const Event& event, const State& after, const char* broken) {
             ++found.num_events;
+            ++found.seen[size_t(event.act)];
             if (broken != nullptr && found.broken.empty()) {
                 found.broken = broken;
                 last = event;
@@ -129,6 +135,7 @@ Found search(const Rules& rules, const Options& options) {
         if (visited.size() > options.most) break;
     }
     found.num_states = visited.size();
+    found.num_outcomes = outcomes.size();
     found.is_exhaustive = queue.empty() && rules.num_truncated == 0;
     if (options.checks_liveness && found.is_exhaustive && ends_at == kNoParent) {
         graph.first.push_back(graph.targets.size());

@@ -1,6 +1,7 @@
 // Breadth-first search of all states of a model, the way to a broken invariant, and liveness.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <string>
 #include <vector>
@@ -22,7 +23,8 @@ class Visited {
     uint32_t insert(uint64_t hash, uint32_t parent, bool& is_new) {
         if (hashes_.size() * 2 > slots_.size()) grow();
         size_t at = hash & (slots_.size() - 1);
-        while (slots_[at] != kEmpty && hashes_[slots_[at]] != hash) at = (at + 1) & (slots_.size() - 1);
+        while (slots_[at] != kEmpty && hashes_[slots_[at]] != hash)
+            at = (at + 1) & (slots_.size() - 1);
         is_new = slots_[at] == kEmpty;
         if (is_new) {
             slots_[at] = static_cast<uint32_t>(hashes_.size());
@@ -53,6 +55,7 @@ class Visited {
 struct Options {
     size_t most = 200'000'000;  // states
     bool checks_liveness = false;
+    bool counts_outcomes = false;
     const State* start = nullptr;  // instead of the first state of the rules
     // Ends the search at the first state for which this returns true.
     std::function<bool(const State&)> target;
@@ -61,10 +64,14 @@ struct Options {
 struct Found {
     size_t num_states = 0;
     size_t num_events = 0;
+    std::array<size_t, kActs> seen{};  // how often each kind of event could happen
+    // How many states differ in their outcome, and the sum of the hashes of these.
+    size_t num_outcomes = 0;
+    uint64_t outcomes = 0;
     bool is_exhaustive = false;
-    bool was_reached = false;     // the target
-    std::string broken;           // the invariant; "" for none
-    std::vector<Event> trail;     // the way to it, or to the target
+    bool was_reached = false;  // the target
+    std::string broken;        // the invariant; "" for none
+    std::vector<Event> trail;  // the way to it, or to the target
     double seconds = 0;
 };
 

@@ -30,38 +30,38 @@ inline int lowest(Set set) { return set == 0 ? kProcesses : __builtin_ctz(set); 
 // What breaks a rule on purpose, to see that an invariant notices.
 enum class Mutant : uint8_t {
     kNothing,
-    kNoPromise,          // a sealed process votes and applies on
-    kAppliedOnly,        // a round commits iff somebody has applied the round
-    kOpenWithoutOne,     // the proposer swaps though one SEALED lacks
-    kBlindSwap,          // the table compares nothing
-    kNoNonce,            // PREPARE reaches whoever has the number
-    kPlannedOwnPosition, // a planned change commits what its proposer has applied
-    kPlannedRoundK,      // a planned change counts the round that asked for the change, others as above
+    kNoPromise,           // a sealed process votes and applies on
+    kAppliedOnly,         // a round commits iff somebody has applied the round
+    kOpenWithoutOne,      // the proposer swaps though one SEALED lacks
+    kBlindSwap,           // the table compares nothing
+    kNoNonce,             // PREPARE reaches whoever has the number
+    kPlannedOwnPosition,  // a planned change commits what its proposer has applied
+    kPlannedRoundK,  // a planned change counts the round that asked for the change, others as above
     kPlannedFirstVotes,  // a planned change looks at the first stream alone, and commits all
     kOneMeet,            // all streams commit together, or none does
     kNoBinding,          // a SEALED may be given to several attempts
     kNoMajority,         // a forgetting table with the binding, without the majority rule
     kReleaseSuspected,   // a bound process answers another when the proposer is only suspected
-    kReleaseUnread,      // a bound process answers another when the proposer has ended, without a look
-                         // into the table
-    kReleaseWithdrawn,   // a bound process answers another only after a withdrawal
-    kNoTouch,            // it looks, and does not change the bytes of the record in the table
-    kWithdrawUnknown,    // a proposer withdraws before the outcome of its swap is known
-    kFoundWithState,     // newcomers found though somebody has state
-    kStaleFollower,      // a newcomer's READY of an older record counts
-    kNewcomerVotes,      // the SEALED of a newcomer counts as "has not voted"
-    kEmptyDecides,       // an empty intersection of S and the base makes all rounds void
-    kNoReady,            // the proposer does not wait for READY
-    kLeaverLeavesAtOnce, // a leaver with the only state does not wait for newcomers
-    kReviveLiving,       // newcomers swap over a record though a member lives
-    kReviveBehind,       // newcomers swap over a record with an older checkpoint
-    kAfterFinish,        // a record after a finished one
-    kStatelessProposes,  // members without state leave out the living one that has state
-    kOtherDemand,        // a process answers a PREPARE of a set that its caller did not name
-    kAnyRecordAnswers,   // a process that has not entered the base answers
-    kOldAttempt,         // SEALED of a withdrawn attempt counts for the next one of its proposer
-    kOldVotes,           // votes of the record before count, too
-    kPlannedUnsealed,    // on a forgetting table a planned change is swapped without SEALED
+    kReleaseUnread,  // a bound process answers another when the proposer has ended, without a look
+                     // into the table
+    kReleaseWithdrawn,    // a bound process answers another only after a withdrawal
+    kNoTouch,             // it looks, and does not change the bytes of the record in the table
+    kWithdrawUnknown,     // a proposer withdraws before the outcome of its swap is known
+    kFoundWithState,      // newcomers found though somebody has state
+    kStaleFollower,       // a newcomer's READY of an older record counts
+    kNewcomerVotes,       // the SEALED of a newcomer counts as "has not voted"
+    kEmptyDecides,        // an empty intersection of S and the base makes all rounds void
+    kNoReady,             // the proposer does not wait for READY
+    kLeaverLeavesAtOnce,  // a leaver with the only state does not wait for newcomers
+    kReviveLiving,        // newcomers swap over a record though a member lives
+    kReviveBehind,        // newcomers swap over a record with an older checkpoint
+    kAfterFinish,         // a record after a finished one
+    kStatelessProposes,   // members without state leave out the living one that has state
+    kOtherDemand,         // a process answers a PREPARE of a set that its caller did not name
+    kAnyRecordAnswers,    // a process that has not entered the base answers
+    kOldAttempt,          // SEALED of a withdrawn attempt counts for the next one of its proposer
+    kOldVotes,            // votes of the record before count, too
+    kPlannedUnsealed,     // on a forgetting table a planned change is swapped without SEALED
 };
 
 // Bounds and features; a feature with bound 0 is off.
@@ -77,9 +77,9 @@ struct Config {
     int forgets = 0;
     int losses = 0;
     int leaves = 0;
-    int demands = 0;     // change_group: how many different sets a caller may name
-    int cuts = 0;        // 1: the way between the last two members may go, 2: there is none
-    int checkpoints = 0; // the highest inner step of a newcomer's checkpoint
+    int demands = 0;      // change_group: how many different sets a caller may name
+    int cuts = 0;         // 1: the way between the last two members may go, 2: there is none
+    int checkpoints = 0;  // the highest inner step of a newcomer's checkpoint
     int min_replicas = 2;
     bool restarts = false;  // newcomers have numbers of members
     bool founding = false;  // at first there is no record
@@ -87,12 +87,13 @@ struct Config {
     bool joins = false;     // newcomers follow and become members
     bool planned = false;
     bool finish = false;
-    bool moves = false;    // the callers name another store, one after another
-    bool answers = false;  // the request of a swap and its answer travel
-    bool repeats = false;  // a relay repeats messages
-    bool zombies = false;  // a number starts again while its old process lives
-    bool ready = false;    // READY apart from SEALED
-    bool all_lost = false; // no checkpoint at the record's inner step: roll back
+    bool moves = false;     // the callers name another store, one after another
+    bool answers = false;   // the request of a swap and its answer travel
+    bool repeats = false;   // a relay repeats messages
+    bool zombies = false;   // a number starts again while its old process lives
+    bool ready = false;     // READY apart from SEALED
+    bool all_lost = false;  // no checkpoint at the record's inner step: roll back
+    bool prunes = true;  // forgets what can make no difference, so that fewer states are told apart
     Mutant mutant = Mutant::kNothing;
 
     bool is(Mutant m) const { return mutant == m; }
@@ -133,8 +134,8 @@ enum Stage : uint8_t {
     kFree,
     kCollecting,
     kRequested,  // the request of the swap is on its way
-    kDone,     // swapped; the proposer has not learnt of it
-    kRefused,  // refused; the proposer has not learnt of it
+    kDone,       // swapped; the proposer has not learnt of it
+    kRefused,    // refused; the proposer has not learnt of it
 };
 
 enum Kind : uint8_t { kNoRecord, kFirst, kUnplanned, kPlanned, kFinish, kFounding, kRevival };
@@ -143,16 +144,16 @@ struct Attempt {
     uint8_t stage;
     uint8_t kind;
     uint8_t proposer;
-    uint8_t place;   // which table
-    uint8_t base;  // a record; kNone for a founding
-    Set members;   // S
-    Set prepares;  // PREPARE under way to them
-    Set seals;     // their SEALED was sent
-    Set readies;   // their READY was sent
+    uint8_t place;                    // which table
+    uint8_t base;                     // a record; kNone for a founding
+    Set members;                      // S
+    Set prepares;                     // PREPARE under way to them
+    Set seals;                        // their SEALED was sent
+    Set readies;                      // their READY was sent
     std::array<Set, kStreams> voted;  // whose SEALED says "voted"
-    Set with_state;       // whose SEALED says that it has state
-    uint8_t source, step; // whose checkpoint is the state, written when the swap is asked for
-    uint8_t record;       // the record that it became, or kNone
+    Set with_state;                   // whose SEALED says that it has state
+    uint8_t source, step;  // whose checkpoint is the state, written when the swap is asked for
+    uint8_t record;        // the record that it became, or kNone
     uint8_t is_withdrawn;
 };
 
@@ -179,7 +180,7 @@ struct State {
     // The record in the table, and in the table of another store; kNone for an empty table.
     std::array<uint8_t, 2> tables;
     uint8_t crashes, forgets, losses, leaves, proposals;  // still possible
-    uint8_t is_cut;  // no way between the last two members
+    uint8_t is_cut;                                       // no way between the last two members
 };
 static_assert(std::is_trivially_copyable<State>::value && alignof(State) == 1);
 

@@ -1,0 +1,157 @@
+"""All that can happen under the rules of one agreement, by the explorer ``tests/cpp/agreement``.
+
+The explorer goes through every state of a model of the rules: any process may propose any set at
+any moment, every message may come late, out of order or never, and two proposers work at a time.
+``explore_agreement --list`` says what each feature and each mutant is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+REASON = "explore_agreement is not built: make test builds it"
+
+# Of each feature the events that nothing else shows.
+FEATURES = {
+    "crash": {"dies", "sees-end"},
+    "restart": {"dies", "starts", "follows", "plans"},
+    "zombie": {"starts", "follows", "plans"},
+    "loss": {"loses"},
+    "repeat": {"seals"},
+    "cut": {"is-cut", "is-ready"},
+    "streams": {"votes", "applies"},
+    "rounds": {"votes", "applies"},
+    "planned": {"plans"},
+    "join": {"starts", "follows", "plans"},
+    "found": {"founds", "copies"},
+    "revive": {"revives", "copies"},
+    "forget": {"forgets", "puts-back", "puts-newer"},
+    "answers": {"swaps", "learns"},
+    "demand": {"is-told", "copies"},
+    "leave": {"wants-to-leave", "plans", "ends"},
+    "move": {"moves", "puts-back"},
+    "finish": {"plans"},
+}
+PAIRS = list(itertools.combinations(FEATURES, 2))
+# Where all died, two stores may each go on with newcomers: nobody could know of the other.
+PAIRS.remove(("revive", "move"))
+
+
+@dataclass
+class Run:
+    """The outcome of an explorer.
+
+    Attributes:
+        status: 0 if what was expected is so.
+        seen: The kinds of events that could happen.
+        text: The whole output.
+    """
+
+    status: int
+    seen: set[str]
+    text: str
+
+
+def explore(*arguments: str) -> Run:
+    programs = sorted(ROOT.glob("build/editable-*/explore_agreement"))
+    if not programs:
+        pytest.skip(REASON)
+    done = subprocess.run([programs[0], *arguments], capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    events = re.search(r"^seen:(.*)$", text, re.MULTILINE)
+    words = events[1].split() if events else []
+    return Run(done.returncode, set(words[::2]), text)
+
+
+def names(what: str) -> list[str]:
+    """Return the names of the features or the mutants that the explorer has."""
+    part = explore("--list").text.partition(f"{what}:\n")[2].partition(":\n")[0]
+    return re.findall(r"^  (\S+)", part, re.MULTILINE)
+
+
+def check(members: int, features: str, bounds: str = "") -> Run:
+    """Explore all states, with liveness; a relay that repeats has a bound on proposals instead."""
+    arguments = ["--members", str(members), "--features", features, "--bounds", bounds]
+    live = [] if "repeat" in features else ["--live"]
+    run = explore(*arguments, *live)
+    assert run.status == 0, run.text
+    assert "exhaustive" in run.text and "nothing is broken" in run.text
+    return run
+
+
+def test_each_name_of_the_explorer_is_tested() -> None:
+    assert names("features") == list(FEATURES)
+    assert names("mutants") == MUTANTS
+    assert names("scenarios") == SCENARIOS
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_shows_its_events_and_breaks_nothing(feature: str) -> None:
+    assert check(2, feature).seen >= FEATURES[feature]
+
+
+def test_pairs_of_features_with_two_members_break_nothing() -> None:
+    for first, second in PAIRS:
+        run = check(2, f"{first},{second}")
+        assert run.seen >= FEATURES[first] | FEATURES[second] - {"plans", "copies"}
+
+
+def test_a_swap_that_is_refused_is_seen_where_the_table_forgets() -> None:
+    assert "refuses" in check(2, "answers,forget").seen
+
+
+@pytest.mark.nightly("twenty seconds; the first tier has two members")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_with_three_members_breaks_nothing(feature: str) -> None:
+    check(3, feature)
+
+
+@pytest.mark.nightly("minutes; the first tier has fewer members or lower bounds")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("members", "features", "bounds"), DEEP)
+def test_larger_bounds_break_nothing(members: int, features: str, bounds: str) -> None:
+    check(members, features, bounds)
+
+
+@pytest.mark.nightly("seconds each; the first tier has those with fewer states", but=QUICK_MUTANTS)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_breaks_the_invariant_that_it_should(mutant: str) -> None:
+    run = explore("--mutant", mutant)
+    assert run.status == 0, run.text
+    assert re.search(r" break [ILi]\d: ", run.text), run.text
+
+
+@pytest.mark.nightly("seconds each; the first tier has those with fewer states", but=QUICK_SCENARIOS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_named_sequence_ends_as_it_must(scenario: str) -> None:
+    run = explore("--scenario", scenario)
+    assert run.status == 0, run.text
+    assert "the end is reached" in run.text and "is noticed" in run.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--features", "crashes"], "there is no feature crashes"),
+        (["--bounds", "crash=1"], "there is no bound crash=1"),
+        (["--members", "9"], "the bounds are too large"),
+        (["--mutant", "none"], "there is no mutant none"),
+        (["--most"], "--most needs a value"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments: list[str], sentence: str) -> None:
+    run = explore(*arguments)
+    assert run.status == 2 and sentence in run.text
+
+
+def test_a_search_that_is_cut_short_fails() -> None:
+    run = explore("--members", "3", "--most", "1000")
+    assert run.status == 1 and "not exhausted" in run.text
