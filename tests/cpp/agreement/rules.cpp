@@ -35,18 +35,13 @@ State Rules::start() const {
     return s;
 }
 
-// Whether a process enters a record in which it is a member, when it hears of the record.
+// Whether a process may enter a record in which it is a member.
 bool Rules::may_enter(const State& s, int i, int record) const {
     const Process& p = s.processes[i];
     const Record& next = s.records[record];
-    if (p.entered != kNone) {
-        // All died: the state of the record is a checkpoint, and no record before matters.
-        const bool is_newer = next.number > s.records[p.entered].number;
-        return next.parent == p.entered || (next.kind == kRevival && is_newer);
-    }
-    // A newcomer that knows of a later record is not ready for this one.
-    const bool is_ready = next.kind != kPlanned || p.follows == next.parent;
-    return (is_ready && p.known <= next.number) || c.is(Mutant::kStaleFollower);
+    if (p.entered != kNone) return next.parent == p.entered;
+    // A newcomer of a planned change has followed the rounds of the record before.
+    return next.kind != kPlanned || p.follows == next.parent || c.is(Mutant::kStaleFollower);
 }
 
 // Rule 2: whether process j, which is bound to attempt a, may answer another because the proposer
@@ -249,7 +244,14 @@ void Rules::learn(State& n, int a, const char*& broken) const {
     Attempt& attempt = n.attempts[a];
     const int i = attempt.proposer;
     if (attempt.stage == kRefused) {
-        attempt.stage = attempt.kind == kUnplanned ? kCollecting : kFree;
+        // Who founds looks again whether it still may.
+        const bool may_ask_again = attempt.seals != 0;
+        attempt.stage = may_ask_again ? kCollecting : kFree;
+        return;
+    }
+    if (c.answers && n.processes[i].entered == kNone) {
+        // A newcomer enters by reading alone.
+        attempt.stage = kFree;
         return;
     }
     Record& record = n.records[attempt.record];
@@ -278,8 +280,8 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     for (int q = 0; q < kRecords; ++q) {
         const Record& other = n.records[q];
         // A table that forgot a record all of whose members died cannot know of that record.
-        const Set entered_by =
-            record.kind == kRevival ? Set(other.entered_by & up(n)) : other.entered_by;
+        const bool may_fork = !c.is_durable() && record.source != kNone;
+        const Set entered_by = may_fork ? Set(other.entered_by & up(n)) : other.entered_by;
         if (q == r || other.kind == kNoRecord || entered_by == 0) continue;
         if (other.number == record.number && other.parent == record.parent) {
             broken = "I4: two records that follow one record are entered";
@@ -316,7 +318,7 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     p.follows = kNone;
     p.bound = 0;
     p.told = 0;
-    p.checkpoint = p.known = 0;
+    p.checkpoint = 0;
     record.entered_by |= bit(i);
     record.open_to &= Set(~bit(i));
 }

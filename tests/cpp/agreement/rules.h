@@ -276,8 +276,9 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
     const Process& p = s.processes[i];
     const int r = p.entered, t = table_of(s, i);
     for (int q = 0; q < kRecords; ++q) {
-        // OPEN, also of a record that the table no longer holds.
-        if (has(s.records[q].open_to, i) && may_enter(s, i, q)) {
+        // OPEN, also of a record that the table no longer holds. A newcomer takes OPEN only as a hint
+        // to read: a late one would let it enter a record that has long been left behind.
+        if (has(s.records[q].open_to, i) && r != kNone && may_enter(s, i, q)) {
             step(s, {Act::kHearsOpen, uint8_t(i), uint8_t(q)}, emit,
                  [&](State& n, const char*& broken) { enter(n, i, q, broken); });
         }
@@ -301,7 +302,8 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
                 broken = "I5: a member missed a record in which it is";
             });
         }
-    } else if (r != kNone && record.number > s.records[r].number) {
+    } else if (r != kNone && record.number >= s.records[r].number) {
+        // Also by another record with its number, such as another founding.
         step(s, {Act::kIsFenced, uint8_t(i), uint8_t(t)}, emit,
              [&](State& n, const char*&) { end(n, i); });
     }
@@ -330,10 +332,7 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
                 t != kNone && (t == r || (r == kNone && !has(s.records[t].members, i)));
             if (is_offered && has(Set(d), p.number) && p.told != d && is_newest &&
                 (r == kNone || s.records[r].number < c.last)) {
-                step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit, [&](State& n, const char*&) {
-                    n.processes[i].told = Set(d);
-                    if (r == kNone) n.processes[i].known = uint8_t(s.records[t].number + 1);
-                });
+                step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit, [&](State& n, const char*&) { n.processes[i].told = Set(d); });
             }
         }
     }
@@ -449,10 +448,8 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
             if (record.kind == kNoRecord || record.kind == kFinish || p.follows == r) continue;
             const int former = p.follows == kNone ? -1 : s.records[p.follows].number;
             if (!is_free || record.number < former || up_with_state(s, r) == 0) continue;
-            step(s, {Act::kFollows, uint8_t(i), uint8_t(r)}, emit, [&](State& n, const char*&) {
-                n.processes[i].follows = uint8_t(r);
-                n.processes[i].known = uint8_t(record.number + 1);
-            });
+            step(s, {Act::kFollows, uint8_t(i), uint8_t(r)}, emit,
+                 [&](State& n, const char*&) { n.processes[i].follows = uint8_t(r); });
         }
     }
     Set someone = 0;  // Living processes in a record.
@@ -465,7 +462,8 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
     bool may_revive = false;
     if (c.revival && t != kNone) {
         const Record& record = s.records[t];
-        const bool all_died = (up(s) & record.members) == 0 || c.is(Mutant::kReviveLiving);
+        const bool all_died =
+            (someone == 0 && (up(s) & record.members) == 0) || c.is(Mutant::kReviveLiving);
         const bool is_open = record.kind != kFinish || c.is(Mutant::kAfterFinish);
         may_revive = all_died && is_open && record.number < c.last;
     }
@@ -604,7 +602,8 @@ void Rules::attempt_events(const State& s, int a, Emit&& emit) const {
         step(s, {Act::kTableSwaps, uint8_t(i), attempt.base, attempt.members}, emit,
              [&](State& n, const char*&) { n.tables[attempt.place] = attempt.record; });
     }
-    const bool may_learn = p.is_up() && (p.entered == attempt.base || attempt.base == kNone);
+    const bool is_newcomer = p.is_newcomer() && attempt.kind != kUnplanned;
+    const bool may_learn = p.is_up() && (p.entered == attempt.base || is_newcomer);
     if (may_learn && (attempt.stage == kDone || attempt.stage == kRefused)) {
         step(s, {Act::kLearns, uint8_t(i), attempt.stage}, emit,
              [&](State& n, const char*& broken) { learn(n, a, broken); });
@@ -639,14 +638,14 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
             if (has(bound, b) && is_older) bound &= Set(~bit(b));
         }
         const bool is_bound = binds() && bound != 0;
-        if (may_answer && agrees && is_here && !is_bound) {
+        // A repeated PREPARE changes nothing.
+        const bool has_answered = has(q.bound, a);
+        if (has_answered && c.repeats) {
+        } else if (may_answer && agrees && is_here && !is_bound) {
             step(s, {Act::kSeals, uint8_t(j), uint8_t(i), attempt.members}, emit,
                  [&](State& n, const char*&) {
                      if (!c.repeats) n.attempts[a].prepares &= Set(~bit(addressee));
                      n.processes[j].bound = bound;
-                     if (q.entered == kNone && addressee == j) {
-                         n.processes[j].known = uint8_t(s.records[attempt.base].number + 1);
-                     }
                      seal(n, j, a);
                      if (addressee != j) {
                          n.attempts[a].seals |= bit(addressee);
@@ -716,6 +715,10 @@ void Rules::fault_events(const State& s, Emit&& emit) const {
         step(s, {Act::kForgets}, emit, [&](State& n, const char*&) {
             --n.forgets;
             n.tables[0] = kNone;
+            // Its connections break, and so no request from before is answered by a swap.
+            for (Attempt& attempt : n.attempts) {
+                if (attempt.stage == kRequested && attempt.place == 0) attempt.stage = kRefused;
+            }
             for (Process& p : n.processes) {
                 if (p.bound != 0 && p.place() == 0) p.flags |= kForgotten;
             }
@@ -734,7 +737,7 @@ void Rules::fault_events(const State& s, Emit&& emit) const {
     for (int j = 0; j < kProcesses; ++j) {
         for (int a = 0; a < kAttempts; ++a) {
             const Attempt& attempt = s.attempts[a];
-            if (attempt.stage == kFree) continue;
+            if (attempt.stage != kCollecting) continue;
             const Set mask = Set(~bit(j));
             if (has(attempt.prepares, j)) {
                 lose(j, 0, [&](State& n) { n.attempts[a].prepares &= mask; });

@@ -162,7 +162,7 @@ const std::vector<Scenario>& all_scenarios() {
                     s.processes[2].life == kEnded;
          },
          nothing,
-         Mutant::kStaleFollower},
+         Mutant::kBlindSwap},
         {"beats-without-bulk",
          "a member that lives is left out, and nobody dies",
          2,

@@ -119,7 +119,6 @@ struct Process {
     uint8_t flags;
     Set told;            // the numbers that its caller named in change_group
     uint8_t checkpoint;  // inner step of a newcomer's checkpoint
-    uint8_t known;       // a newcomer knows of a record with this number - 1
 
     bool is_up() const { return life == kUp; }
     bool is_sealed() const { return (flags & kSealed) != 0; }
