@@ -5,10 +5,11 @@
 //   explore_agreement --scenario no-way        a sequence of events, and what must not come of it
 //   explore_agreement --list                   the names of features, mutants and scenarios
 //
-// --outcomes counts what the states mean to the rounds; with --whole no states are taken for one, which
-// needs a bound on proposals and must give the same outcomes. --live also looks for states from which no common record can be reached without faults. The exit
-// status is 0 if nothing is broken in all states, or if a mutant breaks the invariant that is
-// expected; 1 if not, or if the states are more than --most; 2 for a wrong command line.
+// --outcomes counts what the states mean to the rounds; with --whole no states are taken for one,
+// which needs a bound on proposals and must give the same outcomes. --live also looks for states
+// from which no common record can be reached without faults. The exit status is 0 if nothing is
+// broken in all states, or if a mutant breaks the invariant that is expected; 1 if not, or if the
+// states are more than --most; 2 for a wrong command line.
 #include <cstdio>
 #include <cstring>
 #include <exception>

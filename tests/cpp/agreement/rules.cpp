@@ -404,9 +404,8 @@ void Rules::normalise(State& n) const {
         if (!is_durable) continue;
         if (r != n.tables[0]) record.entered_by = 0;
         // The decision about the rounds of a record counts as long as somebody is in that record.
-        const bool is_decision = record.parent != kNone &&
-                                 (has(inhabited, record.parent) ||
-                                  n.records[record.parent].open_to != 0);
+        const bool is_decision = record.parent != kNone && (has(inhabited, record.parent) ||
+                                                            n.records[record.parent].open_to != 0);
         const bool is_used = r == n.tables[0] || has(inhabited, r) || has(followed, r) ||
                              is_decision || record.open_to != 0;
         if (!is_used && !c.is(Mutant::kOldVotes)) {
@@ -445,7 +444,8 @@ uint64_t Rules::outcome(const State& s) const {
         n.processes[i].flags = p.flags & (kHasState | kLeaving | kMoved);
         n.processes[i].entered = number_of(p.entered);
         if (p.entered == kNone) continue;
-        // By the number of a record: its members, its decision, and what was voted and applied in it.
+        // By the number of a record: its members, its decision, and what was voted and applied in
+        // it.
         const int number = number_of(p.entered);
         n.records[number].members = s.records[p.entered].members;
         n.records[number].commits = s.records[p.entered].commits;
@@ -543,6 +543,7 @@ std::string set_text(Set set) {
 
 std::string sentence(const Event& event) {
     const std::string i = std::to_string(event.i), x = std::to_string(event.x);
+    const std::string record = event.x == kNone ? "no record" : "record " + x;
     const std::string process = "process " + i, set = set_text(event.set);
     switch (event.act) {
         case Act::kStarts:
@@ -567,9 +568,9 @@ std::string sentence(const Event& event) {
         case Act::kIsReady:
             return process + " answers READY to " + x + " for " + set;
         case Act::kAsks:
-            return process + " swaps record " + x + " for " + set;
+            return process + " swaps " + record + " for " + set;
         case Act::kTableSwaps:
-            return "the table swaps record " + x + " for " + set + " of " + i;
+            return "the table swaps " + record + " for " + set + " of " + i;
         case Act::kTableRefuses:
             return "the table refuses the swap of " + i + " for " + set;
         case Act::kLearns:

@@ -98,7 +98,8 @@ class Rules {
     // Too few live for a common record.
     bool is_excused(const State& s) const;
 
-    // A hash of all that a state means to the rounds: who lives in which record, and has applied what.
+    // A hash of all that a state means to the rounds: who lives in which record, and has applied
+    // what.
     uint64_t outcome(const State& s) const;
 
     const Config c;
@@ -276,9 +277,10 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
     const Process& p = s.processes[i];
     const int r = p.entered, t = table_of(s, i);
     for (int q = 0; q < kRecords; ++q) {
-        // OPEN, also of a record that the table no longer holds. A newcomer takes OPEN only as a hint
-        // to read: a late one would let it enter a record that has long been left behind.
-        if (has(s.records[q].open_to, i) && r != kNone && may_enter(s, i, q)) {
+        // OPEN, also of a record that the table no longer holds. A newcomer takes OPEN only as a
+        // hint to read: a late one would let it enter a record that has long been left behind.
+        const bool may_hear = r != kNone || c.is(Mutant::kNewcomerHearsOpen);
+        if (has(s.records[q].open_to, i) && may_hear && may_enter(s, i, q)) {
             step(s, {Act::kHearsOpen, uint8_t(i), uint8_t(q)}, emit,
                  [&](State& n, const char*& broken) { enter(n, i, q, broken); });
         }
@@ -329,10 +331,12 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
             // The call begins with a look into the table.
             const int t = table_of(s, i);
             const bool is_newest =
-                t != kNone && (t == r || (r == kNone && !has(s.records[t].members, i)));
+                t != kNone && (t == r || (r == kNone && !has(s.records[t].members, i)) ||
+                               c.is(Mutant::kToldUnlooked));
             if (is_offered && has(Set(d), p.number) && p.told != d && is_newest &&
                 (r == kNone || s.records[r].number < c.last)) {
-                step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit, [&](State& n, const char*&) { n.processes[i].told = Set(d); });
+                step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit,
+                     [&](State& n, const char*&) { n.processes[i].told = Set(d); });
             }
         }
     }
@@ -424,7 +428,8 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
         if (!contains(ready, joiners)) continue;
         const Set members = (base.members & ~leavers) | joiners;
         const bool is_new = c.planned || joiners != 0 || leavers != 0;
-        if (size(numbers(s, members)) != size(members)) continue;
+        const bool is_one_each = size(numbers(s, members)) == size(members);
+        if (!is_one_each && !c.is(Mutant::kTwoOfOneNumber)) continue;
         if (seals_planned() && !(has(members, i) && is_majority(members, base.members))) continue;
         if (is_new && members != 0) plan(kPlanned, members);
     }
@@ -463,7 +468,8 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
     if (c.revival && t != kNone) {
         const Record& record = s.records[t];
         const bool all_died =
-            (someone == 0 && (up(s) & record.members) == 0) || c.is(Mutant::kReviveLiving);
+            ((someone == 0 || c.is(Mutant::kReviveElsewhere)) && (up(s) & record.members) == 0) ||
+            c.is(Mutant::kReviveLiving);
         const bool is_open = record.kind != kFinish || c.is(Mutant::kAfterFinish);
         may_revive = all_died && is_open && record.number < c.last;
     }
@@ -717,7 +723,8 @@ void Rules::fault_events(const State& s, Emit&& emit) const {
             n.tables[0] = kNone;
             // Its connections break, and so no request from before is answered by a swap.
             for (Attempt& attempt : n.attempts) {
-                if (attempt.stage == kRequested && attempt.place == 0) attempt.stage = kRefused;
+                const bool is_lost = attempt.stage == kRequested && attempt.place == 0;
+                if (is_lost && !c.is(Mutant::kRequestsSurvive)) attempt.stage = kRefused;
             }
             for (Process& p : n.processes) {
                 if (p.bound != 0 && p.place() == 0) p.flags |= kForgotten;

@@ -61,6 +61,11 @@ enum class Mutant : uint8_t {
     kAnyRecordAnswers,    // a process that has not entered the base answers
     kOldAttempt,          // SEALED of a withdrawn attempt counts for the next one of its proposer
     kOldVotes,            // votes of the record before count, too
+    kNewcomerHearsOpen,   // a newcomer enters by OPEN
+    kReviveElsewhere,     // "all died" looks at the members of the record in the table alone
+    kRequestsSurvive,     // a table that forgets still makes swaps that were asked for before
+    kToldUnlooked,        // change_group does not begin with a look into the table
+    kTwoOfOneNumber,      // a planned change takes two newcomers of one number
     kPlannedUnsealed,     // on a forgetting table a planned change is swapped without SEALED
 };
 
