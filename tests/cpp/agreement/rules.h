@@ -154,13 +154,8 @@ class Rules {
         const int low = c.members - 2, high = c.members - 1;
         return !(s.is_cut && ((i == low && j == high) || (i == high && j == low)));
     }
-    bool has_applied_all(const State& s, int i, int record) const {
-        for (int k = 0; k < c.streams; ++k) {
-            if (!has(s.applied[record][k], i)) return false;
-        }
-        return true;
-    }
-    // Rule 13: more than half of the base, or exactly half with its lowest number.
+    // Rule 13: more than half of the base, or exactly half with its lowest. The order of the slots
+    // stands for that of (number, nonce).
     bool is_majority(Set set, Set base) const {
         const int part = size(set & base);
         return 2 * part > size(base) || (2 * part == size(base) && has(set, lowest(base)));
@@ -473,7 +468,6 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
         const bool is_open = record.kind != kFinish || c.is(Mutant::kAfterFinish);
         may_revive = all_died && is_open && record.number < c.last;
     }
-    if (may_revive && s.records[t].kind == kFinish && !c.is(Mutant::kAfterFinish)) return;
     const int a = free_attempt(s);
     if (a < 0 || is_own_open(s, i) || !(may_found || may_revive)) return;
     const Set newcomers = up_newcomers(s);
@@ -644,10 +638,8 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
             if (has(bound, b) && is_older) bound &= Set(~bit(b));
         }
         const bool is_bound = binds() && bound != 0;
-        // A repeated PREPARE changes nothing.
-        const bool has_answered = has(q.bound, a);
-        if (has_answered && c.repeats) {
-        } else if (may_answer && agrees && is_here && !is_bound) {
+        const bool is_repeated = c.repeats && has(q.bound, a);
+        if (may_answer && agrees && is_here && !is_bound && !is_repeated) {
             step(s, {Act::kSeals, uint8_t(j), uint8_t(i), attempt.members}, emit,
                  [&](State& n, const char*&) {
                      if (!c.repeats) n.attempts[a].prepares &= Set(~bit(addressee));

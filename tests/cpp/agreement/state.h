@@ -82,7 +82,7 @@ struct Config {
     int forgets = 0;
     int losses = 0;
     int leaves = 0;
-    int demands = 0;      // change_group: how many different sets a caller may name
+    int demands = 0;      // change_group names sets of at least members - demands + 1 numbers
     int cuts = 0;         // 1: the way between the last two members may go, 2: there is none
     int checkpoints = 0;  // the highest inner step of a newcomer's checkpoint
     int min_replicas = 2;
