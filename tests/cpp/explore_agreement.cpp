@@ -2,10 +2,10 @@
 //
 //   explore_agreement --members 2 --features crash,planned --bounds crashes=2,last=3 [--live]
 //   explore_agreement --mutant blind-swap      whether the model of a mutant notices the mutant
-//   explore_agreement --scenario no-way        a sequence of events, and what must not come of it
+//   explore_agreement --scenario no-way        a sequence of events, and its forbidden end
 //   explore_agreement --list                   the names of features, mutants and scenarios
 //
-// --outcomes counts what the states mean to the rounds; with --whole no states are taken for one,
+// --outcomes counts states that differ for the rounds; with --whole no states are taken for one,
 // which needs a bound on proposals and must give the same outcomes. --live also looks for states
 // from which no common record can be reached without faults. The exit status is 0 if nothing is
 // broken in all states, or if a mutant breaks the invariant that is expected; 1 if not, or if the
@@ -80,7 +80,7 @@ Config config_of(int members, const std::string& features, const std::string& bo
     return config;
 }
 
-// Whether the model permits a scenario and its end, and forbids what must never be.
+// Whether the model permits a scenario and its end, and forbids the end that must never be.
 bool holds(const Scenario& scenario) {
     const Config config = config_of(scenario.members, scenario.features, scenario.bounds);
     Config broken = config;

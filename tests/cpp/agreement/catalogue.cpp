@@ -92,6 +92,12 @@ const std::vector<Feature>& all_features() {
              at_least(c.checkpoints, 1);
              c.restarts = c.revival = true;
          }},
+        {"rollback", "all die, and newcomers may go back behind the record",
+         [](Config& c) {
+             at_least(c.crashes, c.members);
+             at_least(c.newcomers, 2);
+             c.restarts = c.revival = c.all_lost = true;
+         }},
         {"forget", "the table loses its record", [](Config& c) { at_least(c.forgets, 1); }},
         {"answers", "the request of a swap and its answer travel, and may be lost",
          [](Config& c) { c.answers = true; }},

@@ -1,4 +1,4 @@
-// What the events of the agreement do to a state; rules.h says when each may happen.
+// The effect of the agreement's events on a state; rules.h says when each may happen.
 #include "rules.h"
 
 #include <algorithm>
@@ -80,9 +80,9 @@ bool Rules::is_own_open(const State& s, int i) const {
     return false;
 }
 
-// A set without state is a group only where nobody of the base lives who has state.
+// A set without state is a group only where no member of the base lives that has state.
 bool Rules::may_be_state(const State& s, Set members, int base) const {
-    // Also who is a member and has not entered yet, such as the source of a founding.
+    // Also a member that has not entered yet, such as the source of a founding.
     const Record& record = s.records[base];
     Set holders = 0;
     for (int i = 0; i < kProcesses; ++i) {
@@ -244,7 +244,7 @@ void Rules::learn(State& n, int a, const char*& broken) const {
     Attempt& attempt = n.attempts[a];
     const int i = attempt.proposer;
     if (attempt.stage == kRefused) {
-        // Who founds looks again whether it still may.
+        // A founder looks again whether founding is still allowed.
         const bool may_ask_again = attempt.seals != 0;
         attempt.stage = may_ask_again ? kCollecting : kFree;
         return;
@@ -304,12 +304,12 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
         Attempt& attempt = n.attempts[a];
         if (attempt.stage == kFree || attempt.proposer != i) continue;
         if (attempt.record == r) {
-            // The proposer knows; who is bound reads the table or hears OPEN.
+            // The proposer knows; bound processes read the table or hear OPEN.
             attempt.stage = kCollecting;
             attempt.seals = attempt.readies = 0;
         } else if ((attempt.stage == kCollecting && attempt.record == kNone) ||
                    attempt.stage == kRefused) {
-            // Its own swap was not made, so it withdraws.
+            // The process's own swap was not made, so the process withdraws.
             attempt.stage = kCollecting;
             attempt.is_withdrawn = 1;
         }
@@ -368,7 +368,7 @@ void Rules::normalise(State& n) const {
         const bool is_asleep =
             attempt.stage == kCollecting && (attempt.seals == 0 || attempt.is_withdrawn);
         const bool is_over = is_asleep && bound == 0 && attempt.prepares == 0;
-        // A durable table never goes back, so what has another base can only be refused.
+        // A durable table never goes back, so a swap on another base can only be refused.
         const bool is_refused =
             is_durable && attempt.base != n.tables[0] &&
             !(attempt.stage == kDone && attempt.record == n.tables[0] && is_in_base);
@@ -382,7 +382,7 @@ void Rules::normalise(State& n) const {
         if (!p.is_up()) continue;
         if (p.entered != kNone) inhabited |= bit(p.entered);
         const int i = int(&p - n.processes.data());
-        bool waits = false;  // It is a member of a record that it has not entered.
+        bool waits = false;  // The process is a member of a record, and has not entered.
         for (int q = 0; q < kRecords; ++q) {
             const Record& record = n.records[q];
             const bool may_enter =
@@ -444,8 +444,7 @@ uint64_t Rules::outcome(const State& s) const {
         n.processes[i].flags = p.flags & (kHasState | kLeaving | kMoved);
         n.processes[i].entered = number_of(p.entered);
         if (p.entered == kNone) continue;
-        // By the number of a record: its members, its decision, and what was voted and applied in
-        // it.
+        // By the number of a record: members, decision, votes and applied rounds.
         const int number = number_of(p.entered);
         n.records[number].members = s.records[p.entered].members;
         n.records[number].commits = s.records[p.entered].commits;

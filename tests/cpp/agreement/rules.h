@@ -1,13 +1,12 @@
 // The rules of the agreement as events: all that can happen in a state, and what each event breaks.
 //
-// Time is left out. A process may propose any set at any moment, whomever it suspects; a message
-// that is sent may arrive at any later moment or never. So patience, ranks and the choice of the
-// largest group (rules 1, 7, 8) appear here as "some process proposes some set".
+// Time is left out. A process may propose any set at any moment, whichever others the process
+// suspects; a message that is sent may arrive at any later moment or never. So patience, ranks and
+// the choice of the largest group (rules 1, 7, 8) appear here as "some process proposes some set".
 //
 // Two simplifications make the states few, and hide nothing:
-// * Votes, SEALED and READY are heard when they are needed. To hear one of them changes only what
-//   the hearer may do later, so a state in which some were heard allows no more than one in which
-//   all that were sent are heard at the moment of use, or not at all.
+// * Votes, SEALED and READY are heard at the moment of use: all that were sent, or none. A message
+//   that was heard earlier would change nothing but what its receiver may do at that moment.
 // * WITHDRAW may be heard as long as somebody is bound: a bound process asks its proposer again.
 #pragma once
 
@@ -98,8 +97,8 @@ class Rules {
     // Too few live for a common record.
     bool is_excused(const State& s) const;
 
-    // A hash of all that a state means to the rounds: who lives in which record, and has applied
-    // what.
+    // A hash of all that a state means to the rounds: which processes live in which record, and
+    // which rounds each has applied.
     uint64_t outcome(const State& s) const;
 
     const Config c;
@@ -154,8 +153,8 @@ class Rules {
         const int low = c.members - 2, high = c.members - 1;
         return !(s.is_cut && ((i == low && j == high) || (i == high && j == low)));
     }
-    // Rule 13: more than half of the base, or exactly half with its lowest. The order of the slots
-    // stands for that of (number, nonce).
+    // Rule 13: more than half of the base, or exactly half with the lowest member of the base.
+    // The order of the slots stands for the order of (number, nonce).
     bool is_majority(Set set, Set base) const {
         const int part = size(set & base);
         return 2 * part > size(base) || (2 * part == size(base) && has(set, lowest(base)));
@@ -235,7 +234,7 @@ void Rules::round_events(const State& s, int i, Emit&& emit) const {
     const Process& p = s.processes[i];
     const int r = p.entered;
     if (r == kNone || !has_rounds(s, r) || !p.has_state()) return;
-    // Rule 2: who has sealed neither votes nor applies, except by a record.
+    // Rule 2: a sealed process neither votes nor applies, except by a record.
     if (p.is_sealed() && !c.is(Mutant::kNoPromise)) return;
     for (int k = 0; k < c.streams; ++k) {
         if (!has(s.voted[r][k], i)) {
@@ -273,7 +272,7 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
     const int r = p.entered, t = table_of(s, i);
     for (int q = 0; q < kRecords; ++q) {
         // OPEN, also of a record that the table no longer holds. A newcomer takes OPEN only as a
-        // hint to read: a late one would let it enter a record that has long been left behind.
+        // hint to read: by a late OPEN a newcomer would enter a record of long ago.
         const bool may_hear = r != kNone || c.is(Mutant::kNewcomerHearsOpen);
         if (has(s.records[q].open_to, i) && may_hear && may_enter(s, i, q)) {
             step(s, {Act::kHearsOpen, uint8_t(i), uint8_t(q)}, emit,
@@ -281,7 +280,7 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
         }
     }
     if (t == kNone) {
-        // Rule 13: who has entered a record puts the record back, also when sealed.
+        // Rule 13: a process that has entered a record puts the record back, also when sealed.
         if (r != kNone) {
             step(s, {Act::kPutsBack, uint8_t(i), uint8_t(r)}, emit,
                  [&](State& n, const char*&) { n.tables[p.place()] = uint8_t(r); });
@@ -300,11 +299,11 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
             });
         }
     } else if (r != kNone && record.number >= s.records[r].number) {
-        // Also by another record with its number, such as another founding.
+        // Also by another record of the same number, such as another founding.
         step(s, {Act::kIsFenced, uint8_t(i), uint8_t(t)}, emit,
              [&](State& n, const char*&) { end(n, i); });
     }
-    // A table that went back to an older record: who has entered a newer one puts it there.
+    // A table that went back to an older record: a process puts its newer record there.
     if (r != kNone && record.number < s.records[r].number) {
         step(s, {Act::kReplays, uint8_t(i), uint8_t(r)}, emit,
              [&](State& n, const char*&) { n.tables[p.place()] = uint8_t(r); });
@@ -383,7 +382,7 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
     if (!p.has_state() || ((c.is_durable() || swaps_now) && table_of(s, i) != r)) return;
     const int a = free_attempt(s);
     if (a < 0 || is_own_open(s, i) || (seals_planned() && binds() && p.bound != 0)) return;
-    // It holds all votes of all rounds that were sent before the boundary.
+    // The proposer holds all votes of all rounds that were sent before the boundary.
     uint8_t commits = 0;
     for (int k = 0; k < c.streams; ++k) commits |= has(s.applied[r][k], i) ? 1 << k : 0;
     const uint8_t all = uint8_t((1 << c.streams) - 1);
@@ -526,7 +525,7 @@ void Rules::end_events(const State& s, int i, Emit&& emit) const {
 
 template <typename Emit>
 void Rules::move_events(const State& s, int i, Emit&& emit) const {
-    // Rule 10: the caller names another store. It is as a table that has forgotten.
+    // Rule 10: the caller names another store, which is as a table that has forgotten.
     if (!c.moves || s.processes[i].place() != 0 || is_own_open(s, i)) return;
     step(s, {Act::kMoves, uint8_t(i)}, emit, [&](State& n, const char*&) {
         n.processes[i].flags |= kMoved;
@@ -623,7 +622,7 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
         }
     }
     if (addressee >= 0) {
-        // Rule 4: only who has entered the base answers, and a newcomer whom a demand names.
+        // Rule 4: members that have entered the base answer, and newcomers that a demand names.
         const bool is_demanded =
             c.demands > 0 && q.entered == kNone && !has(s.records[attempt.base].members, j);
         const bool may_answer = q.entered == attempt.base || is_demanded ||
@@ -653,13 +652,13 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
                      }
                  });
         } else if (!c.repeats) {
-            // NO: it has no other effect than that the proposer need not wait.
+            // NO has no other effect than that the proposer need not wait.
             step(s, {Act::kSaysNo, uint8_t(j), uint8_t(i), attempt.members}, emit,
                  [&](State& n, const char*&) { n.attempts[a].prepares &= Set(~bit(addressee)); });
         }
     }
     if (c.ready && has(attempt.seals, j) && !has(attempt.readies, j)) {
-        // READY: it has heard every member of S on a link.
+        // READY: the process has heard every member of S on a link.
         bool hears_all = contains(attempt.seals, attempt.members);
         for (int k = 0; k < kProcesses; ++k) {
             if (has(attempt.members, k)) hears_all = hears_all && can_reach(s, j, k);
@@ -682,8 +681,8 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
             step(s, {has_ended ? Act::kSeesEnd : Act::kSuspects, uint8_t(j), uint8_t(i)}, emit,
                  [&](State& n, const char*&) {
                      n.processes[j].bound &= Set(~bit(a));
-                     // It has changed the bytes of the record in the table: swaps that are under
-                     // way name other bytes.
+                     // The process has changed the bytes of the record in the table: swaps that
+                     // are under way name other bytes.
                      for (Attempt& other : n.attempts) {
                          const bool is_under_way = other.stage == kRequested &&
                                                    other.place == q.place() &&

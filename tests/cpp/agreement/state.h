@@ -27,7 +27,7 @@ constexpr bool contains(Set set, Set part) { return (part & ~set) == 0; }
 inline int size(Set set) { return __builtin_popcount(set); }
 inline int lowest(Set set) { return set == 0 ? kProcesses : __builtin_ctz(set); }
 
-// What breaks a rule on purpose, to see that an invariant notices.
+// Changes that break a rule on purpose, to see that an invariant notices.
 enum class Mutant : uint8_t {
     kNothing,
     kNoPromise,           // a sealed process votes and applies on
@@ -45,7 +45,7 @@ enum class Mutant : uint8_t {
     kReleaseUnread,  // a bound process answers another when the proposer has ended, without a look
                      // into the table
     kReleaseWithdrawn,    // a bound process answers another only after a withdrawal
-    kNoTouch,             // it looks, and does not change the bytes of the record in the table
+    kNoTouch,             // the look into the table does not change the bytes of the record there
     kWithdrawUnknown,     // a proposer withdraws before the outcome of its swap is known
     kFoundWithState,      // newcomers found though somebody has state
     kStaleFollower,       // a newcomer's READY of an older record counts
@@ -111,7 +111,7 @@ enum Flag : uint8_t {
     kSealed = 1,
     kHasState = 2,
     kLeaving = 4,
-    kForgotten = 8,  // the table has forgotten since it bound itself
+    kForgotten = 8,  // the table has forgotten since the process bound itself
     kMoved = 16,     // uses the table of another store
 };
 
@@ -120,7 +120,7 @@ struct Process {
     uint8_t number;
     uint8_t entered;  // a record, kNone for a newcomer
     uint8_t follows;  // the record whose rounds a newcomer follows; kNone
-    Set bound;        // attempts to which it has answered SEALED
+    Set bound;        // attempts to which the process has answered SEALED
     uint8_t flags;
     Set told;            // the numbers that its caller named in change_group
     uint8_t checkpoint;  // inner step of a newcomer's checkpoint
@@ -155,9 +155,9 @@ struct Attempt {
     Set seals;                        // their SEALED was sent
     Set readies;                      // their READY was sent
     std::array<Set, kStreams> voted;  // whose SEALED says "voted"
-    Set with_state;                   // whose SEALED says that it has state
+    Set with_state;                   // members whose SEALED says "has state"
     uint8_t source, step;  // whose checkpoint is the state, written when the swap is asked for
-    uint8_t record;        // the record that it became, or kNone
+    uint8_t record;        // the record that the attempt became, or kNone
     uint8_t is_withdrawn;
 };
 
@@ -178,7 +178,7 @@ struct State {
     std::array<Process, kProcesses> processes;
     std::array<Attempt, kAttempts> attempts;
     std::array<Record, kRecords> records;
-    // By record: who has voted, and who has applied, the round of a stream, ever.
+    // By record and stream: the processes that have ever voted in, and applied, the round.
     std::array<std::array<Set, kStreams>, kRecords> voted;
     std::array<std::array<Set, kStreams>, kRecords> applied;
     // The record in the table, and in the table of another store; kNone for an empty table.
