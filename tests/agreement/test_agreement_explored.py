@@ -237,16 +237,25 @@ def test_triples_of_features_with_two_members_break_nothing() -> None:
         check(2, triple)
 
 
-@pytest.mark.parametrize("features", [*FEATURES, "crash,streams", "forget,answers", "join,leave"])
-def test_states_that_are_taken_for_one_have_the_same_outcomes(features: str) -> None:
-    bounds = ["--features", features, "--bounds", "proposals=1,attempts=3", "--outcomes"]
-    found = [explore(*bounds, *whole) for whole in ([], ["--whole"])]
-    outcomes = [
-        re.search(r"^\d+ outcomes with the sum \w+$", one.text, re.MULTILINE) for one in found
-    ]
-    assert found[0].status == found[1].status == 0
-    assert outcomes[0] and outcomes[1] and outcomes[0][0] == outcomes[1][0]
+def has_same_outcomes(features: str) -> bool:
+    """Compare what the states mean to the rounds with a search that takes no states for one."""
+    arguments = ["--features", features, "--bounds", "proposals=1,attempts=3", "--outcomes"]
+    found = [explore(*arguments, *whole) for whole in ([], ["--whole"])]
+    texts = [re.search(r"^\d+ outcomes with the sum \w+$", one.text, re.MULTILINE) for one in found]
+    assert found[0].status == found[1].status == 0 and texts[0] and texts[1]
     assert found[0].text != found[1].text
+    return texts[0][0] == texts[1][0]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_states_that_are_taken_for_one_have_the_same_outcomes(feature: str) -> None:
+    assert has_same_outcomes(feature)
+
+
+@pytest.mark.nightly("fifteen seconds; the first tier has each feature")
+def test_states_with_two_features_that_are_taken_for_one_have_the_same_outcomes() -> None:
+    different = [pair for pair in combinations(2) if not has_same_outcomes(pair)]
+    assert not different
 
 
 def test_a_swap_that_is_refused_is_seen_where_the_table_forgets() -> None:

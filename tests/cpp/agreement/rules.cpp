@@ -336,11 +336,17 @@ void Rules::normalise(State& n) const {
         p.number = number;
         p.entered = p.follows = kNone;
     }
-    const Set living = up(n);
-    const bool is_durable = c.is_durable();
     for (Process& p : n.processes) {
         if (p.bound == 0) p.flags &= Set(~kForgotten);
     }
+    prune_attempts(n);
+    prune_records(n);
+    sort_attempts(n);
+}
+
+// Attempts that can no longer become a record, and to which nobody is bound.
+void Rules::prune_attempts(State& n) const {
+    const Set living = up(n);
     for (int a = 0; a < kAttempts; ++a) {
         Attempt& attempt = n.attempts[a];
         if (attempt.stage == kFree) continue;
@@ -370,12 +376,18 @@ void Rules::normalise(State& n) const {
         const bool is_over = is_asleep && bound == 0 && attempt.prepares == 0;
         // A durable table never goes back, so a swap on another base can only be refused.
         const bool is_refused =
-            is_durable && attempt.base != n.tables[0] &&
+            c.is_durable() && attempt.base != n.tables[0] &&
             !(attempt.stage == kDone && attempt.record == n.tables[0] && is_in_base);
         if (!is_over && !is_refused) continue;
         attempt = Attempt{};
         for (Process& q : n.processes) q.bound &= Set(~bit(a));
     }
+}
+
+// Records that nobody is in, follows or may still enter, with the votes in them.
+void Rules::prune_records(State& n) const {
+    const Set living = up(n);
+    const bool is_durable = c.is_durable();
     Set inhabited = 0;  // Records that a living process has entered.
     Set followed = 0;
     for (Process& p : n.processes) {
@@ -414,7 +426,10 @@ void Rules::normalise(State& n) const {
             n.voted[r] = n.applied[r] = {};
         }
     }
-    // The order of the attempts means nothing.
+}
+
+// The order of the attempts means nothing.
+void Rules::sort_attempts(State& n) const {
     for (int a = 1; a < kAttempts; ++a) {
         for (int b = a; b > 0; --b) {
             Attempt &left = n.attempts[b - 1], &right = n.attempts[b];

@@ -188,6 +188,9 @@ class Rules {
     }
 
     void normalise(State& n) const;
+    void prune_attempts(State& n) const;
+    void prune_records(State& n) const;
+    void sort_attempts(State& n) const;
     void enter(State& n, int i, int record, const char*& broken) const;
     void end(State& n, int i) const;
     void seal(State& n, int i, int a) const;
