@@ -284,6 +284,14 @@ def test_a_mutant_breaks_the_invariant_that_it_should(mutant: str) -> None:
     assert re.search(r" break [ILi]\d: ", run.text), run.text
 
 
+@pytest.mark.parametrize("mutant", ["majority-alone", "release-unread", "release-suspected"])
+@pytest.mark.parametrize("features", ["crash", "planned,answers"])
+def test_a_durable_table_needs_no_binding(features: str, mutant: str) -> None:
+    """The same mutants break a table that forgets."""
+    run = explore("--members", "3", "--features", features, "--mutant", mutant)
+    assert "exhaustive, nothing is broken" in run.text, run.text
+
+
 @pytest.mark.nightly(
     "seconds each; the first tier has those with fewer states", but=QUICK_SCENARIOS
 )
