@@ -44,6 +44,8 @@ members    features                bounds                                       
 3          crash,forget,answers                                                      12.6 million
 3          forget                  forgets=2                                         3.1 million
 3          forget,planned,join                                                       15.2 million
+3          by-id,forget                                                              10.5 million
+3          by-id,crash,forget                                                        19.8 million
 4          crash                   last=1                                            11.5 million
 4          forget                  last=1                                            47.7 million
 =========  ======================  ================================================  ===========
@@ -126,6 +128,9 @@ MUTANTS = [
     "requests-survive",
     "told-unlooked",
     "two-of-one-number",
+    "new-table-majority",
+    "new-table-living",
+    "late-answer",
     "planned-unsealed",
 ]
 SLOW_MUTANTS = {"no-touch", "withdraw-unknown"}
@@ -161,6 +166,8 @@ DEEP = [
     (3, "crash,forget,answers", ""),
     (3, "forget", "forgets=2"),
     (3, "forget,planned,join", ""),
+    (3, "by-id,forget", ""),
+    (3, "by-id,crash,forget", ""),
     (4, "crash", "last=1"),
     (4, "forget", "last=1"),
 ]
@@ -215,7 +222,7 @@ def check(members: int, features: str, bounds: str = "") -> Run:
 
 
 def test_each_name_of_the_explorer_is_tested() -> None:
-    assert names("features") == list(FEATURES)
+    assert names("features") == [*FEATURES, "by-id"]
     assert names("mutants") == MUTANTS
     assert names("scenarios") == SCENARIOS
 
@@ -256,6 +263,21 @@ def test_states_that_are_taken_for_one_have_the_same_outcomes(feature: str) -> N
 def test_states_with_two_features_that_are_taken_for_one_have_the_same_outcomes() -> None:
     different = [pair for pair in combinations(2) if not has_same_outcomes(pair)]
     assert not different
+
+
+@pytest.mark.parametrize(
+    "features", ["forget", "forget,crash", "forget,answers", "forget,join", "move"]
+)
+def test_ids_of_tables_do_in_place_of_binding_and_majority(features: str) -> None:
+    check(2, f"by-id,{features}")
+
+
+@pytest.mark.nightly("half a minute; the first tier has a few of these")
+@pytest.mark.timeout(1800)
+def test_ids_of_tables_do_beside_each_other_feature() -> None:
+    for pair in combinations(2):
+        if {"forget", "move"} & set(pair.split(",")):
+            check(2, f"by-id,{pair}")
 
 
 def test_a_swap_that_is_refused_is_seen_where_the_table_forgets() -> None:

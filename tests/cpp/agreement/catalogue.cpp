@@ -111,6 +111,8 @@ const std::vector<Feature>& all_features() {
         {"leave", "a member leaves", [](Config& c) { at_least(c.leaves, 1); }},
         {"move", "the callers name another store, one after another",
          [](Config& c) { c.moves = true; }},
+        {"by-id", "tables have ids, in place of binding and majority",
+         [](Config& c) { c.by_id = true; }},
         {"finish", "the run ends", [](Config& c) { c.finish = true; }},
     };
     return features;
@@ -187,6 +189,14 @@ const std::vector<MutantEntry>& all_mutants() {
          "demand", "", "I9"},
         {M::kTwoOfOneNumber, "two-of-one-number", "a planned change takes two of one number", 2,
          "zombie", "newcomers=2", "I5"},
+        {M::kNewTableMajority, "new-table-majority",
+         "a majority of SEALED is enough for an empty table of another id", 3, "by-id,forget", "",
+         "I4"},
+        {M::kNewTableLiving, "new-table-living", "SEALED of all that live is enough there", 3,
+         "by-id,crash,forget", "", "I4"},
+        {M::kLateAnswer, "late-answer",
+         "a process that sealed for a new table learns of its swap in the former one", 2,
+         "by-id,forget,answers", "", "I4"},
         {M::kPlannedUnsealed, "planned-unsealed",
          "a forgetting table, planned changes without SEALED", 2, "planned,forget", "", "I4"},
     };

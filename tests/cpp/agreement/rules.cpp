@@ -54,6 +54,28 @@ bool Rules::is_released(const State& s, int a, int j) const {
     return table_of(s, j) == attempt.base && !s.processes[j].has_seen_forgetting();
 }
 
+// By id: a swap into an empty table of another id needs the SEALED of every member of the base.
+bool Rules::has_all_for_new_table(const State& s, const Attempt& attempt) const {
+    const Set base = s.records[attempt.base].members;
+    Set needed = base;
+    if (c.is(Mutant::kNewTableLiving)) needed &= up(s);
+    // The callers of change_group vouch that the others are dead.
+    if (c.demands > 0) needed &= Set(attempt.members | up(s));
+    if (c.is(Mutant::kNewTableMajority)) return is_majority(Set(attempt.seals & base), base);
+    return contains(attempt.seals, needed);
+}
+
+// Whether the table makes the swap of an attempt: the request names the bytes of the base.
+bool Rules::may_swap(const State& s, const Attempt& attempt) const {
+    const int table = s.tables[attempt.place];
+    if (c.is(Mutant::kBlindSwap)) return true;
+    if (!c.by_id) return table == attempt.base;
+    if (attempt.table_id != id_of(s, attempt.place)) return false;
+    const bool is_founding = attempt.kind == kFounding || attempt.kind == kRevival;
+    if (!is_founding && is_other_table(s, attempt.place, attempt.base)) return table == kNone;
+    return table == attempt.base;
+}
+
 int Rules::free_attempt(const State& s) const {
     for (int a = 0; a < c.attempts; ++a) {
         if (s.attempts[a].stage == kFree) return a;
@@ -99,6 +121,14 @@ void Rules::seal(State& n, int i, int a) const {
     Attempt& attempt = n.attempts[a];
     Process& p = n.processes[i];
     attempt.seals |= bit(i);
+    for (Attempt& own : n.attempts) {
+        // Whoever seals for a new table no longer hears of a swap in the former one.
+        const bool is_former = own.stage != kFree && own.proposer == i && &own != &attempt;
+        if (c.by_id && is_former && own.table_id != attempt.table_id &&
+            !c.is(Mutant::kLateAnswer)) {
+            own = Attempt{};
+        }
+    }
     if (binds() && p.bound == 0) p.flags &= Set(~kForgotten);
     if (binds()) p.bound |= bit(a);
     if (p.entered == kNone) return;
@@ -147,6 +177,8 @@ bool Rules::swap(State& n, int a, const char*& broken) const {
     record.kind = attempt.kind;
     record.number = uint8_t(number);
     record.parent = attempt.base;
+    record.table_id = attempt.table_id;
+    record.line = attempt.base == kNone ? uint8_t(slot + 1) : n.records[attempt.base].line;
     record.members = attempt.members;
     decide(n, attempt, record.commits, record.decides);
     record.source = attempt.source;
@@ -216,9 +248,13 @@ bool Rules::may_ask(const State& s, int a) const {
     const bool is_ready =
         !c.ready || contains(attempt.readies, attempt.members) || c.is(Mutant::kNoReady);
     if (!is_sealed || !is_ready) return false;
+    if (c.by_id && is_other_table(s, attempt.place, attempt.base) &&
+        !has_all_for_new_table(s, attempt)) {
+        return false;
+    }
     if (c.answers || c.is(Mutant::kBlindSwap)) return true;
     // A swap that the table refuses at once changes nothing; see kWithdraws.
-    return s.tables[attempt.place] == attempt.base;
+    return may_swap(s, attempt);
 }
 
 // The proposer writes its record, and asks the table to swap.
@@ -280,14 +316,17 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     for (int q = 0; q < kRecords; ++q) {
         const Record& other = n.records[q];
         // A table that forgot a record all of whose members died cannot know of that record.
-        const bool may_fork = !c.is_durable() && record.source != kNone;
+        const bool is_vouched = c.by_id && c.demands > 0;
+        const bool may_fork = !c.is_durable() && (record.source != kNone || is_vouched);
         const Set entered_by = may_fork ? Set(other.entered_by & up(n)) : other.entered_by;
         if (q == r || other.kind == kNoRecord || entered_by == 0) continue;
         if (other.number == record.number && other.parent == record.parent) {
             broken = "I4: two records that follow one record are entered";
         }
     }
-    if (c.demands > 0 && record.kind == kUnplanned && p.told != numbers(n, record.members)) {
+    // Without binding, a set of an earlier call may win; the later call goes on from there.
+    const bool was_named = c.demands == 0 || p.told == numbers(n, record.members);
+    if (!c.by_id && record.kind == kUnplanned && !was_named) {
         broken = "I9: a process is in a group that its caller did not name";
     }
     if (record.source != kNone) {
@@ -317,7 +356,7 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     p.entered = uint8_t(r);
     p.follows = kNone;
     p.bound = 0;
-    p.told = 0;
+    if (was_named || !c.by_id) p.told = 0;
     p.checkpoint = 0;
     record.entered_by |= bit(i);
     record.open_to &= Set(~bit(i));
@@ -470,6 +509,15 @@ uint64_t Rules::outcome(const State& s) const {
 }
 
 bool Rules::is_settled(const State& s) const {
+    if (c.by_id) {
+        // Members that train do not notice an empty table.
+        for (int r = 0; r < kRecords; ++r) {
+            const bool is_last = s.records[r].kind != kNoRecord && s.records[r].number == c.last;
+            const bool is_known = is_in_table(s, r) || is_last || s.tables[0] == kNone;
+            if (s.records[r].kind != kNoRecord && is_known && is_settled_in(s, r)) return true;
+        }
+        return false;
+    }
     return is_settled_in(s, s.tables[0]) || (c.moves && is_settled_in(s, s.tables[1]));
 }
 
@@ -506,6 +554,15 @@ bool Rules::is_excused(const State& s) const {
     }
     const Record& record = s.records[newest];
     const Set members = record.members & living;
+    if (c.by_id && !c.is_durable()) {
+        const bool is_there = record.table_id == id_of(s, 0) || (c.moves && record.table_id == 7);
+        bool has_moved = false;
+        for (const Process& p : s.processes) has_moved |= p.is_up() && p.place() != 0;
+        const bool is_left = has_moved && record.table_id != 7;
+        if (is_there && is_in_table(s, newest) && !is_left) return members == 0;
+        // The table is gone: all members must seal.
+        return members != record.members;
+    }
     if (!c.is_durable()) {
         // The proposer has ended and the table has forgotten: nobody knows whether its swap was
         // made.

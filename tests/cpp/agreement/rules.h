@@ -159,8 +159,16 @@ class Rules {
         const int part = size(set & base);
         return 2 * part > size(base) || (2 * part == size(base) && has(set, lowest(base)));
     }
-    bool needs_majority() const { return (c.forgets > 0 || c.moves) && !c.is(Mutant::kNoMajority); }
-    bool binds() const { return !c.is(Mutant::kNoBinding); }
+    bool needs_majority() const {
+        return (c.forgets > 0 || c.moves) && !c.by_id && !c.is(Mutant::kNoMajority);
+    }
+    // A table that forgot, and the table of another store, have another id.
+    int id_of(const State& s, int place) const { return place == 0 ? c.forgets - s.forgets : 7; }
+    bool is_other_table(const State& s, int place, int record) const {
+        return s.records[record].table_id != id_of(s, place);
+    }
+    bool has_all_for_new_table(const State& s, const Attempt& attempt) const;
+    bool binds() const { return !c.by_id && !c.is(Mutant::kNoBinding); }
     int best_checkpoint(const State& s, Set set) const {
         int best = kNone;
         for (int i = 0; i < kProcesses; ++i) {
@@ -172,12 +180,14 @@ class Rules {
     }
 
     // On a table that forgets a planned change needs SEALED of a majority, too.
-    bool seals_planned() const {
+    bool seals_planned(const State& s, int i) const {
+        if (c.by_id) return is_other_table(s, s.processes[i].place(), s.processes[i].entered);
         return (c.forgets > 0 || c.moves) && !c.is(Mutant::kPlannedUnsealed);
     }
-    static Attempt new_attempt(const State& s, Kind kind, int proposer, int base, Set members) {
+    Attempt new_attempt(const State& s, Kind kind, int proposer, int base, Set members) const {
         Attempt attempt{};
         attempt.place = uint8_t(s.processes[proposer].place());
+        attempt.table_id = c.by_id ? uint8_t(id_of(s, attempt.place)) : 0;
         attempt.stage = kCollecting;
         attempt.kind = kind;
         attempt.proposer = uint8_t(proposer);
@@ -203,6 +213,7 @@ class Rules {
     void learn(State& n, int a, const char*& broken) const;
     void ask(State& n, int a, const char*& broken) const;
     bool may_ask(const State& s, int a) const;
+    bool may_swap(const State& s, const Attempt& attempt) const;
     bool is_own_open(const State& s, int i) const;
     bool may_be_state(const State& s, Set members, int base) const;
 
@@ -282,9 +293,26 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
                  [&](State& n, const char*& broken) { enter(n, i, q, broken); });
         }
     }
+    for (int j = 0; j < kProcesses && c.by_id && t == kNone && r != kNone; ++j) {
+        // The table is empty, and a place key says that process j is in a newer record: i asks j.
+        const Process& q = s.processes[j];
+        if (!q.is_up() || q.entered == kNone || s.records[q.entered].line != s.records[r].line)
+            continue;
+        if (s.records[q.entered].number <= s.records[r].number) continue;
+        const bool is_member = has(s.records[q.entered].members, i);
+        if (is_member && !may_enter(s, i, q.entered)) continue;
+        step(s, {is_member ? Act::kReads : Act::kIsFenced, uint8_t(i), q.entered}, emit,
+             [&](State& n, const char*& broken) {
+                 if (is_member) {
+                     enter(n, i, q.entered, broken);
+                 } else {
+                     end(n, i);
+                 }
+             });
+    }
     if (t == kNone) {
         // Rule 13: a process that has entered a record puts the record back, also when sealed.
-        if (r != kNone) {
+        if (r != kNone && !c.by_id) {
             step(s, {Act::kPutsBack, uint8_t(i), uint8_t(r)}, emit,
                  [&](State& n, const char*&) { n.tables[p.place()] = uint8_t(r); });
         }
@@ -301,13 +329,15 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
                 broken = "I5: a member missed a record in which it is";
             });
         }
-    } else if (r != kNone && record.number >= s.records[r].number) {
+    } else if (r != kNone &&
+               (c.by_id ? record.number > s.records[r].number || record.line != s.records[r].line
+                        : record.number >= s.records[r].number)) {
         // Also by another record of the same number, such as another founding.
         step(s, {Act::kIsFenced, uint8_t(i), uint8_t(t)}, emit,
              [&](State& n, const char*&) { end(n, i); });
     }
     // A table that went back to an older record: a process puts its newer record there.
-    if (r != kNone && record.number < s.records[r].number) {
+    if (r != kNone && record.number < s.records[r].number && !c.by_id) {
         step(s, {Act::kReplays, uint8_t(i), uint8_t(r)}, emit,
              [&](State& n, const char*&) { n.tables[p.place()] = uint8_t(r); });
     }
@@ -327,9 +357,11 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
                 d == (1 << c.members) - 1 || size(Set(d)) >= c.members - c.demands + 1;
             // The call begins with a look into the table.
             const int t = table_of(s, i);
+            const bool is_gone = c.by_id && t == kNone && r != kNone;
             const bool is_newest =
-                t != kNone && (t == r || (r == kNone && !has(s.records[t].members, i)) ||
-                               c.is(Mutant::kToldUnlooked));
+                is_gone ||
+                (t != kNone && (t == r || (r == kNone && !has(s.records[t].members, i)) ||
+                                c.is(Mutant::kToldUnlooked)));
             if (is_offered && has(Set(d), p.number) && p.told != d && is_newest &&
                 (r == kNone || s.records[r].number < c.last)) {
                 step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit,
@@ -361,6 +393,10 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
                  Attempt& attempt = n.attempts[a];
                  attempt = new_attempt(s, kUnplanned, i, r, members);
                  attempt.prepares = Set(members & ~bit(i));
+                 // On a new table all members of the base must have sealed.
+                 if (c.by_id && is_other_table(s, attempt.place, r)) {
+                     attempt.prepares = Set((members | base.members) & ~bit(i) & up(s));
+                 }
                  for (const Attempt& former : s.attempts) {
                      const bool counts = c.is(Mutant::kOldAttempt) && former.is_withdrawn;
                      if (!counts || former.proposer != i || former.base != r) continue;
@@ -381,10 +417,10 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
     if (!(c.planned || c.joins || c.leaves > 0 || c.finish) || r == kNone) return;
     const Record& base = s.records[r];
     if (base.number >= c.last || base.kind == kFinish || !has_rounds(s, r) || p.is_sealed()) return;
-    const bool swaps_now = !c.answers && !seals_planned();
+    const bool swaps_now = !c.answers && !seals_planned(s, i);
     if (!p.has_state() || ((c.is_durable() || swaps_now) && table_of(s, i) != r)) return;
     const int a = free_attempt(s);
-    if (a < 0 || is_own_open(s, i) || (seals_planned() && binds() && p.bound != 0)) return;
+    if (a < 0 || is_own_open(s, i) || (seals_planned(s, i) && binds() && p.bound != 0)) return;
     // The proposer holds all votes of all rounds that were sent before the boundary.
     uint8_t commits = 0;
     for (int k = 0; k < c.streams; ++k) commits |= has(s.applied[r][k], i) ? 1 << k : 0;
@@ -412,8 +448,9 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
                  for (int k = 0; k < c.streams; ++k) {
                      attempt.voted[k] = has(commits, k) ? base.members : 0;
                  }
-                 if (seals_planned()) {
-                     attempt.prepares = Set(members & base.members & ~bit(i));
+                 if (seals_planned(s, i)) {
+                     const Set asked = c.by_id ? base.members : Set(members & base.members);
+                     attempt.prepares = Set(asked & ~bit(i) & up(s));
                      seal(n, i, a);
                  } else {
                      ask(n, a, broken);
@@ -427,7 +464,8 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
         const bool is_new = c.planned || joiners != 0 || leavers != 0;
         const bool is_one_each = size(numbers(s, members)) == size(members);
         if (!is_one_each && !c.is(Mutant::kTwoOfOneNumber)) continue;
-        if (seals_planned() && !(has(members, i) && is_majority(members, base.members))) continue;
+        const bool is_sealing = has(members, i) && (c.by_id || is_majority(members, base.members));
+        if (seals_planned(s, i) && !is_sealing) continue;
         if (is_new && members != 0) plan(kPlanned, members);
     }
     if (c.finish) plan(kFinish, base.members);
@@ -443,6 +481,17 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
              [&](State& n, const char*&) { n.processes[i].flags |= kHasState; });
     }
     if (!p.is_newcomer()) return;
+    for (int r = 0; r < kRecords && c.by_id && table_of(s, i) == kNone; ++r) {
+        // The table is empty: a newcomer asks a member for the record for which it was ready.
+        const Record& record = s.records[r];
+        const bool is_ready =
+            p.follows == record.parent || (p.follows == kNone && record.kind != kPlanned);
+        bool has_member = false;
+        for (const Process& q : s.processes) has_member |= q.is_up() && q.entered == r;
+        if (!has_member || !is_ready || !has(record.members, i)) continue;
+        step(s, {Act::kHearsOpen, uint8_t(i), uint8_t(r)}, emit,
+             [&](State& n, const char*& broken) { enter(n, i, r, broken); });
+    }
     if (c.joins) {
         for (int r = 0; r < kRecords; ++r) {
             const Record& record = s.records[r];
@@ -587,7 +636,7 @@ void Rules::attempt_events(const State& s, int a, Emit&& emit) const {
              });
     }
     const bool was_swapped = attempt.record != kNone;
-    const bool matches = s.tables[attempt.place] == attempt.base || c.is(Mutant::kBlindSwap);
+    const bool matches = may_swap(s, attempt);
     if (attempt.stage == kRequested) {
         step(s,
              {matches ? Act::kTableSwaps : Act::kTableRefuses, uint8_t(i), attempt.base,
@@ -652,6 +701,20 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
                          for (Set& voted : n.attempts[a].voted) {
                              if (has(voted, j)) voted |= bit(addressee);
                          }
+                     }
+                 });
+        } else if (c.by_id && q.entered != kNone && s.processes[i].is_up() &&
+                   s.processes[i].entered == attempt.base &&
+                   s.records[q.entered].line == s.records[attempt.base].line &&
+                   s.records[q.entered].number > s.records[attempt.base].number) {
+            // NO with the newer record: the proposer enters the record, or is fenced.
+            step(s, {Act::kSaysNo, uint8_t(j), uint8_t(i), attempt.members}, emit,
+                 [&](State& n, const char*& broken) {
+                     n.attempts[a].prepares &= Set(~bit(addressee));
+                     if (has(s.records[q.entered].members, i) && may_enter(s, i, q.entered)) {
+                         enter(n, i, q.entered, broken);
+                     } else {
+                         end(n, i);
                      }
                  });
         } else if (!c.repeats) {

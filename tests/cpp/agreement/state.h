@@ -66,6 +66,9 @@ enum class Mutant : uint8_t {
     kRequestsSurvive,     // a table that forgets still makes swaps that were asked for before
     kToldUnlooked,        // change_group does not begin with a look into the table
     kTwoOfOneNumber,      // a planned change takes two newcomers of one number
+    kNewTableMajority,    // by id: a majority of SEALED is enough for an empty table of another id
+    kNewTableLiving,      // by id: SEALED of all that live is enough there
+    kLateAnswer,          // by id: a process that sealed for another table learns of its old swap
     kPlannedUnsealed,     // on a forgetting table a planned change is swapped without SEALED
 };
 
@@ -93,6 +96,7 @@ struct Config {
     bool planned = false;
     bool finish = false;
     bool moves = false;     // the callers name another store, one after another
+    bool by_id = false;     // tables that forget have ids in place of binding and majority
     bool answers = false;   // the request of a swap and its answer travel
     bool repeats = false;   // a relay repeats messages
     bool zombies = false;   // a number starts again while its old process lives
@@ -149,6 +153,7 @@ struct Attempt {
     uint8_t kind;
     uint8_t proposer;
     uint8_t place;                    // which table
+    uint8_t table_id;                 // by id: the table to which the request goes
     uint8_t base;                     // a record; kNone for a founding
     Set members;                      // S
     Set prepares;                     // PREPARE under way to them
@@ -164,6 +169,8 @@ struct Attempt {
 struct Record {
     uint8_t kind;
     uint8_t number;
+    uint8_t table_id;  // by id: the table in which the record was swapped
+    uint8_t line;      // the founding from which the record descends
     uint8_t parent;
     Set members;
     uint8_t commits;  // bits of streams
