@@ -131,6 +131,7 @@ MUTANTS = [
     "new-table-majority",
     "new-table-living",
     "late-answer",
+    "newcomer-first",
     "planned-unsealed",
 ]
 SLOW_MUTANTS = {"no-touch", "withdraw-unknown"}

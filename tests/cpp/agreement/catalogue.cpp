@@ -197,6 +197,8 @@ const std::vector<MutantEntry>& all_mutants() {
         {M::kLateAnswer, "late-answer",
          "a process that sealed for a new table learns of its swap in the former one", 2,
          "by-id,forget,answers", "", "I4"},
+        {M::kNewcomerFirst, "newcomer-first", "a newcomer enters before a member of the base knows",
+         2, "by-id,forget,join,answers", "", "I4"},
         {M::kPlannedUnsealed, "planned-unsealed",
          "a forgetting table, planned changes without SEALED", 2, "planned,forget", "", "I4"},
     };

@@ -40,6 +40,13 @@ bool Rules::may_enter(const State& s, int i, int record) const {
     const Process& p = s.processes[i];
     const Record& next = s.records[record];
     if (p.entered != kNone) return next.parent == p.entered;
+    if (c.by_id && next.parent != kNone && next.kind != kRevival) {
+        // Before a member of the base knows of the record, the table may forget, and the base may
+        // go on in another table.
+        const Set base = s.records[next.parent].members;
+        const bool is_known = (next.entered_by & base) != 0 || has(next.open_to, i);
+        if (!is_known && (base & up(s)) != 0 && !c.is(Mutant::kNewcomerFirst)) return false;
+    }
     // A newcomer of a planned change has followed the rounds of the record before.
     return next.kind != kPlanned || p.follows == next.parent || c.is(Mutant::kStaleFollower);
 }
@@ -129,6 +136,10 @@ void Rules::seal(State& n, int i, int a) const {
             own = Attempt{};
         }
     }
+    // By id: whoever has sealed for a new table hears no more of the former one.
+    const bool is_new_table =
+        c.by_id && attempt.base != kNone && n.records[attempt.base].table_id != attempt.table_id;
+    if (is_new_table) p.flags |= kForgotten;
     if (binds() && p.bound == 0) p.flags &= Set(~kForgotten);
     if (binds()) p.bound |= bit(a);
     if (p.entered == kNone) return;
@@ -376,7 +387,7 @@ void Rules::normalise(State& n) const {
         p.entered = p.follows = kNone;
     }
     for (Process& p : n.processes) {
-        if (p.bound == 0) p.flags &= Set(~kForgotten);
+        if (p.bound == 0 && !c.by_id) p.flags &= Set(~kForgotten);
     }
     prune_attempts(n);
     prune_records(n);

@@ -287,7 +287,10 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
     for (int q = 0; q < kRecords; ++q) {
         // OPEN, also of a record that the table no longer holds. A newcomer takes OPEN only as a
         // hint to read: by a late OPEN a newcomer would enter a record of long ago.
-        const bool may_hear = r != kNone || c.is(Mutant::kNewcomerHearsOpen);
+        const bool is_former = c.by_id && p.has_seen_forgetting() &&
+                               s.records[q].table_id != id_of(s, p.place()) &&
+                               !c.is(Mutant::kLateAnswer);
+        const bool may_hear = (r != kNone && !is_former) || c.is(Mutant::kNewcomerHearsOpen);
         if (has(s.records[q].open_to, i) && may_hear && may_enter(s, i, q)) {
             step(s, {Act::kHearsOpen, uint8_t(i), uint8_t(q)}, emit,
                  [&](State& n, const char*& broken) { enter(n, i, q, broken); });

@@ -68,6 +68,7 @@ enum class Mutant : uint8_t {
     kTwoOfOneNumber,      // a planned change takes two newcomers of one number
     kNewTableMajority,    // by id: a majority of SEALED is enough for an empty table of another id
     kNewTableLiving,      // by id: SEALED of all that live is enough there
+    kNewcomerFirst,       // by id: a newcomer enters before a member of the base knows
     kLateAnswer,          // by id: a process that sealed for another table learns of its old swap
     kPlannedUnsealed,     // on a forgetting table a planned change is swapped without SEALED
 };
