@@ -111,9 +111,9 @@ const std::vector<Feature>& all_features() {
         {"leave", "a member leaves", [](Config& c) { at_least(c.leaves, 1); }},
         {"move", "the callers name another store, one after another",
          [](Config& c) { c.moves = true; }},
+        {"finish", "the run ends", [](Config& c) { c.finish = true; }},
         {"by-id", "tables have ids, in place of binding and majority",
          [](Config& c) { c.by_id = true; }},
-        {"finish", "the run ends", [](Config& c) { c.finish = true; }},
     };
     return features;
 }
