@@ -16,7 +16,7 @@ from typing_extensions import Unpack, overload
 
 from .. import ops
 from ..base import recording
-from ..base.checks import flag, integer, refuse_copy
+from ..base.checks import choice, flag, integer, refuse_copy
 from ..base.errors import LeftBehind, NonFiniteError, PeerLeft
 from ..exchange.membership import verdicts
 from ..methods.outer import OuterOptimizer
@@ -577,6 +577,7 @@ class DiLoCo:
 
     def doing(self, phase: str) -> AbstractContextManager[None]:
         """Name a phase, "evaluation" or "checkpoint", to those that wait, in a ``with`` block."""
+        choice("phase", phase, ("evaluation", "checkpoint"))
         return nullcontext() if self._elastic is None else self._elastic.group.doing(phase)
 
     def agree_on_steps(self, num_steps: int) -> int:
