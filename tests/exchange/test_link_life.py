@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -141,3 +143,57 @@ def test_messages_and_life_behind_a_relay(tmp_path: Path, with_keys: bool) -> No
         until(lambda: life(first, second.nonce).silent_s > 2)
         # The relay would refuse, not the process.
         assert not life(first, second.nonce).is_refused
+
+
+def test_the_host_of_a_process_that_dialled_first_refuses() -> None:
+    """Each end learns an address of the other, whichever end has dialled first."""
+    with closing(_C.Link(ANY_PORT, ANY_PORT)) as link:
+        process = subprocess.Popen(
+            [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdin is not None and process.stdout is not None
+        nonce, address = process.stdout.readline().split()
+        process.stdin.write(f"{link.nonce} {link.address}\n")
+        process.stdin.flush()
+        until(lambda: link.counters()["connects"] == 1)
+        assert link.reach(NAME, [(nonce, address)]) == [""]
+        until(lambda: life(link, nonce).inner_step == 5 and link.counters()["connects"] == 2)
+        process.kill()
+        process.communicate()
+        until(lambda: life(link, nonce).is_refused)
+
+
+def forward(front: socket.socket, port: int, sockets: list[socket.socket]) -> None:
+    """Copy the bytes of each connection to ``front`` to a local port, and back."""
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    with contextlib.suppress(OSError):
+        while True:
+            pair = (front.accept()[0], socket.create_connection(("127.0.0.1", port)))
+            sockets.extend(pair)
+            for one, other in (pair, pair[::-1]):
+                threading.Thread(target=copy, args=(one, other), daemon=True).start()
+
+
+def test_another_address_takes_the_place_of_one_that_refuses() -> None:
+    """A forwarder ends, and its address refuses; the process lives at another address."""
+    sockets: list[socket.socket] = []
+    with ExitStack() as stack:
+        far = stack.enter_context(closing(_C.Link(ANY_PORT, ANY_PORT)))
+        near = stack.enter_context(closing(_C.Link("", "")))
+        port = int(far.address.split(":")[1])
+        front = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        threading.Thread(target=forward, args=(front, port, sockets), daemon=True).start()
+        far.reach(NAME, [(near.nonce, "")])
+        address = f"127.0.0.1:{front.getsockname()[1]}"
+        until(lambda: near.reach(NAME, [(far.nonce, address)]) == [""])
+        for one in (front, *sockets):
+            one.shutdown(socket.SHUT_RDWR)
+        front.close()
+        until(lambda: life(near, far.nonce).is_refused)
+        until(lambda: near.reach(NAME, [(far.nonce, far.address)]) == [""])
+        until(lambda: not life(near, far.nonce).is_refused)
