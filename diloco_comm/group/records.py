@@ -20,7 +20,7 @@ NONCE_BYTES = HASH_BYTES = TABLE_BYTES = 16
 NO_RECORD = -1
 NO_HASH = bytes(HASH_BYTES)
 # The first bytes of a record: what it is, and its version.
-MAGIC = b"DCgr"
+FIRST_BYTES = b"DCgr"
 VERSION = 1
 _MAX_NUMBER = 0xFFFFFFFF
 _SOURCE, _FINISHED = 1, 2
@@ -129,7 +129,7 @@ def record_hash(content: bytes) -> bytes:
 def _to_bytes(record: Record) -> bytes:
     flags = _SOURCE * (record.source is not None) | _FINISHED * record.is_finished
     writer = Writer()
-    writer.fixed("4sHH", MAGIC, VERSION, flags)
+    writer.fixed("4sHH", FIRST_BYTES, VERSION, flags)
     writer.fixed("Q16s16s16s", record.number, record.parent, record.table, record.founding)
     writer.fixed("16sI", record.attempt.proposer, record.attempt.counter)
     writer.fixed("qI", record.inner_step, record.source or 0)
@@ -149,7 +149,7 @@ def _to_bytes(record: Record) -> bytes:
 
 @lru_cache(maxsize=64)
 def _from_bytes(content: bytes) -> Record:
-    if content[: len(MAGIC)] != MAGIC:
+    if content[: len(FIRST_BYTES)] != FIRST_BYTES:
         raise ValueError(f"the table holds no record of a group: {_start(content)}")
     version = int.from_bytes(content[4:6], "little")
     if version != VERSION:
