@@ -122,6 +122,9 @@ class Signs:
             elif place is not None and place != self._places.get(beat.member.nonce):
                 self._places[beat.member.nonce] = place
                 self._news.set()
+        # Processes come and go: those that neither beat nor are wanted are forgotten.
+        kept = self._wanted | {beat.member.nonce for beat in beats}
+        self._places = {nonce: at for nonce, at in self._places.items() if nonce in kept}
         lives, places = self._own.life(), self._places.items()
         self._lives = {nonce: lives[at.nonce] for nonce, at in places if at.nonce in lives}
         heard = tuple(nonce for nonce in self._lives if self._is_heard(nonce))
