@@ -29,8 +29,8 @@ _MARK = b"diloco_comm is built for torch "
 # Another size of the exchanges' headers needs another number here, too: two replicas that post
 # different sizes abort before they compare the version in the headers.
 HANDSHAKE = 3
-# Records of views and beats of members in the registry of elastic training, as JSON.
-VIEW = 3
+# Beats of members in the table of a group, as JSON. Records and messages have versions of their own.
+GROUP = 1
 # Requests of a replica that joins, and the answers of its donors, over the link.
 TRANSFER = 4
 # Frames between a server of asynchronous or decoupled training and its workers.

@@ -1,0 +1,209 @@
+"""Beats: what a process says of itself in the table, again and again, while it lives."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ..base.extension import GROUP as VERSION
+from ..base.extension import RefusedVersions, refusal
+from .records import Key
+from .state import Place, Stage, State
+
+MAX_BEAT_BYTES = 1 << 14
+# More would not fit into a beat.
+_MOST_CUT = 24
+_EVICT = "evict."
+_refused = RefusedVersions(logging.getLogger(__name__), "the beat of another replica")
+
+# A newcomer that copies the outer state from the members, who do not let it in yet.
+PULLING = "pulling"
+# A newcomer that waits to be let in.
+READY = "ready"
+# In a view.
+TRAINING = "training"
+# Has stopped at the boundary of its view, as all its members do.
+STOPPED = "stopped"
+# Goes from its view to the next.
+CHANGING = "changing"
+# Takes part in nothing any more; FINISHED: because all steps are taken.
+GONE = "gone"
+FINISHED = "finished"
+_STAGES = {
+    Stage.TRAINING: TRAINING,
+    Stage.STOPPED: STOPPED,
+    Stage.SEALING: CHANGING,
+    Stage.SEALED: CHANGING,
+    Stage.GONE: GONE,
+}
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One beat.
+
+    Attributes:
+        place: The words of the process for the agreement.
+        counter: Higher with every beat of this process.
+        stage: One of the texts above.
+        phase: The work of its training loop, see ``DiLoCo.doing``.
+        ways: Where the link of each worker of the replica is found, see ``Way``; the first one is
+            of the process that beats.
+        store: ``tcp://host:port`` of the store at which others find this process; "" for none.
+        serves: Other processes can copy its outer state over its link.
+    """
+
+    place: Place
+    counter: int
+    stage: str = READY
+    phase: str = ""
+    ways: tuple[str, ...] = ()
+    store: str = ""
+    serves: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.place.key
+
+    @property
+    def is_gone(self) -> bool:
+        return self.stage in (GONE, FINISHED)
+
+    def to_bytes(self) -> bytes:
+        """Return the text of this beat.
+
+        Raises:
+            ValueError: If it is too long.
+        """
+        place = replace(self.place, cut=self.place.cut[:_MOST_CUT])
+        values = {**_written(place), **{name: getattr(self, name) for name in _OWN}}
+        text = json.dumps({"version": VERSION, **values}, sort_keys=True).encode()
+        if len(text) > MAX_BEAT_BYTES:
+            raise ValueError(
+                f"the beat of replica {self.key.number} has {len(text)} bytes, at most "
+                f"{MAX_BEAT_BYTES} are allowed: it names {len(self.ways)} workers"
+            )
+        return text
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Beat | None:
+        """Return the beat that the text holds; None for any other text.
+
+        A beat of another version is logged, once.
+        """
+        try:
+            values = json.loads(text)
+            version = values.pop("version")
+            if version != VERSION:
+                _refused.log(version, ValueError(refusal(version, VERSION)))
+                return None
+            own = {name: values.pop(name) for name in _OWN}
+            beat = cls(_read(values), **{**own, "ways": tuple(own["ways"])})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        return beat if _is_sound(beat) else None
+
+
+def name_of(key: Key) -> str:
+    """Return the name under which a process beats."""
+    return f"{key.number}.{key.nonce.hex()}"
+
+
+def eviction_of(key: Key) -> str:
+    """Return the name of a beat that asks a process to leave its group, for good."""
+    return _EVICT + name_of(key)
+
+
+def evicted(names: Mapping[str, bytes]) -> frozenset[str]:
+    """Return the names of the processes that somebody has asked to leave."""
+    return frozenset(name.removeprefix(_EVICT) for name in names if name.startswith(_EVICT))
+
+
+def stage_of(state: State) -> str:
+    """Return the stage of a process for people."""
+    if state.stage is Stage.NEWCOMER:
+        return PULLING if state.follows is None else READY
+    return FINISHED if state.is_finished else _STAGES[state.stage]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where the link of a process is found, as text in a beat.
+
+    Attributes:
+        nonce: 32 hexadecimal digits.
+        address: "host:port", or "" where nobody can dial the process.
+        key: The public key as 64 hexadecimal digits, or "".
+        relay: "host:port" of the relay where the process waits, or "".
+    """
+
+    nonce: str
+    address: str
+    key: str
+    relay: str
+
+    def to_text(self) -> str:
+        return " ".join([self.nonce, self.address or "-", self.key or "-", self.relay or "-"])
+
+    @classmethod
+    def from_text(cls, text: str) -> Way | None:
+        """Return the way that a beat names; None if the text names none."""
+        words = ["" if word == "-" else word for word in text.split(" ")]
+        is_sound = text.isascii() and len(words) == 4 and _is_hex(words[0], 32)
+        return cls(*words) if is_sound and (not words[2] or _is_hex(words[2], 64)) else None
+
+    @property
+    def words(self) -> tuple[str, str, str, str]:
+        """The strings by which the link reaches the process."""
+        return self.nonce, self.address, self.key, self.relay
+
+
+def _is_hex(text: str, length: int) -> bool:
+    return re.fullmatch(f"[0-9a-f]{{{length}}}", text) is not None
+
+
+# ------------------------------------------------------------------------------------- JSON
+
+_OWN = tuple(one.name for one in fields(Beat) if one.name != "place")
+
+
+def _written(place: Place) -> dict[str, Any]:
+    values = asdict(place)
+    del values["key"], values["is_fresh"]
+    hexed = {"settings": place.settings.hex(), "cut": [nonce.hex() for nonce in place.cut]}
+    return {**values, **hexed, "number": place.key.number, "nonce": place.key.nonce.hex()}
+
+
+def _read(values: dict[str, Any]) -> Place:
+    key = Key(values.pop("number"), _nonce(values.pop("nonce")))
+    settings, cut = _nonce(values.pop("settings")), tuple(map(_nonce, values.pop("cut")))
+    return Place(key, settings, cut=cut, **values)
+
+
+def _nonce(text: str) -> bytes:
+    """Return the 16 bytes of a name.
+
+    Raises:
+        ValueError: If the text is no such name.
+    """
+    if not _is_hex(text, 32):
+        raise ValueError
+    return bytes.fromhex(text)
+
+
+def _is_sound(beat: Beat) -> bool:
+    place = beat.place
+    follows = 0 if place.follows is None else place.follows
+    numbers = (place.key.number, beat.counter, place.entered, follows, place.inner_step)
+    flags = (place.has_state, place.is_leaving, place.is_finished, place.has_checkpoint)
+    return (
+        all(type(one) is int and -1 <= one < 1 << 62 for one in numbers)
+        and 0 <= place.key.number < 1 << 31
+        and all(type(one) is bool for one in (*flags, beat.serves))
+        and all(type(one) is str for one in (beat.stage, beat.phase, beat.store, *beat.ways))
+        and beat.stage in {PULLING, READY, FINISHED, *_STAGES.values()}
+    )
