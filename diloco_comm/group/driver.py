@@ -1,0 +1,485 @@
+"""The threads that carry out the agreement of one process: its clock, its messages, its table.
+
+The training thread tells the driver what happens to it, and takes the driver's orders. All that
+happens becomes an event of the core, one at a time, on the driver's own thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from . import messages as ms
+from . import state as st
+from .agreement import step
+from .beats import Beat, Way, evicted, name_of, stage_of
+from .records import NO_RECORD, Key, Record
+from .signs import Signs
+from .table import Seen, Swapped, Table, TableAway, TableThread
+
+logger = logging.getLogger(__name__)
+
+# A poll that comes this many periods after the last one says nothing about other processes.
+_LATE = 3.0
+# Seconds between two lines about those for whom this process waits.
+_LINE_S = 60.0
+# Seconds in which a key that is refused may be allowed again.
+_KEY_WAIT_S = 10.0
+# Seconds for which the listening thread waits for messages at a time.
+_LISTEN_S = 0.5
+# Messages that may wait for the driver; more are dropped, and their senders repeat them.
+_MOST_HEARD = 4096
+# Seconds to wait for another process's settings, to name the one that differs.
+_ASK_S = 3.0
+# The first byte of a frame behind the nonce of its sender.
+_MESSAGE, _ASK, _SHOWN = range(3)
+_MOST_SHOWN = 1 << 20
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why the driver takes no further part.
+
+    Attributes:
+        kind: "fenced", "refused", "over", "drained", "failed" or "waited".
+    """
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A frame from the link of this nonce."""
+
+    link: str
+    content: bytes
+
+
+Order = st.Seal | st.Connect | st.Enter | st.Fail | Ended
+_KINDS: dict[type[st.End], str] = {
+    st.Fence: "fenced",
+    st.Refuse: "refused",
+    st.Over: "over",
+    st.Drained: "drained",
+}
+
+
+class Driver:
+    """Carry out the decisions of the core for one process.
+
+    Args:
+        table: Used by a thread of the driver alone from now on.
+        state: The core's first state.
+        signs: The life of other processes.
+        period_s: Seconds between two polls.
+        shown: What must be equal on all members, as JSON.
+
+    Attributes:
+        state: The core's newest state.
+        is_change_wanted: Headers shall ask for a boundary.
+        is_broken: The training thread shall stop at once.
+        inner_step: That this process has reached, or of its checkpoint.
+        phase, serves, ways, store: For its beats, see there.
+        waits_since: Since when the training thread may wait for the other members; 0: it does not.
+        waiting_for: The reason for which the core waits; "" for nothing.
+        loss: Why the last look had no answer of the table; None if it had one.
+        beats: The last beat of every process; None before the first look.
+    """
+
+    def __init__(
+        self, table: Table, state: st.State, signs: Signs, *, period_s: float, shown: str
+    ) -> None:
+        self.state, self.signs = state, signs
+        self._period_s, self._shown = period_s, shown
+        self.is_change_wanted = self.is_broken = False
+        self.inner_step = state.inner_step
+        self.phase, self.store = "", ""
+        self.serves = False
+        self.ways = [signs.way.to_text()]
+        self.waits_since = 0.0
+        self.waiting_for = ""
+        self.loss: TableAway | None = None
+        self.beats: Collection[Beat] | None = None
+        self._break: Callable[[], None] = lambda: None
+        self._counter = 0
+        self._events: queue.SimpleQueue[
+            st.Event | Seen | Swapped | TableAway | _Frame | None
+        ] = queue.SimpleQueue()
+        self._table = TableThread(table, period_s, self._own_beat, self._events.put)
+        self._news = threading.Condition()
+        self._orders: dict[type, Order] = {}
+        self._ended: Ended | None = None
+        self._by_link: dict[str, set[bytes]] = {}
+        self._last_poll = time.monotonic()
+        self._line_at = self._loss_since = 0.0
+        self._has_warned = self._is_closing = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
+        self._listener = threading.Thread(
+            target=self._listen, daemon=True, name="diloco_comm messages"
+        )
+
+    def start(self) -> None:
+        self.signs.link.told(self.signs.service, 0.0)
+        self.signs.start()
+        self._listener.start()
+        self._table.start()
+        self._thread.start()
+
+    def close(self, patience_s: float = 15.0) -> None:
+        """End the threads and the connection to the table; idempotent.
+
+        The others learn that this process takes no further part.
+        """
+        self._events.put(None)
+        if self._thread.is_alive():
+            self._thread.join(patience_s)
+
+    # --------------------------------------------------------------- for the training thread
+
+    def tell(self, event: st.Event) -> None:
+        """Tell the core what has happened to the training thread."""
+        if isinstance(event, st.Broke | st.Boundary):
+            self.is_change_wanted = self.is_broken = False
+        self._events.put(event)
+
+    def lost(self, numbers: Collection[int]) -> None:
+        """Note members to which a round has lost its connection."""
+        record = self.state.record
+        members = () if record is None else record.members
+        self.signs.lost(key.nonce for key in members if key.number in numbers)
+
+    def on_break(self, function: Callable[[], None]) -> None:
+        """Call ``function``, on the driver's thread, when rounds under way are to fail."""
+        self._break = function
+
+    def next_order(self, timeout_s: float) -> Order | None:
+        """Take the next order; None if there was none in time. ``Ended`` stays."""
+        with self._news:
+            self._news.wait_for(lambda: self._orders or self._ended, timeout_s)
+            if self._ended is not None:
+                return self._ended
+            for kind in (st.Enter, st.Seal, st.Fail, st.Connect):
+                if kind in self._orders:
+                    return self._orders.pop(kind)
+            return None
+
+    @property
+    def has_order(self) -> bool:
+        """Whether ``next_order`` would return at once."""
+        return bool(self._orders) or self._ended is not None
+
+    @property
+    def waits(self) -> str:
+        """The reason for which this process waits; "" for nothing."""
+        return self.waiting_for if self.loss is None else f"for the registry: {self.loss}"
+
+    def warn_if_ended(self) -> None:
+        """Log once that this replica's group cannot change any more."""
+        if self._ended is not None and self._ended.kind == "failed" and not self._has_warned:
+            self._has_warned = True
+            logger.error("this replica trains on until its group changes: %s", self._ended.reason)
+
+    def ways_of(self, key: Key) -> list[Way] | None:
+        """Return where the links of a process's workers are found; None if that is not known."""
+        beat = next((beat for beat in self.beats or () if beat.key == key), None)
+        if key == self.state.key:
+            found = [Way.from_text(text) for text in self.ways]
+        else:
+            found = [Way.from_text(text) for text in (() if beat is None else beat.ways)]
+        return [way for way in found if way is not None] or None
+
+    # ------------------------------------------------------------------- the driver's thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_turn():
+                pass
+        except Exception as error:
+            logger.exception("membership of replica %d has failed", self.state.key.number)
+            self._end("failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._is_closing = True
+            self._table.close(self._period_s + 5.0 + 5.0)
+            self.signs.close()
+
+    def _take_turn(self) -> bool:
+        """Handle what has happened, or poll; return False when the thread shall end."""
+        due = self._last_poll + self._period_s - time.monotonic()
+        if due <= 0:
+            self._poll()
+            return True
+        try:
+            news = self._events.get(timeout=due)
+        except queue.Empty:
+            return True
+        if isinstance(news, _Frame):
+            self._hear(news)
+        elif isinstance(news, Seen):
+            self._see(news)
+        elif isinstance(news, Swapped):
+            self._step(st.Swapped(news.new, news.outcome))
+        elif isinstance(news, TableAway):
+            self._note_loss(news)
+        elif news is not None:
+            self._step(news)
+        return news is not None
+
+    def _poll(self) -> None:
+        now, before = time.monotonic(), self._last_poll
+        self._last_poll = now
+        if now - before > _LATE * self._period_s:
+            # This process stood still: that is no silence of the others.
+            self.signs.stood_still(now - before)
+            return
+        self._look_after_others()
+        self._step(st.Passed())
+        self._break_off_silent_round()
+        self._say_who_is_waited_for()
+
+    def _base(self) -> tuple[Key, ...]:
+        """Return the members of the record that this process knows."""
+        record = self.state.record or self.state.in_table
+        return () if record is None else record.members
+
+    def _look_after_others(self) -> None:
+        """Tell the core who lives, if that is news."""
+        base = self._base()
+        newcomers = [
+            beat.key for beat in self.beats or () if not (beat.place.entered or beat.is_gone)
+        ]
+        self.signs.want(key.nonce for key in (*base, *newcomers))
+        before, life = self.state.life, self.signs.judge(base)
+        if life == before:
+            return
+        members = {key.nonce: key.number for key in base}
+        news = (life.suspected | life.dead) - before.suspected - before.dead
+        if found := sorted(members[nonce] for nonce in news & members.keys()):
+            self._say_suspected(tuple(found))
+        self._step(life)
+
+    def _break_off_silent_round(self) -> None:
+        """Let a round fail that waits for a member of which nothing is heard."""
+        if self._waited < 2 * self._period_s or self.state.stage is not st.Stage.TRAINING:
+            return
+        silent = self.state.life.suspected & {key.nonce for key in self._base()}
+        if self.is_broken or silent:
+            self.is_broken = True
+            self._break_off()
+
+    @property
+    def _waited(self) -> float:
+        """Seconds for which the training thread has waited."""
+        return time.monotonic() - self.waits_since if self.waits_since else 0.0
+
+    def _say_who_is_waited_for(self) -> None:
+        """Log once a minute for whom the group waits, though they live."""
+        if self.state.record is None:
+            return
+        texts, now = self.signs.waited_for(self._base(), self._waited), time.monotonic()
+        if texts and now - self._line_at >= _LINE_S:
+            self._line_at = now
+            logger.warning("waiting for %s: alive, and not taking part", ", ".join(texts))
+
+    # ------------------------------------------------------------------------------ the table
+
+    def _own_beat(self) -> tuple[str, bytes]:
+        """Return name and text of the own beat; on the table's thread."""
+        self._counter += 1
+        state = self.state
+        stage = stage_of(state)
+        if self._is_closing and not state.is_finished:
+            stage = "gone"
+        place = st.place_of(state, self.inner_step)
+        ways = tuple(self.ways)
+        beat = Beat(place, self._counter, stage, self.phase, ways, self.store, self.serves)
+        return name_of(state.key), beat.to_bytes()
+
+    def _see(self, seen: Seen) -> None:
+        """Tell the core what the table holds."""
+        if self.loss is not None:
+            self.loss = None
+            self._say_whether_cut_off()
+            logger.warning("the registry answers again")
+        found = [Beat.from_bytes(text) for text in seen.beats.values()]
+        beats = sorted((one for one in found if one is not None), key=lambda one: one.key)
+        self.signs.note(beats)
+        if self._is_new_number_taken(beats, seen.record):
+            self._table.look()
+            return
+        self.beats = beats
+        self._by_link = {}
+        for beat in beats:
+            if beat.ways and (way := Way.from_text(beat.ways[0])) is not None:
+                self._by_link.setdefault(way.nonce, set()).add(beat.key.nonce)
+        leaving = evicted(seen.beats)
+        if name_of(self.state.key) in leaving and not self.state.is_leaving:
+            logger.warning("somebody has asked this replica to leave its group")
+            self._step(st.Leave())
+        places = tuple([self._place_in(beat) for beat in beats if not _is_old(beat)])
+        known = self._base()
+        evict = frozenset(key.number for key in known if name_of(key) in leaving)
+        self._look_after_others()
+        self._step(st.Looked(seen.record, seen.table, places, evict))
+
+    def _place_in(self, beat: Beat) -> st.Place:
+        return replace(beat.place, is_fresh=self.signs.is_fresh(beat.key.nonce))
+
+    def _is_new_number_taken(self, beats: Collection[Beat], record: bytes) -> bool:
+        """Take another number where the own one is taken; return whether that was so."""
+        return False
+
+    def _note_loss(self, error: TableAway) -> None:
+        if self.loss is None or error.is_other != self.loss.is_other:
+            level = logging.ERROR if error.is_other else logging.WARNING
+            logger.log(level, "rounds go on, but nobody can come or go: %s", error)
+            self._loss_since = time.monotonic()
+        self.loss = error
+        self._say_whether_cut_off()
+        if error.is_refused and time.monotonic() - self._loss_since > _KEY_WAIT_S:
+            self._end("refused", str(error))
+            self.is_broken = True
+            self._break_off()
+
+    def _say_whether_cut_off(self) -> None:
+        """Nobody waits for ``busy_after`` for a process that could not come to a new group."""
+        self.signs.is_cut_off = self.loss is not None
+        self.signs.set_progress(self.inner_step, self.phase)
+
+    # ------------------------------------------------------------------------------- messages
+
+    def _listen(self) -> None:
+        """Take frames from the link, on a thread of its own."""
+        link, service = self.signs.link, self.signs.service
+        with contextlib.suppress(RuntimeError):  # The link was closed.
+            while not self._is_closing:
+                for nonce, content in link.told(service, _LISTEN_S):
+                    if self._events.qsize() < _MOST_HEARD:
+                        self._events.put(_Frame(nonce, content))
+
+    def _hear(self, frame: _Frame) -> None:
+        nonce, kind, content = frame.content[:16], frame.content[16:17], frame.content[17:]
+        if nonce not in self._by_link.get(frame.link, ()):
+            # The table has the place of this process, or the process is none of this group.
+            self._table.look()
+            return
+        if kind == bytes([_ASK]):
+            shown = zlib.compress(self._shown.encode())
+            self._send(nonce, _SHOWN, shown if len(shown) < ms.MAX_MESSAGE_BYTES else b"")
+        elif kind == bytes([_SHOWN]):
+            self._take_shown(nonce, content)
+        else:
+            try:
+                message = ms.decode(content)
+            except ValueError as error:
+                logger.debug("a message of another process is not read: %s", error)
+                return
+            self._step(st.Heard(nonce, message))
+
+    def _send(self, nonce: bytes, kind: int, content: bytes) -> None:
+        way = self.signs.way_to(nonce)
+        if way is not None:
+            frame = self.state.nonce + bytes([kind]) + content
+            # A message that does not leave is repeated by the core.
+            with contextlib.suppress(RuntimeError):
+                self.signs.link.tell(way.nonce, self.signs.service, frame)
+
+    def _take_shown(self, nonce: bytes, content: bytes) -> None:
+        """Take the settings of another process."""
+
+    # -------------------------------------------------------------------------------- actions
+
+    def _step(self, event: st.Event) -> None:
+        before = self.state
+        self.state, actions = step(before, event)
+        for action in actions:
+            self._carry_out(action)
+        if self.state is not before and _is_news(before, self.state):
+            # The others shall learn of it at once.
+            self._table.look()
+
+    def _carry_out(self, action: st.Action) -> None:
+        if isinstance(action, st.Send):
+            self._send(action.nonce, _MESSAGE, ms.encode(action.message))
+        elif isinstance(action, st.Read):
+            self._table.look()
+        elif isinstance(action, st.Swap):
+            self._table.swap(action.old, action.new)
+        elif isinstance(action, st.Seal):
+            self._order(action)
+            self.is_broken = True
+            if not action.is_patient:
+                self._break_off()
+        elif isinstance(action, st.Enter):
+            self.is_change_wanted = self.is_broken = False
+            self._has_entered(action.record)
+            self._order(action, drops=(st.Seal, st.Connect, st.Fail))
+        elif isinstance(action, st.Connect | st.Fail):
+            self._order(action)
+        elif isinstance(action, st.Pend):
+            self.is_change_wanted = True
+        elif isinstance(action, st.Wait):
+            self.waiting_for = action.reason
+            self._say_waiting(action.reason)
+        elif isinstance(action, st.End):
+            self._end(_KINDS[type(action)], action.reason)
+
+    def _order(self, order: Order, drops: Collection[type] = ()) -> None:
+        with self._news:
+            for kind in drops:
+                self._orders.pop(kind, None)
+            self._orders[type(order)] = order
+            self._news.notify_all()
+
+    def _break_off(self) -> None:
+        """Let what the training thread waits for fail."""
+        try:
+            self._break()
+        except RuntimeError as error:
+            logger.warning("a round could not be broken off: %s", error)
+
+    def _end(self, kind: str, reason: str) -> None:
+        with self._news:
+            self._ended = self._ended or Ended(kind, reason)
+            self._news.notify_all()
+
+    # ------------------------------------------------------------- for the rooms above this one
+
+    def _has_entered(self, record: Record) -> None:
+        """Note that this process has entered a record."""
+
+    def _say_waiting(self, reason: str) -> None:
+        """Tell the user why this process waits; "" when it waits no longer."""
+
+    def _say_suspected(self, numbers: tuple[int, ...]) -> None:
+        """Tell the user of members of which nothing is heard."""
+
+
+def _is_old(beat: Beat) -> bool:
+    """Whether a beat is the last word of a process that was in no record."""
+    return beat.is_gone and beat.place.entered == NO_RECORD and not beat.place.is_finished
+
+
+def _is_news(before: st.State, after: st.State) -> bool:
+    """Whether the beat of a process changes."""
+    names = ("stage", "entered", "has_state", "follows", "is_leaving", "is_finished", "cuts")
+    return any(getattr(before, name) is not getattr(after, name) for name in names)
+
+
+def shown_of(content: bytes) -> object:
+    """Return the settings of another process from its answer.
+
+    Raises:
+        ValueError: If the answer is none.
+    """
+    try:
+        return json.loads(zlib.decompressobj().decompress(content, _MOST_SHOWN))
+    except (zlib.error, RecursionError) as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,228 @@
+"""Which processes live: as their links tell, and as their beats in the table tell."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .. import _C
+from .beats import Beat, Way
+from .records import Key
+from .state import Life
+
+# Seconds of silence after which a process is not heard any more to which there is no connection.
+_LOST_S = 2.0
+# Seconds after which the link is asked again for ways that it does not have, and seconds after
+# which a newcomer counts as cut off.
+_REACH_AGAIN_S = 3.0
+# Seconds without a beat, after a round has lost the connection to the process.
+_UNHEARD_S = 2.0
+# The phase of a process that does not hear its table.
+CUT_OFF = "cut off"
+
+
+@dataclass
+class _Sight:
+    """What is known of one process.
+
+    Attributes:
+        since: When its beat was another one last, by the monotonic clock.
+        counter: Of that beat.
+        rises: The counter was seen to rise: an old beat may be that of a dead process.
+        wanted_at: Since when the link is asked for a way; 0: never.
+    """
+
+    beat: Beat
+    since: float
+    counter: int
+    rises: bool = False
+    wanted_at: float = 0.0
+
+
+class Signs:
+    """The life of the other processes of a group.
+
+    Args:
+        nonce: The name of this process in its group.
+        link: The link of this process, and ``way`` to it.
+        service: Names what the link connects for this group, equal on all members.
+        suspect_after_s: Seconds without a byte, and without a beat, after which a process is
+            suspected.
+        busy_after_s: The same without a beat for a process whose link is heard.
+
+    Attributes:
+        is_cut_off: The table does not answer here, so that this process cannot change its group.
+    """
+
+    def __init__(
+        self,
+        nonce: bytes,
+        link: _C.Link,
+        way: Way,
+        service: str,
+        suspect_after_s: float,
+        busy_after_s: float,
+    ) -> None:
+        self._nonce = nonce
+        self.link, self.way, self.service = link, way, service
+        self._suspect_after_s, self._busy_after_s = suspect_after_s, busy_after_s
+        self.is_cut_off = False
+        self._sights: dict[bytes, _Sight] = {}
+        self._lives: dict[bytes, _C.PeerLife] = {}
+        self._unheard: frozenset[bytes] = frozenset()
+        self._ended: set[bytes] = set()
+        self._mutex = threading.Lock()
+        self._wanted: tuple[tuple[str, ...], ...] = ()
+        self._news, self._is_closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._reach, daemon=True, name="diloco_comm signs")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let the link connect to nobody any more; idempotent."""
+        self._is_closed = True
+        self._news.set()
+
+    def set_progress(self, inner_step: int, phase: str) -> None:
+        """Say to the others how far this process is, see ``DiLoCo.doing``."""
+        with self._mutex:
+            self.link.set_progress(inner_step, CUT_OFF if self.is_cut_off else phase)
+
+    # ------------------------------------------------------------------------------- beats
+
+    def note(self, beats: Sequence[Beat]) -> None:
+        """Take the last beats of all processes."""
+        now = time.monotonic()
+        for beat in beats:
+            nonce, last = beat.key.nonce, self._sights.get(beat.key.nonce)
+            if last is None:
+                self._sights[nonce] = _Sight(beat, now, beat.counter)
+                continue
+            if beat.counter != last.counter:
+                last.since, last.counter, last.rises = now, beat.counter, True
+            last.beat = beat
+        # A table that was started again has few beats for a while.
+        there = {beat.key.nonce for beat in beats}
+        limit = max(self._suspect_after_s, self._busy_after_s)
+        sights = self._sights.items()
+        self._sights = {n: s for n, s in sights if n in there or now - s.since < limit}
+
+    def is_fresh(self, nonce: bytes) -> bool:
+        """Whether the table has heard of a process lately."""
+        sight = self._sights.get(nonce)
+        return sight is not None and self._silence(sight) < self._suspect_after_s
+
+    def _silence(self, sight: _Sight) -> float:
+        return time.monotonic() - sight.since
+
+    def stood_still(self, seconds: float) -> None:
+        """Note that this process stood still: that is no silence of the others."""
+        for sight in self._sights.values():
+            sight.since += seconds
+
+    def way_to(self, nonce: bytes) -> Way | None:
+        """Return where the link of a process is found; None where that is not known."""
+        sight = self._sights.get(nonce)
+        return None if sight is None or not sight.beat.ways else Way.from_text(sight.beat.ways[0])
+
+    # ------------------------------------------------------------------------------- links
+
+    def want(self, nonces: Iterable[bytes]) -> None:
+        """Let the link connect to these processes, as far as their links are known."""
+        ways = set()
+        for nonce in nonces:
+            way = self.way_to(nonce)
+            if way is not None and way.nonce != self.way.nonce:
+                ways.add(way.words)
+                sight = self._sights[nonce]
+                sight.wanted_at = sight.wanted_at or time.monotonic()
+        wanted = tuple(sorted(ways))
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._news.set()
+
+    def _reach(self) -> None:
+        """Let the link connect, on a thread of its own: a name server may take its time."""
+        with contextlib.suppress(RuntimeError):  # The link was closed.
+            while not self._is_closed:
+                self.link.reach(self.service, self._wanted)
+                self._news.wait(_REACH_AGAIN_S)
+                self._news.clear()
+            self.link.reach(self.service, [])
+
+    def lost(self, nonces: Iterable[bytes]) -> None:
+        """Note processes to which a round has lost its connection."""
+        self._unheard = frozenset(nonces)
+
+    # ---------------------------------------------------------------------------- judgement
+
+    def judge(self, base: Sequence[Key]) -> Life:
+        """Return which processes seem to live.
+
+        Args:
+            base: Members of the record that this process knows.
+        """
+        by_link = {life.nonce: life for life in self.link.life()}
+        self._lives = {}
+        for nonce in self._sights:
+            way = self.way_to(nonce)
+            if way is not None and way.nonce in by_link:
+                self._lives[nonce] = by_link[way.nonce]
+        members = {key.nonce for key in base}
+        # A process that has ended stays so when the link is not asked for it any more.
+        self._ended |= {nonce for nonce, life in self._lives.items() if life.is_refused}
+        self._ended |= {nonce for nonce, sight in self._sights.items() if sight.beat.is_gone}
+        self._ended -= {nonce for nonce in self._lives if self._is_heard(nonce)}
+        self._ended &= set(self._sights) | members
+        suspected = {nonce for nonce in self._sights if self._is_suspected(nonce, members)}
+        cut = {nonce for nonce, sight in self._sights.items() if self._is_cut(nonce, sight)}
+        own = {self._nonce}
+        return Life(
+            suspected=frozenset(suspected - own),
+            dead=frozenset(self._ended - own),
+            cut=frozenset(cut - members - own),
+        )
+
+    def _is_heard(self, nonce: bytes) -> bool:
+        life = self._lives.get(nonce)
+        if life is None or life.is_refused or life.phase == CUT_OFF:
+            return False
+        return life.silent_s < (self._suspect_after_s if life.is_connected else _LOST_S)
+
+    def _is_suspected(self, nonce: bytes, members: set[bytes]) -> bool:
+        sight = self._sights[nonce]
+        silence = self._silence(sight)
+        if self._is_heard(nonce):
+            return silence >= max(self._busy_after_s, self._suspect_after_s)
+        if nonce not in members and not sight.rises:
+            return True
+        return silence >= (_UNHEARD_S if nonce in self._unheard else self._suspect_after_s)
+
+    def _is_cut(self, nonce: bytes, sight: _Sight) -> bool:
+        is_late = sight.wanted_at and time.monotonic() - sight.wanted_at > _REACH_AGAIN_S
+        return bool(is_late) and sight.rises and not self._is_heard(nonce)
+
+    def waited_for(self, base: Sequence[Key], waited: float) -> list[str]:
+        """Describe the members that live and take no part, if this process waits for them.
+
+        Args:
+            waited: Seconds for which the training thread has waited.
+        """
+        texts = []
+        for key in base:
+            life, sight = self._lives.get(key.nonce), self._sights.get(key.nonce)
+            if life is None or sight is None or not self._is_heard(key.nonce):
+                continue
+            # Others may wait for the same member.
+            is_still = life.phase != "exchange" and life.still_s >= self._suspect_after_s
+            is_still &= waited >= self._suspect_after_s
+            if self._silence(sight) >= self._suspect_after_s or is_still:
+                at = f"inner step {life.inner_step}"
+                phase = f", phase {life.phase}" if life.phase else ""
+                still = f"still for {life.still_s:.0f} s"
+                texts.append(f"replica {key.number} ({at}{phase}, {still})")
+        return texts

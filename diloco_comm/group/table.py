@@ -1,0 +1,158 @@
+"""The table of a group: one record and the beats of the processes, and the thread that asks it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from .state import Outcome
+
+# Seconds in which the last swap of a process is tried again while the table does not answer.
+_LAST_SWAP_S = 5.0
+
+
+class TableAway(Exception):
+    """The table gave no answer in time; a swap may have been done, and may be done later.
+
+    Attributes:
+        is_refused: The table does not let in the key of this process.
+        is_other: Another table answers than before.
+    """
+
+    def __init__(self, text: str, *, is_refused: bool = False, is_other: bool = False) -> None:
+        super().__init__(text)
+        self.is_refused, self.is_other = is_refused, is_other
+
+
+class Table(Protocol):
+    """One record and the beats of one run. All methods raise ``TableAway``."""
+
+    @property
+    def id(self) -> bytes:
+        """16 bytes that a table gets when it begins empty; b"" before the first answer."""
+        ...
+
+    def read(self) -> bytes:
+        """Return the record, b"" if there is none; linearizable."""
+        ...
+
+    def swap(self, old: bytes, new: bytes) -> bool:
+        """Replace the record by ``new`` if it is ``old``, in one step; return whether it was."""
+        ...
+
+    def beat(self, name: str, text: bytes) -> Mapping[str, bytes]:
+        """Publish the beat of a process, and return the last beats of all by name.
+
+        Args:
+            name: "" publishes nothing.
+            text: b"" takes the last beat of this name back.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the connection; idempotent."""
+        ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The answers of the table to one look: the beats first, then the record."""
+
+    table: bytes
+    record: bytes
+    beats: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """The outcome of the swap to ``new``."""
+
+    new: bytes
+    outcome: Outcome
+
+
+class TableThread:
+    """Asks the table on a thread of its own: a slow answer holds nobody up.
+
+    Args:
+        table: Used by this thread alone from now on.
+        period_s: Seconds between two looks at most.
+        beat: Returns name and text of the own beat.
+        post: Takes what the table has answered, or the ``TableAway`` of a call.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        period_s: float,
+        beat: Callable[[], tuple[str, bytes]],
+        post: Callable[[Seen | Swapped | TableAway], None],
+    ) -> None:
+        self._table, self._period_s, self._beat, self._post = table, period_s, beat, post
+        self._swaps: deque[tuple[bytes, bytes]] = deque()
+        self._news, self._is_closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm table")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def look(self) -> None:
+        """Beat and read soon."""
+        self._news.set()
+
+    def swap(self, old: bytes, new: bytes) -> None:
+        """Ask for a swap soon."""
+        self._swaps.append((old, new))
+        self._news.set()
+
+    def close(self, patience_s: float) -> None:
+        """Do what was asked for, publish the last beat, and end the connection; idempotent."""
+        self._is_closed = True
+        self._news.set()
+        if self._thread.is_alive():
+            self._thread.join(patience_s)
+
+    def _run(self) -> None:
+        try:
+            is_last = False
+            while not is_last:
+                self._news.wait(self._period_s)
+                self._news.clear()
+                is_last = self._is_closed
+                while self._swaps:
+                    self._swap(*self._swaps.popleft(), is_last=is_last)
+                self._look()
+        finally:
+            self._table.close()
+
+    def _swap(self, old: bytes, new: bytes, *, is_last: bool) -> None:
+        until = time.monotonic() + _LAST_SWAP_S
+        while True:
+            try:
+                is_done = self._table.swap(old, new)
+            except TableAway as error:
+                self._post(error)
+                if not is_last or time.monotonic() > until:
+                    self._post(Swapped(new, Outcome.UNKNOWN))
+                    return
+                time.sleep(self._period_s)
+            else:
+                self._post(Swapped(new, Outcome.DONE if is_done else Outcome.REFUSED))
+                return
+
+    def _look(self) -> None:
+        try:
+            beats = self._table.beat(*self._beat())
+            self._post(Seen(self._table.id, self._table.read(), beats))
+        except TableAway as error:
+            self._post(error)
+
+    def withdraw(self, name: str) -> None:
+        """Take the last beat of another name back; for the thread that calls ``beat``."""
+        with suppress(TableAway):
+            self._table.beat(name, b"")
