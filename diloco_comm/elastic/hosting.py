@@ -1,8 +1,7 @@
-"""The stores at which the members of a view meet: one on a member, or one that they share."""
+"""The stores at which groups of gloo and devices connect: on a member, or one that all share."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,15 +14,13 @@ from .. import _C
 from ..base.service.addresses import parse_address
 from ..base.service.keys import LinkKeys
 from ..base.store_host import dial_store, open_store, place_of_store, resolve
-from .views import View
 
-_SETTINGS, _VIEW, _WORKERS = "settings", "view", "workers"
 # Seconds in which a store that all members share answers, when nobody needs the answer to go on.
 _ANSWER_S = 5.0
 
 
 class Place:
-    """The store at which others find this process: its own, or one that all members share.
+    """The store of this process: its own, or one that all members share.
 
     Attributes:
         address: ``tcp://host:port`` of the store.
@@ -33,7 +30,6 @@ class Place:
         self.address = address
         self._store: dist.Store | None = store
         self._run = run
-        self._nonce = self._settings = ""
         # Connects again; None where this process hosts the store.
         self._connect: Callable[[], dist.Store] | None = None
 
@@ -66,104 +62,46 @@ class Place:
         place._connect = partial(connect, _ANSWER_S)
         return place
 
-    def publish(self, nonce: str, settings: str) -> None:
-        """Show what must be equal on all replicas, for a process that is refused.
+    def tidy(self, attempt: str, *, is_lowest: bool) -> None:
+        """Delete what other attempts have left, when a view has begun; one member of them does.
 
         Args:
-            nonce: The name of this process.
-
-        Raises:
-            torch.distributed.DistError: If the store does not answer.
+            attempt: The one that has led to the view.
+            is_lowest: This process is the lowest member of the view.
         """
-        self._nonce, self._settings = nonce, settings
-        assert self._store is not None
-        self._store.set(_settings_key(self._run, nonce), settings)
-
-    def withdraw(self) -> None:
-        """Undo ``publish``."""
-        if self._store is not None:
-            with contextlib.suppress(dist.DistError):
-                self._store.delete_key(_settings_key(self._run, self._nonce))
-
-    def tidy(self, view: View) -> None:
-        """Delete what earlier views have left, when a view has begun; one member of them does."""
+        if self._connect is not None and not is_lowest:
+            return
         try:
             if self._store is None:
                 assert self._connect is not None
                 self._store = self._connect()
-            self.publish(self._nonce, self._settings)
-            if self._connect is None or view.lowest.nonce == self._nonce:
-                self._forget_before(view)
+            # Older versions of torch do not tell the keys of a store, which then stay there.
+            list_keys = getattr(self._store, "list_keys", None)
+            for key in () if list_keys is None else list_keys():
+                run, _, rest = key.partition("/")
+                if run == self._run and rest.partition("/")[0] != attempt:
+                    self._store.delete_key(key)
         except dist.DistError:
             # A store that was started again knows nothing. The next view tries again.
             self._store = None if self._connect is not None else self._store
 
-    def _forget_before(self, view: View) -> None:
-        # Older versions of torch do not tell the keys of a store, which then stay there.
-        list_keys = getattr(self._store, "list_keys", None)
-        assert self._store is not None
-        for key in () if list_keys is None else list_keys():
-            run, _, name = key.partition("/")
-            if run == self._run and _is_old(name, view):
-                self._store.delete_key(key)
 
-
-def _is_old(name: str, view: View) -> bool:
-    """Whether a key, without the name of the run, is of no use once a view has begun."""
-    kind, *rest = name.split("/")
-    if kind == _SETTINGS:
-        return rest[0] not in {member.nonce for member in view.members}
-    number = kind.removeprefix(_VIEW)
-    is_of_workers = any(part.startswith(_WORKERS) for part in rest)
-    return number.isdecimal() and int(number) < view.number and not is_of_workers
-
-
-def settings_of(view: View, address: str, timeout_s: float, keys: LinkKeys | None = None) -> str:
-    """Return what the lowest member of a view has published.
+def meeting_place(
+    run: str, attempt: str, address: str, timeout_s: float, keys: LinkKeys | None
+) -> dist.Store:
+    """Connect to the store at which the members of an attempt meet, under a prefix of the attempt.
 
     Args:
-        address: ``tcp://host:port`` of the store at which that member is found.
-
-    Raises:
-        torch.distributed.DistError: If the store does not answer, or does not know the member.
-    """
-    store, key = _dial(address, timeout_s, keys), _settings_key(view.run, view.lowest.nonce)
-    if not store.check([key]):
-        raise dist.DistStoreError(f"the store at {address} knows nothing of that replica")
-    return str(store.get(key).decode())
-
-
-def meeting_place(view: View, address: str, timeout_s: float, keys: LinkKeys | None) -> dist.Store:
-    """Connect to the store at which the members of a view meet, under a prefix of this attempt.
+        address: ``tcp://host:port``.
 
     Raises:
         torch.distributed.DistError: If no store answers at the address.
     """
-    return dist.PrefixStore(_prefix_of(view), _dial(address, timeout_s, keys))
-
-
-def place_of_workers(
-    view: View, replica: int, address: str, timeout_s: float, keys: LinkKeys | None
-) -> dist.Store:
-    """Connect to the store at which a replica's workers hear what became of an attempt.
-
-    Raises:
-        torch.distributed.DistError: If no store answers at the address.
-    """
-    prefix = f"{_prefix_of(view)}/{_WORKERS}{replica}"
-    return dist.PrefixStore(prefix, _dial(address, timeout_s, keys))
+    return dist.PrefixStore(f"{run}/{attempt}", _dial(address, timeout_s, keys))
 
 
 def _dial(address: str, timeout_s: float, keys: LinkKeys | None) -> dist.Store:
     return dial_store(*parse_address("store", address), timeout_s, keys)
-
-
-def _prefix_of(view: View) -> str:
-    return f"{view.run}/{_VIEW}{view.number}/{view.proposer}"
-
-
-def _settings_key(run: str, nonce: str) -> str:
-    return f"{run}/{_SETTINGS}/{nonce}"
 
 
 def own_interface(registry: object) -> str:

@@ -18,7 +18,9 @@ from ..base.checks import MOST_INT32, flag, integer, not_negative, timeout_secon
 from ..base.errors import ReplicaMismatch, SyncError
 from ..base.service.addresses import parse_address, with_scheme
 from ..exchange.waiting import WaitLog
-from . import core, exits
+from ..group.records import NO_RECORD, Key
+from ..group.state import Settings, State, start
+from . import exits
 from .hosting import Place, own_interface
 from .registry import connect
 from .registry.protocol import (
@@ -30,7 +32,6 @@ from .registry.protocol import (
     check_run,
 )
 from .state_folder import StateFolder
-from .views import NO_VIEW, Member
 
 if TYPE_CHECKING:
     from ..base.service.keys import LinkKeys
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 
 # Seconds between two beats.
 PERIOD_S = 0.5
-# Seconds without a beat after which a replica whose connection broke is not waited for.
-_UNHEARD_AFTER_S = 2.0
-# The same for a replica whose host says that its process has ended.
-_ENDED_AFTER_S = 1.0
 # Id of the registry in which this process was in a view, by address and run.
 _registries: dict[tuple[str, str], str] = {}
 
@@ -243,7 +240,7 @@ class Elastic:
 
     def _refuse_lost_record(self, folder: StateFolder) -> None:
         """Refuse to begin a run anew in which this replica has been, and which is forgotten."""
-        if folder.last_view == NO_VIEW or self.rollback or self.checkpoint is not None:
+        if folder.last_view == NO_RECORD or self.rollback or self.checkpoint is not None:
             return
         raise ReplicaMismatch(
             f"the registry at {self.registry} knows nothing of run {self.run!r}, and this replica "
@@ -294,41 +291,34 @@ class Elastic:
 
     def begin(
         self,
-        registry: Registry,
         *,
-        address: str,
-        workers: int,
         shown: Any,
         folder: StateFolder | None = None,
-        is_pulling: bool,
-    ) -> core.State:
+        saved_step: int = -1,
+    ) -> State:
         """Return the first state of a process that wants to take part.
 
         Args:
-            address: Of the store at which the others find this process.
-            workers: Of this replica.
             shown: What must be equal on all replicas, as JSON types.
             folder: Of the launcher; it knows the number of the process before.
-            is_pulling: It copies the state of a group before it asks to be let in.
+            saved_step: Inner step of the checkpoint; -1 without one.
 
         Raises:
             ValueError: If the folder belongs to another run.
         """
-        digest = hashlib.blake2b(json.dumps(shown, sort_keys=True).encode(), digest_size=8)
+        digest = hashlib.blake2b(json.dumps(shown, sort_keys=True).encode(), digest_size=16)
         assert self.run is not None
         before = None if folder is None else folder.last_process(self.run)
         number = self.replica if before is None or self.replica is not None else before[0]
         # The driver takes another number when this one is taken.
-        member = Member(number or 0, uuid.uuid4().hex, address, workers, digest.hexdigest())
-        settings = core.Settings(
+        key = Key(number or 0, uuid.uuid4().bytes)
+        settings = Settings(
             self.run,
+            digest.digest(),
             self.min_replicas,
             suspect_after=max(2, round(self.suspect_after / PERIOD_S)),
-            busy_after=round(self.busy_after / PERIOD_S),
-            unheard_after=round(_UNHEARD_AFTER_S / PERIOD_S),
-            ended_after=round(_ENDED_AFTER_S / PERIOD_S),
             founding_wait=round(self.founding_wait / PERIOD_S),
-            is_durable=registry.is_durable,
             allows_rollback=self.rollback,
         )
-        return core.start(settings, member, is_pulling=is_pulling)
+        has_checkpoint = saved_step >= 0
+        return start(settings, key, inner_step=max(0, saved_step), has_checkpoint=has_checkpoint)

@@ -20,12 +20,16 @@ from torch import Tensor
 
 from .. import _C
 from ..base import env
+from ..base.errors import SyncError
 from ..base.background import batch_threads
+from ..base.errors import SyncError
 from ..ops.implementations import resolve_impl
 from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
+from .membership import change as changing
 from .membership import regroup
-from .membership.member import Admission, Epoch, Options, checked_members
+from .membership.change import Agreed, Change
+from .membership.member import Epoch, Options, checked_members
 from .membership.own_link import LinkShare
 from .membership.plans import announce
 from .membership.regroup import Repair
@@ -35,6 +39,8 @@ from .round import Header, Round, Sending
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .membership.meeting.rendezvous import Groups
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WINDOW = 2
@@ -58,7 +64,7 @@ class ExchangeOptions(TypedDict, total=False):
     report_patience: float | None
     join_timeout: timedelta | float | None
     suspect_after: timedelta | float | None
-    admission: Admission | None
+    change: Change | None
     listen: str | None
     advertise: str | None
     link_keys: str | Path | None
@@ -99,7 +105,7 @@ class Exchange(StreamMember):
             Default: the environment's, 60.
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
-        admission: Is asked before this replica enters an epoch.
+        change: Leads the first epoch; None: the members meet on the store.
         listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
         link_share: With "tcp", the caller's part in a link, which the caller ends after this
@@ -138,7 +144,7 @@ class Exchange(StreamMember):
         report_patience: float | None = None,
         join_timeout: timedelta | float | None = None,
         suspect_after: timedelta | float | None = None,
-        admission: Admission | None = None,
+        change: Change | None = None,
         listen: str | None = None,
         advertise: str | None = None,
         link_keys: str | Path | None = None,
@@ -180,7 +186,6 @@ class Exchange(StreamMember):
         super().__init__(engine, store, replica, current, options, name, line_name, tcp)
         self.board = board
         self.link: str | None = None
-        self.guard_by(admission)
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
         own = LinkShare(tcp, name) if tcp is not None and link_share is None else None
@@ -189,7 +194,11 @@ class Exchange(StreamMember):
         weakref.finalize(engine, _keep, own or link_share).atexit = False
         _open.add(self)
         try:
-            self._enter(current.members, store, last_rounds=None)
+            if change is None:
+                self._enter(current.members, store, last_rounds=None)
+            else:
+                change.guard(self.seal)
+                self.begin(*self.meet(change))
         except BaseException:
             self.close()
             raise
@@ -427,13 +436,65 @@ class Exchange(StreamMember):
         del groups
         if agreement.decision.changes_rounds:
             regroup.confirm(self, agreement.decision)
-        self.ask_for_admission(agreement.epoch.agreed_step)
         self._enter_epoch(agreement.epoch)
         missed = regroup.missed_rounds(self, agreement.decision)
         for buffers in self.all_buffers:
             buffers.settle(missed)
             self.plan_buffers(buffers)
         return [Repair.of(round) for round in missed]
+
+    def meet(self, change: Change) -> tuple[Agreed, Groups]:
+        """Connect to the members of the next epoch, and hear what was agreed on.
+
+        Raises:
+            SyncError: If the attempt comes to nothing; the last epoch's rounds are kept.
+        """
+        groups: Groups = []
+        failure: SyncError | None = None
+        try:
+            groups = changing.connect(self, change)
+            self._connect_streams(change.members, change.store)
+        except SyncError as error:
+            failure = error
+        return change.entered(failure), groups
+
+    def settle(self, agreed: Agreed, fragments: Sequence[int]) -> list[Repair]:
+        """End the rounds of the last epoch, as was agreed on.
+
+        Args:
+            fragments: The index of each fragment in the decision.
+
+        Returns:
+            The rounds that count and that this replica must still apply.
+        """
+        missed = changing.missed_in(self, fragments, agreed.decision)
+        for buffers in self.all_buffers:
+            buffers.settle(missed)
+        return [Repair.of(round) for round in missed]
+
+    def begin(self, agreed: Agreed, groups: Groups) -> None:
+        """Go on in the next epoch, whose members are connected by ``groups``.
+
+        Raises:
+            SyncError: If what the engine was doing does not end.
+        """
+        epoch = agreed.epoch
+        try:
+            self.engine.attach(
+                epoch=epoch.number,
+                rank=epoch.members.index(self.replica),
+                replicas=list(epoch.members),
+                groups=groups,
+                store=None,
+                prefix="",
+                addresses=[""] * len(epoch.members),
+            )
+        except RuntimeError as error:
+            raise SyncError(str(error), stage="attach") from error
+        self._enter_epoch(epoch)
+        self.last_error = None
+        for buffers in self.all_buffers:
+            self.plan_buffers(buffers)
 
     def inject_fault(self, **fault: Any) -> None:
         """For tests: delay, stop or kill this replica; see csrc/exchange/failure/faults.h."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from . import messages as ms
 from . import state as st
 from .agreement import step
+from .differences import difference
 from .beats import Beat, Way, evicted, name_of, stage_of
 from .records import NO_RECORD, Key, Record
 from .signs import Signs
@@ -121,6 +122,8 @@ class Driver:
         self._last_poll = time.monotonic()
         self._line_at = self._loss_since = 0.0
         self._has_warned = self._is_closing = False
+        # A refusal that waits for another process's settings, until when, and whose.
+        self._refused: tuple[str, float, Key] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
         self._listener = threading.Thread(
             target=self._listen, daemon=True, name="diloco_comm messages"
@@ -187,6 +190,16 @@ class Driver:
             self._has_warned = True
             logger.error("this replica trains on until its group changes: %s", self._ended.reason)
 
+    def look(self) -> None:
+        """Read the table soon."""
+        self._table.look()
+
+    def store_of(self, key: Key) -> str:
+        """Return the address of a process's store; "" if that is not known."""
+        if key == self.state.key:
+            return self.store
+        return next((beat.store for beat in self.beats or () if beat.key == key), "")
+
     def ways_of(self, key: Key) -> list[Way] | None:
         """Return where the links of a process's workers are found; None if that is not known."""
         beat = next((beat for beat in self.beats or () if beat.key == key), None)
@@ -235,6 +248,8 @@ class Driver:
     def _poll(self) -> None:
         now, before = time.monotonic(), self._last_poll
         self._last_poll = now
+        if self._refused is not None and now > self._refused[1]:
+            self._end("refused", self._refused[0])
         if now - before > _LATE * self._period_s:
             # This process stood still: that is no silence of the others.
             self.signs.stood_still(now - before)
@@ -392,7 +407,14 @@ class Driver:
                 self.signs.link.tell(way.nonce, self.signs.service, frame)
 
     def _take_shown(self, nonce: bytes, content: bytes) -> None:
-        """Take the settings of another process."""
+        """End this process with the difference of another process's settings."""
+        if self._refused is None or self._refused[2].nonce != nonce:
+            return
+        reason, _, other = self._refused
+        with contextlib.suppress(ValueError):
+            found = difference(json.loads(self._shown), shown_of(content))
+            reason += f" ({found}, on replica {other.number})" if found else ""
+        self._end("refused", reason)
 
     # -------------------------------------------------------------------------------- actions
 
@@ -428,6 +450,9 @@ class Driver:
         elif isinstance(action, st.Wait):
             self.waiting_for = action.reason
             self._say_waiting(action.reason)
+        elif isinstance(action, st.Refuse) and action.other is not None:
+            self._refused = action.reason, time.monotonic() + _ASK_S, action.other
+            self._send(action.other.nonce, _ASK, b"")
         elif isinstance(action, st.End):
             self._end(_KINDS[type(action)], action.reason)
 

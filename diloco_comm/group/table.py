@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,6 +94,7 @@ class TableThread:
     ) -> None:
         self._table, self._period_s, self._beat, self._post = table, period_s, beat, post
         self._swaps: deque[tuple[bytes, bytes]] = deque()
+        self._old_names: deque[str] = deque()
         self._news, self._is_closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm table")
 
@@ -108,6 +108,11 @@ class TableThread:
     def swap(self, old: bytes, new: bytes) -> None:
         """Ask for a swap soon."""
         self._swaps.append((old, new))
+        self._news.set()
+
+    def withdraw(self, name: str) -> None:
+        """Take the last beat under an old name of this process back soon."""
+        self._old_names.append(name)
         self._news.set()
 
     def close(self, patience_s: float) -> None:
@@ -147,12 +152,10 @@ class TableThread:
 
     def _look(self) -> None:
         try:
+            while self._old_names:
+                self._table.beat(self._old_names.popleft(), b"")
             beats = self._table.beat(*self._beat())
             self._post(Seen(self._table.id, self._table.read(), beats))
         except TableAway as error:
             self._post(error)
 
-    def withdraw(self, name: str) -> None:
-        """Take the last beat of another name back; for the thread that calls ``beat``."""
-        with suppress(TableAway):
-            self._table.beat(name, b"")

@@ -167,6 +167,9 @@ def make_exchange(
     Raises:
         ValueError: If the arguments do not go together.
     """
+    if options.get("change") is not None:
+        assert replica is not None and members is not None
+        return Exchange(dist.HashStore(), replica, members, name=name, **options)
     everyone = check_place(store, replica, num_replicas, members)
     if store is not None:
         assert replica is not None

@@ -6,25 +6,31 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
 from ..base.service.keys import LinkKeys
-from ..elastic.core import events as ev
-from ..elastic.differences import found_difference
-from ..elastic.driver import Driver, Signs
-from ..elastic.exits import LEFT_STAGE, Ended, end_with_status, forget_sigterm, heed_sigterm
-from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
-from ..elastic.hosting import Place, meeting_place, place_of_workers
+from ..elastic.driver import Driver
+from ..elastic.exits import LEFT_STAGE, end_with_status, forget_sigterm, heed_sigterm
+from ..elastic.happenings import ViewChanged, Waiting
+from ..elastic.hosting import Place, meeting_place
 from ..elastic.options import PERIOD_S, Elastic
+from ..elastic.registry.table import RegistryTable
 from ..elastic.totals import Meter
-from ..elastic.views import Member, View
+from ..exchange.membership.change import Agreed
+from ..exchange.membership.member import Epoch
 from ..exchange.membership.own_link import LinkShare
 from ..exchange.waiting import WaitLog
+from ..group import state as st
+from ..group.beats import Way
+from ..group.driver import Ended
+from ..group.records import Attempt as AttemptName
+from ..group.records import Key, Record, cause_of
+from ..group.signs import Signs
+from ..group.streams import Positions
 from ..replica.workers import WORKMATE_STAGE, ReplicaWorkers
 from ..rounds.runner import RoundRunner
 
@@ -34,15 +40,109 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Takes part in an attempt: members, the store at which they meet, and the form that asks for it.
-Attempt = Callable[[tuple[int, ...], dist.Store, ev.Form], T]
+# Takes part in an attempt to begin a view.
+Attempt = Callable[["ViewChange"], T]
+# Ends the rounds of the present view for good, once those under way have ended where the argument
+# says so. Returns how far they are, the inner step, and whether all have all votes and good ones.
+Seal = Callable[[bool], tuple[Positions, int, bool]]
 # How often the workers of a replica hear from worker 0, which speaks for the replica.
 _HEAR_S = 1.0
-_POLL_S = 0.05
-# Key of the store of a view that begins: the inner step of the checkpoint of its source.
-_FIRST_STEP = "first step"
+# Seconds to wait for the place of a member whose beat this process has not read yet.
+_PLACES_S, _POLL_S = 5.0, 0.05
 # Stages of the errors for which a replica waits in vain, by the kind of its driver's end.
 _STAGES = {"waited": "quorum", "failed": "registry"}
+
+
+class Void(SyncError):
+    """An attempt has come to nothing, and nothing has changed."""
+
+
+class Chosen(NamedTuple):
+    """An attempt that is to begin a view, as worker 0 tells all workers of its replica.
+
+    Attributes:
+        ways: Of each member's workers, in the order of the members.
+        stores: The store at which each member is found.
+        record: None where the members have yet to agree.
+        has_state: This replica holds the state of the view before.
+    """
+
+    name: AttemptName
+    members: tuple[Key, ...]
+    ways: tuple[tuple[Way, ...], ...]
+    stores: tuple[str, ...]
+    record: Record | None
+    has_state: bool
+
+
+class ViewChange:
+    """One attempt of this worker to begin a view; see ``exchange.membership.change.Change``.
+
+    Attributes:
+        record: The view; None before all members have agreed.
+    """
+
+    def __init__(
+        self,
+        group: ElasticGroup,
+        chosen: Chosen,
+        worker: int,
+        store: dist.Store | None,
+        failure: SyncError | None,
+    ) -> None:
+        self._group, self.chosen, self._worker = group, chosen, worker
+        self.store, self._failure = store, failure
+        self.record: Record | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple([key.number for key in self.chosen.members])
+
+    @property
+    def token(self) -> str:
+        return attempt_text(self.chosen.name)
+
+    @property
+    def ways(self) -> Sequence[Mapping[str, str]]:
+        found = []
+        for ways in self.chosen.ways:
+            way = ways[self._worker] if self._worker < len(ways) else Way("", "", "", "")
+            names = ("link", "address", "link key", "relay")
+            found.append(dict(zip(names, way.words, strict=True)))
+        return found
+
+    @property
+    def role(self) -> str:
+        """What this replica does in the view: "change", "join" or "broadcast".
+
+        "join": it takes the state of a member that has the state; "broadcast": all take the state
+        of the record's source.
+        """
+        assert self.record is not None
+        if self._group.replica not in self.record.joined:
+            return "change"
+        return "join" if self.record.source is None else "broadcast"
+
+    @property
+    def source_rank(self) -> int:
+        """Rank of the member whose state all take; 0 where there is none."""
+        assert self.record is not None
+        source = self.record.source
+        return 0 if source is None else self.record.numbers.index(source)
+
+    def guard(self, seal: Callable[[], None]) -> None:
+        """Call ``seal`` when rounds under way are to fail."""
+        self._group.guard(seal)
+
+    def entered(self, failure: SyncError | None) -> Agreed:
+        """Wait until the members have agreed; see ``Change``."""
+        self.record = self._group.wait_until_entered(self.chosen, self._failure or failure)
+        return self._group.agreed(self.record)
+
+
+def attempt_text(name: AttemptName) -> str:
+    """Return the name of an attempt as text, of letters, digits and a point."""
+    return f"{name.proposer.hex()}.{name.counter}"
 
 
 class ElasticGroup:
@@ -52,9 +152,10 @@ class ElasticGroup:
         shown: What must be equal on all replicas, as JSON types.
         workers: The workers of this replica; worker 0 speaks for the replica.
         connect_s: Seconds in which the store of a view must answer.
-        share: The part of this object in the link of this process; None at workers but the first.
+        share: The part of this object in the link of this process.
+        uses_store: Groups of gloo or of devices connect at a store.
         name: The name of this object, equal on all replicas.
-        keys: The link's keys, which protect the stores of the views as well.
+        keys: The link's keys, which protect the stores as well.
         transfer: Serves the state, and copies the state of a group before this replica joins.
 
     Attributes:
@@ -73,36 +174,42 @@ class ElasticGroup:
         shown: Any,
         workers: ReplicaWorkers | None,
         connect_s: float,
-        share: LinkShare | None,
+        share: LinkShare,
         name: str,
         keys: LinkKeys | None = None,
+        *,
+        uses_store: bool,
         transfer: StateTransfer | None = None,
     ) -> None:
         self.elastic, self._workers = elastic, workers
         self._connect_s, self._keys = connect_s, keys
         self._share, self._name = share, name
-        self.view: View | None = None
+        self.view: Record | None = None
         self.is_done = False
         self.replica = -1
         self.copied_bytes = 0
         self.first_step = -1
+        # How far this replica was when it stopped last.
+        self.last_positions: Positions = ()
         self._transfer = transfer
-        self._form: ev.Form | None = None
+        # The record that was agreed on last, until its decision is applied.
+        self._unsettled: Record | None = None
+        # An order that was heard during an attempt, and ends it.
+        self._next: tuple[Any, Chosen | None] | None = None
         self._shown = json.dumps(shown)
         self.meter = Meter(time.monotonic())
-        # At worker 0 of this replica, for what it tells the replica's other workers.
-        self._own_store: dist.Store | None = None
-        self._store: dist.Store | None = None
+        self._uses_store = uses_store
         self._registry_id = ""
         self._driver: Driver | None = None
         self._place: Place | None = None
+        self._ways = self._of_workers(Way(*_words(share)).to_text())
         failure, is_misfit, stage = "", False, "registry"
         folder = elastic.folder()
         end_with_status(has_launcher=folder is not None)
         heed_sigterm(self, folder, has_mates=workers is not None)
         if self._speaks:
             try:
-                self._open(shown, 1 if workers is None else workers.size)
+                self._open(shown)
             except Exception as error:
                 if workers is None:
                     raise
@@ -114,39 +221,39 @@ class ElasticGroup:
             kind = ReplicaMismatch if is_misfit else SyncError
             raise kind(f"worker 0 of this replica failed: {failure}", stage=stage)
 
-    def _open(self, shown: Any, num_workers: int) -> None:
+    def _open(self, shown: Any) -> None:
         elastic = self.elastic
-        place = self._place = elastic.place(self._connect_s, self._keys)
+        if self._uses_store:
+            self._place = elastic.place(self._connect_s, self._keys)
         registry = elastic.connect()
         try:
             folder = elastic.folder()
-            state = elastic.begin(
-                registry,
-                address=place.address,
-                workers=num_workers,
-                shown=shown,
-                folder=folder,
-                is_pulling=self._transfer is not None,
-            )
-            place.publish(state.member.nonce, self._shown)
-            assert self._share is not None and elastic.run is not None
+            saved_step = -1 if self._transfer is None else self._transfer.saved_step
+            state = elastic.begin(shown=shown, folder=folder, saved_step=saved_step)
+            assert elastic.run is not None
+            link, way = self._share.link.link, Way(*_words(self._share))
             service = f"{elastic.run}/{self._name}/members"
+            limits = elastic.suspect_after, elastic.busy_after
             driver = Driver(
-                registry,
+                RegistryTable(registry),
                 state,
+                Signs(state.nonce, link, way, service, *limits),
                 period_s=PERIOD_S,
-                say=self._say,
-                signs=Signs(self._share.link, service, elastic.suspect_after),
+                shown=self._shown,
+                say=self._emit,
+                registry_id=registry.registry_id,
                 chooses_number=elastic.replica is None,
                 folder=folder,
             )
+            driver.ways = self._ways
+            driver.store = "" if self._place is None else self._place.address
             if self._transfer is not None:
                 self._transfer.attach(driver, self._emit)
+            else:
+                driver.tell(st.JoinerReady())
             driver.start()
         except BaseException:
             registry.close()
-            place.withdraw()
-            self._place = None
             raise
         self._registry_id = registry.registry_id
         self._driver = driver
@@ -157,6 +264,10 @@ class ElasticGroup:
 
     def _from_worker_0(self, value: Any) -> Any:
         return value if self._workers is None else self._workers.gather(value)[0]
+
+    def _of_workers(self, value: T) -> list[T]:
+        """Return the values of all workers; a collective call."""
+        return [value] if self._workers is None else self._workers.gather(value)
 
     def close(self, *, is_finished: bool = True, has_all_steps: bool = False) -> None:
         """Tell the others that this replica has ended; idempotent.
@@ -170,17 +281,19 @@ class ElasticGroup:
             self.elastic.remember("")
         if self._driver is not None:
             if is_finished:
-                self._driver.tell(ev.Finished(has_all_steps))
+                self._driver.tell(self._finished(has_all_steps))
             self._driver.close()
         if self._transfer is not None:
             self._transfer.close()
-        if self._place is not None:
-            self._place.withdraw()
+
+    def _finished(self, has_all_steps: bool) -> st.Finished:
+        step = 0 if self._driver is None else self._driver.inner_step
+        return st.Finished(has_all_steps, self.last_positions, step)
 
     def leave(self) -> None:
         """Leave the group at the next boundary."""
         if self._driver is not None:
-            self._driver.tell(ev.Leave())
+            self._driver.tell(st.Leave())
 
     # ----------------------------------------------------------------------- while training
 
@@ -243,98 +356,98 @@ class ElasticGroup:
             ReplicaMismatch: If the members do not let in the key of this newcomer.
             SyncError: If this replica was asked to leave first.
         """
-        results = self._attempt_until_done(attempt, time.monotonic())
+        results = self._attempt_until_done(attempt, lambda _: ((), 0, False), time.monotonic())
         if not results:
             raise SyncError(
                 "this replica was asked to leave before it had joined its group", stage=LEFT_STAGE
             )
         return results[0]
 
-    def go_on(self, attempt: Attempt[None], error: SyncError | None, began: float) -> None:
+    def go_on(
+        self,
+        attempt: Attempt[None],
+        seal: Seal,
+        error: SyncError | None,
+        began: float,
+    ) -> None:
         """Go from the present view to the next.
 
         Args:
+            seal: Ends the rounds of the present view; called once at least.
             error: Why; None at a boundary.
             began: When training stood still.
         """
         assert self.view is not None
-        number = self.view.number if self._driver is None else self._driver.state.epoch
         if error is None:
-            self._tell(ev.Boundary(number))
+            self._tell(st.Boundary(self.view.number, *self._sealed(seal, is_patient=True)))
         else:
-            logger.warning("view %d has ended: %s", number, without_advice(error))
-            self._tell(ev.Broke(number, *lost_members(error, self.replica)))
-        self._attempt_until_done(attempt, began)
+            logger.warning("view %d has ended: %s", self.view.number, without_advice(error))
+            self._broke(self.view, error)
+        self._attempt_until_done(attempt, seal, began)
 
-    def _attempt_until_done(self, attempt: Attempt[T], began: float) -> list[T]:
+    def _attempt_until_done(self, attempt: Attempt[T], seal: Seal, began: float) -> list[T]:
         """Return what the attempt that succeeds has returned; nothing if this replica has left."""
         while True:
-            form = self._next_form(began)
-            if form is None:
+            order, chosen = self._next_order(began)
+            if order is None:
                 return []
+            if isinstance(order, st.Seal):
+                positions, step, _ = self._sealed(seal, is_patient=order.is_patient)
+                self._tell(st.Sealed(order.number, positions, step))
+                continue
+            assert chosen is not None
             results, unreported = [], None
+            change = self._change_of(chosen)
             try:
                 with self.waiting():
-                    results.append(attempt(form.view.ids, self._meeting_place(form), form))
+                    results.append(attempt(change))
             except NonFiniteError as error:
                 unreported = error
+            except Void as error:
+                logger.info("an attempt to change the view has failed: %s", error)
+                continue
             except SyncError as error:
-                self._failed(form, error)
+                self._broke(change.record, error)
                 if not is_about_group(error):
                     raise
-                if form.role == "join" and is_refused(error, self.replica):
-                    # Each further attempt would hold the members up.
-                    raise ReplicaMismatch(str(error), stage=error.stage) from error
-                logger.warning("view %d could not begin: %s", form.view.number, error)
+                logger.warning("view %s could not begin: %s", _number_of(change.record), error)
                 continue
             except BaseException:
-                self._failed(form, None)
+                self._broke(change.record, None)
                 raise
-            self._begun(form.view, began)
+            assert change.record is not None
+            self._begun(change.record, began)
             if unreported is not None:
                 raise unreported
             return results
 
-    def _meeting_place(self, form: ev.Form) -> dist.Store:
-        """Connect all workers to the store of a view."""
-        # All workers have come here, so that none waits for the marks of an earlier attempt.
-        self._clear_marks()
-        self._form, self._own_store = form, None
-        self.first_step = -1
-        with nullcontext() if self._workers is None else self._workers.all_workers():
-            try:
-                if self._workers is not None:
-                    own = next(one for one in form.view.members if one.id == self.replica)
-                    self._own_store = place_of_workers(
-                        form.view, own.id, self._address(own), self._connect_s, self._keys
-                    )
-                address = self._address(form.view.lowest)
-                store = meeting_place(form.view, address, self._connect_s, self._keys)
-                self._store = store
-                if form.view.source == self.replica and self._driver is not None:
-                    step = -1 if self._transfer is None else self._transfer.saved_step
-                    store.set(_FIRST_STEP, str(step))
-                return store
-            except dist.DistError as error:
-                raise self._silent_store(form.view, error) from error
+    def _sealed(self, seal: Seal, *, is_patient: bool) -> tuple[Positions, int, bool]:
+        """End the rounds of all workers for good; see ``Seal``."""
+        try:
+            own: Any = seal(is_patient)
+        except SyncError as error:
+            own = str(error)
+        ends = self._of_workers(own)
+        for end in ends:
+            if isinstance(end, str):
+                raise SyncError(end, stage="seal")
+        positions = tuple([one for each, _, _ in ends for one in each])
+        self.last_positions = positions
+        return positions, ends[0][1], all(has_votes for _, _, has_votes in ends)
 
-    def _address(self, member: Member) -> str:
-        """Return where this process finds a member's store."""
-        return self.elastic.store or member.address
+    def _broke(self, record: Record | None, error: SyncError | None) -> None:
+        """Tell the others that this replica has stopped in a view."""
+        if self._driver is None or record is None:
+            return
+        cuts, dead = lost_members(error, self.replica)
+        self._driver.lost(dead)
+        nonces = [key.nonce for key in record.members if key.number in cuts]
+        self._driver.tell(st.Broke(record.number, tuple(nonces)))
 
-    def _silent_store(self, view: View, error: dist.DistError) -> SyncError:
-        host, is_shared = view.lowest, self.elastic.store is not None
-        place = "" if is_shared else f" on replica {host.id}"
-        has_no_way = not is_shared and host.id != self.replica
-        address = self._address(host)
-        return SyncError(
-            f"the store of view {view.number}{place}, at {address}, did not answer: {error}",
-            stage="rendezvous",
-            cuts=[(self.replica, host.id)] if has_no_way else [],
-        )
+    # ------------------------------------------------------------------------------- orders
 
-    def _next_form(self, began: float) -> ev.Form | None:
-        """Wait for an attempt that asks for this replica; None when it has left.
+    def _next_order(self, began: float) -> tuple[Any, Chosen | None]:
+        """Wait for what this replica is to do next; None when it has left.
 
         Raises:
             LeftBehind: The others go on without this replica.
@@ -342,146 +455,193 @@ class ElasticGroup:
         """
         log, limit = WaitLog(), self.elastic.quorum_wait
         while True:
-            driver = self._driver
-            order: Any = None if driver is None else self._next_order(driver)
-            waiting = "" if driver is None else driver.waits
             if self._transfer is not None and self._transfer.is_pulling:
                 began = time.monotonic()
-            if order is None and limit is not None and time.monotonic() - began > limit:
-                order = Ended("waited", f"waited {limit:g} s {waiting}")
-            if isinstance(order, Ended) and order.kind == "refused":
-                order = Ended("refused", order.reason + self._found_difference())
-            number = -1 if driver is None else driver.state.member.id
-            order, waiting, self.replica = self._from_worker_0((order, waiting, number))
+            is_late = limit is not None and time.monotonic() - began > limit
+            order, chosen, waiting = self._hear(is_late=is_late)
             if isinstance(order, Ended):
-                self._ended(order)
-                return None
+                if order.kind == "drained":
+                    self.is_done = True
+                    return None, None
+                raise error_of(order) from None
             if order is not None:
-                assert isinstance(order, ev.Form)
-                return order
+                return order, chosen
             log.tick(lambda waiting=waiting: f"a view, {waiting}" if waiting else "a view")  # type: ignore[misc]
 
-    def _found_difference(self) -> str:
-        view = None if self._driver is None else self._driver.state.recorded
-        if view is None:
-            return ""
-        address = self._address(view.lowest)
-        return found_difference(view, address, self._shown, self._connect_s, self._keys)
+    def _hear(self, *, is_late: bool = False) -> tuple[Any, Chosen | None, str]:
+        """Return the next order, what it chooses, and what worker 0 waits for; all workers call."""
+        if self._next is not None:
+            (order, chosen), self._next = self._next, None
+            return order, chosen, ""
+        driver = self._driver
+        own: Any = (None, None, "", -1)
+        if driver is not None:
+            order = self._wait_for_order(driver)
+            waits, limit = driver.waits, self.elastic.quorum_wait
+            if order is None and is_late:
+                order = Ended("waited", f"waited {limit:g} s {waits}")
+            chosen = None
+            if isinstance(order, st.Connect | st.Enter):
+                chosen = self._chosen(driver, order)
+            own = (order, chosen, waits, driver.state.key.number)
+        order, chosen, waits, self.replica = self._from_worker_0(own)
+        return order, chosen, waits
 
-    def _next_order(self, driver: Driver) -> ev.Form | Ended | None:
+    def _wait_for_order(self, driver: Driver) -> Any:
         """Wait a moment for an order; a newcomer copies the state meanwhile."""
         if self._transfer is None or self.view is not None:
-            return driver.next_form(_HEAR_S)
+            return driver.next_order(_HEAR_S)
         self._note("copying")
         until = time.monotonic() + _HEAR_S
         while not driver.has_order and time.monotonic() < until:
             self._transfer.turn(driver)
-        return driver.next_form(0.0)
+        return driver.next_order(0.0)
 
-    def _ended(self, order: Ended) -> None:
-        if order.kind == "drained":
-            self.is_done = True
-            return
-        raise error_of(order) from None
+    def _chosen(self, driver: Driver, order: st.Connect | st.Enter) -> Chosen:
+        """Return an attempt with the places of its members."""
+        record = order.record if isinstance(order, st.Enter) else None
+        name, members = (
+            (order.attempt, order.members)
+            if isinstance(order, st.Connect)
+            else (order.record.attempt, order.record.members)
+        )
+        until = time.monotonic() + _PLACES_S
+        while time.monotonic() < until:
+            if all(driver.ways_of(key) for key in members):
+                break
+            driver.look()
+            time.sleep(_POLL_S)
+        ways = tuple([tuple(driver.ways_of(key) or ()) for key in members])
+        stores = tuple([driver.store_of(key) for key in members])
+        return Chosen(name, members, ways, stores, record, driver.state.has_state)
 
-    def _failed(self, form: ev.Form, error: SyncError | None) -> None:
-        number = form.view.number
-        self._mark("failed")
-        cuts, dead = lost_members(error, self.replica)
-        is_open = self._driver is not None and self._driver.state.epoch == number
-        if is_open:
-            self._tell(ev.Broke(number, cuts, dead))
-        else:
-            self._tell(ev.Failed(number, cuts, unheard=dead))
+    def _change_of(self, chosen: Chosen) -> ViewChange:
+        """Connect this worker to the store of an attempt, where one is needed."""
+        store: dist.Store | None = None
+        failure: SyncError | None = None
+        if self._uses_store and len(chosen.members) > 1:
+            address = self.elastic.store or chosen.stores[0]
+            assert self.elastic.run is not None
+            text = attempt_text(chosen.name)
+            try:
+                store = meeting_place(self.elastic.run, text, address, self._connect_s, self._keys)
+            except dist.DistError as error:
+                failure = self._silent_store(chosen, address, error)
+        worker = 0 if self._workers is None else self._workers.rank
+        return ViewChange(self, chosen, worker, store, failure)
 
-    def _begun(self, view: View, began: float) -> None:
-        self.view = view
+    def _silent_store(self, chosen: Chosen, address: str, error: Exception) -> SyncError:
+        host, is_shared = chosen.members[0], self.elastic.store is not None
+        place = "" if is_shared else f" on replica {host.number}"
+        has_no_way = not is_shared and host.number != self.replica
+        return SyncError(
+            f"the store of the view{place}, at {address}, did not answer: {error}",
+            stage="rendezvous",
+            cuts=[(self.replica, host.number)] if has_no_way else [],
+        )
+
+    # -------------------------------------------------------------------------- an attempt
+
+    def wait_until_entered(self, chosen: Chosen, failure: SyncError | None) -> Record:
+        """Say how connecting went at all workers; return the view once all members have agreed.
+
+        Raises:
+            Void: If the attempt comes to nothing.
+            ReplicaMismatch: If a member does not let in the key of this newcomer.
+            SyncError: If the members have agreed, and a worker of this replica is not connected.
+        """
+        cut = self._cut_off(chosen, failure)
+        told = self._of_workers((cut, "" if failure is None else str(failure)))
+        text = next((text for _, text in told if text), "")
+        if self._driver is not None and chosen.record is None:
+            nonces = tuple(sorted({nonce for cut, _ in told for nonce in cut}))
+            error = "" if nonces else text
+            self._driver.tell(st.Connected(chosen.name, nonces, error))
+        if text and self.view is None and is_refused(failure, self.replica):
+            raise ReplicaMismatch(text, stage="connect")
+        if text:
+            kind = Void if chosen.record is None else SyncError
+            raise kind(text, stage="connect")
+        if chosen.record is not None:
+            return chosen.record
+        return self._wait_for_record(chosen)
+
+    def _wait_for_record(self, chosen: Chosen) -> Record:
+        log = WaitLog()
+        while True:
+            order, other, waiting = self._hear()
+            if isinstance(order, st.Enter) and order.record.attempt == chosen.name:
+                return order.record
+            if order is not None:
+                self._next = order, other
+                raise Void("another attempt has begun", stage="view")
+            log.tick(lambda waiting=waiting: f"the other members, {waiting}")  # type: ignore[misc]
+
+    def _cut_off(self, chosen: Chosen, failure: SyncError | None) -> list[bytes]:
+        """Return the nonces of members to which this worker has no way."""
+        if failure is None:
+            return []
+        cuts, _ = lost_members(failure, self.replica)
+        found = [key.nonce for key in chosen.members if key.number in cuts]
+        if found or self._uses_store:
+            return found
+        lives = self._share.link.life()
+        worker = 0 if self._workers is None else self._workers.rank
+        for key, ways in zip(chosen.members, chosen.ways, strict=True):
+            way = ways[worker].nonce if worker < len(ways) else ""
+            is_there = way in lives and lives[way].is_connected
+            if key.number != self.replica and not is_there:
+                found.append(key.nonce)
+        return found
+
+    def agreed(self, record: Record) -> Agreed:
+        """Return the epoch of a view, and what counts of this worker's rounds."""
+        self._unsettled = record
+        is_begin = record.source is not None
+        epoch = Epoch(
+            record.number,
+            record.numbers,
+            joined=record.joined,
+            agreed_step=-1 if is_begin else record.inner_step,
+        )
+        if self.replica in record.joined or not record.decision:
+            return Agreed(epoch)
+        num_workers = 1 if self._workers is None else self._workers.size
+        rank = 0 if self._workers is None else self._workers.rank
+        each = len(record.decision) // num_workers
+        return Agreed(epoch, record.decision[rank * each : (rank + 1) * each])
+
+    @property
+    def unsettled(self) -> Agreed | None:
+        """The agreement whose decision is still to be applied; None for none."""
+        return None if self._unsettled is None else self.agreed(self._unsettled)
+
+    def has_settled(self) -> None:
+        """Note that the decision of the last agreement is applied."""
+        self._unsettled = None
+
+    def _begun(self, view: Record, began: float) -> None:
+        before, self.view = self.view, view
+        self._unsettled = None
         self.meter.entered(time.monotonic(), time.monotonic() - began)
-        self._tell(ev.Started(view.number))
+        self._tell(st.Started(view.number))
         self.elastic.remember(self._registry_id)
         if self._place is not None:
-            self._place.tidy(view)
+            is_lowest = view.members[0].number == self.replica
+            self._place.tidy(attempt_text(view.attempt), is_lowest=is_lowest)
         if self._transfer is not None:
             self._transfer.has_begun()
         if self._driver is not None:
-            entered = self._driver.state.recorded or view
             seconds = time.monotonic() - began
-            step = entered.inner_step if entered.number == view.number else view.inner_step
+            step = max(view.inner_step, self.first_step) if before is None else view.inner_step
             self._driver.inner_step = step
             self._note("steps")
-            who = view.number, view.ids, view.joined, view.left
-            self._emit(ViewChanged(*who, view.reason, seconds, step, self.copied_bytes))
-
-    # ------------------------------------------------------------- the view must be open first
-
-    def is_given_up(self) -> bool:
-        """Whether the attempt under way is to fail before its members have met."""
-        assert self._form is not None
-        if self._driver is not None:
-            return self._driver.is_given_up(self._form.view.number)
-        assert self._own_store is not None
-        try:
-            return self._own_store.check(["failed"])
-        except dist.DistError:
-            return True
-
-    def admit(self, inner_step: int) -> None:
-        """Wait until the registry says that the view is open, or raise SyncError."""
-        assert self._form is not None
-        number = self._form.view.number
-        if self._driver is None:
-            self._hear_of_opening(number)
-            return
-        if self._form.role == "broadcast":
-            inner_step = self.first_step = self._hear_first_step()
-        self._driver.tell(ev.Formed(number, max(0, inner_step)))
-        log, began, limit = WaitLog(), time.monotonic(), self.elastic.quorum_wait
-        while not self._driver.is_given_up(number):
-            if isinstance(self._driver.wait_until_open(number, _HEAR_S), View):
-                self._mark("open")
-                return
-            if limit is not None and time.monotonic() - began > limit:
-                break
-            log.tick(lambda: f"the registry to open view {number}")
-        raise self._given_up(number)
-
-    def _hear_first_step(self) -> int:
-        assert self._store is not None
-        try:
-            return int(self._store.get(_FIRST_STEP))
-        except dist.DistError as error:
-            raise SyncError(
-                f"the store of the view has not told its first inner step: {error}", stage="view"
-            ) from error
-
-    def _mark(self, what: str) -> None:
-        """Tell this replica's other workers what became of the attempt."""
-        if self._driver is not None and self._own_store is not None:
-            with contextlib.suppress(dist.DistError):
-                self._own_store.set(what, "1")
-
-    def _clear_marks(self) -> None:
-        if self._driver is not None and self._own_store is not None:
-            with contextlib.suppress(dist.DistError):
-                for what in ("open", "failed"):
-                    self._own_store.delete_key(what)
-
-    def _hear_of_opening(self, number: int) -> None:
-        assert self._own_store is not None
-        try:
-            while not self._own_store.check(["open"]):
-                if self._own_store.check(["failed"]):
-                    raise self._given_up(number)
-                time.sleep(_POLL_S)
-        except dist.DistError as error:
-            raise self._given_up(number) from error
-
-    def _given_up(self, number: int) -> SyncError:
-        return SyncError(f"view {number} was given up before it was open", stage="view")
+            who = view.number, view.numbers, view.joined, view.left_out
+            self._emit(ViewChanged(*who, cause_of(view), seconds, step, self.copied_bytes))
 
     # --------------------------------------------------------------------------------- words
 
-    def _tell(self, event: ev.Event) -> None:
+    def _tell(self, event: st.Event) -> None:
         if self._driver is not None:
             self._driver.tell(event)
 
@@ -490,16 +650,9 @@ class ElasticGroup:
         if self._driver is not None:
             self._driver.on_break(seal)
 
-    def _say(self, action: ev.Action) -> None:
-        if isinstance(action, ev.Suspect):
-            self._emit(Suspected(action.ids))
-        elif isinstance(action, ev.Wait):
-            self.meter.waits(time.monotonic(), bool(action.reason))
-            self._emit(Waiting(action.reason))
-        elif isinstance(action, ev.Fence):
-            self._emit(Fenced(action.reason))
-
     def _emit(self, happening: Any) -> None:
+        if isinstance(happening, Waiting):
+            self.meter.waits(time.monotonic(), bool(happening.reason))
         logger.info("%s", happening)
         if self.elastic.on_event is not None:
             try:
@@ -529,9 +682,9 @@ def is_about_group(error: SyncError) -> bool:
     return not is_own
 
 
-def is_refused(error: SyncError, replica: int) -> bool:
+def is_refused(error: SyncError | None, replica: int) -> bool:
     """Whether a member does not let in the key of ``replica``, or ``replica`` a member's key."""
-    return error.stage == "connect" and any(replica in pair for pair in error.cuts)
+    return error is not None and error.stage == "connect" and any(replica in pair for pair in error.cuts)
 
 
 def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -545,3 +698,12 @@ def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...]
 def without_advice(error: SyncError) -> str:
     """Return the message without what it says of ``change_group``."""
     return str(error).split(": call change_group")[0]
+
+
+def _number_of(record: Record | None) -> str:
+    return "?" if record is None else str(record.number)
+
+
+def _words(share: LinkShare) -> tuple[str, ...]:
+    ways = share.link.ways()
+    return tuple([ways[name] for name in ("link", "address", "link key", "relay")])

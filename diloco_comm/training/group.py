@@ -6,9 +6,9 @@ import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from ..base.errors import ReplicaMismatch
 from ..base.service.addresses import proxy_of
 from ..base.service.keys import link_keys
 from ..exchange.exchange import Exchange
-from ..exchange.membership.member import Admission
+from ..exchange.membership.change import Change
 from ..exchange.membership.own_link import LinkShare
 from ..exchange.waiting import describe_store
 from ..methods.settings import Settings
@@ -68,6 +68,19 @@ class Replica:
     on_reset: OnReset | None
 
 
+class ElasticChange(Change, Protocol):
+    """A change by which a replica comes to its group.
+
+    Attributes:
+        role, source_rank: See ``init`` and ``source_rank`` of ``Place``, once all have agreed.
+    """
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def source_rank(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the replicas of a group meet, and with which weights they begin.
@@ -79,7 +92,8 @@ class Place:
         source_rank: Rank of the replica whose weights all take with ``init="broadcast"``.
         backend, join_timeout, suspect_after, listen, advertise, link_keys, relay, proxy: See
             ``Link``.
-        admission, link_share: See ``Exchange``.
+        change: Leads the first epoch of an elastic group; None in a fixed group.
+        link_share: See ``Exchange``.
         beside, inner: See ``Agreement``.
     """
 
@@ -99,7 +113,7 @@ class Place:
     relay: str | None = None
     proxy: str | None = field(default=None, repr=False)
     source_rank: int = 0
-    admission: Admission | None = None
+    change: ElasticChange | None = None
     link_share: LinkShare | None = None
     beside: joining.CopyBeside | None = None
     inner: InnerStates | None = None
@@ -143,8 +157,14 @@ def join(replica: Replica, place: Place) -> Joined:
         ReplicaMismatch: On every replica, when models, arguments or weights differ between them.
     """
     plan, settings, workers = replica.plan, replica.settings, replica.workers
-    with nullcontext() if workers is None else workers.all_workers():
+    if place.change is None:
+        with nullcontext() if workers is None else workers.all_workers():
+            exchange = _connect(replica, place)
+    else:
+        # All workers hear together what the members have agreed on.
         exchange = _connect(replica, place)
+        change = place.change
+        place = replace(place, init=change.role, source_rank=change.source_rank)
     try:
         runner = SendTimed if settings.overlap.rounds else StepTimed
         rounds = runner(
@@ -186,7 +206,7 @@ class Twins:
         self._key = _where(place), place.name, place.replica, plan.worker, plan.layout
         self.has_begun = False
         self.others: list[weakref.ref[Twins]] = []
-        if place.admission is not None or exchange.size == 1:
+        if place.change is not None or exchange.size == 1:
             return
         for other in list(_met):
             if other._key == self._key:
@@ -228,7 +248,7 @@ def _where(place: Place) -> object:
 def _connect(replica: Replica, place: Place) -> Exchange:
     """Connect this worker to its peers: workers of other replicas with the same parameters."""
     plan, settings, store = replica.plan, replica.settings, place.store
-    name = place.name
+    name, is_store = place.name, store is not None or place.change is not None
     return handshake.make_exchange(
         group=place.group,
         store=store,
@@ -236,7 +256,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         num_replicas=place.num_replicas,
         members=place.members,
         # On a store, workers with other shards are other groups of the same replicas.
-        name=f"{name}@{plan.worker}" if plan.worker and store is not None else name,
+        name=f"{name}@{plan.worker}" if plan.worker and is_store else name,
         line_name=name,
         lanes=settings.lanes or 1,
         chunk_bytes=settings.chunk_bytes,
@@ -253,7 +273,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         collectives=handshake.collectives_of(place.backend, place.group, plan.device),
         join=place.init == "join",
         num_under_way=max(1, settings.overlap.rounds),
-        admission=place.admission,
+        change=place.change,
         link_share=place.link_share if place.backend == "tcp" else None,
     )
 

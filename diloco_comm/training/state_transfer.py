@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import _C
 from ..base.errors import ReplicaMismatch
-from ..elastic.beats import PULLING
-from ..elastic.core import events as ev
 from ..elastic.driver import Driver
 from ..elastic.happenings import JoinProgress
 from ..elastic.options import Elastic
-from ..elastic.transfer.donors import Place
 from ..elastic.transfer.newcomer import Newcomer
 from ..exchange.membership.own_link import LinkShare
+from ..group import state as st
+from ..group.beats import Way
+from ..group.records import NO_RECORD
 from ..ops.wire import Layout
 from ..rounds.load import restore_outer
 from ..rounds.part import SyncedFragment
@@ -33,8 +32,6 @@ _LOG_BYTES = 8
 _TURN_S = 0.05
 # Seconds between two reports of how far the copy is.
 _REPORT_S = 1.0
-# Seconds between two looks for replicas that copy a state.
-_MEET_S = 0.25
 # Seconds without any progress after which a newcomer asks to be let in all the same.
 _PATIENCE_S = 30.0
 
@@ -80,20 +77,16 @@ class StateTransfer:
     ) -> None:
         self._elastic, self._parts = elastic, list(parts)
         self._load_saved: Callable[[], None] | None = None
-        self._saved_rounds: tuple[int, ...] = ()
         self.saved_step = -1
         if elastic.checkpoint is not None:
             self._load_saved = restore_outer(parts, elastic.checkpoint, layout)
             self.saved_step = _step_of(elastic.checkpoint)
-            saved = elastic.checkpoint["parts"].values()
-            self._saved_rounds = tuple(sorted({int(numbers["round"]) for numbers in saved}))
         limit = elastic.round_log_bytes
         self.share, self._service = share, f"{elastic.run}/{name}"
         self._link = share.link.link
         self._source = _C.StateSource([state_tensors(part) for part in parts])
         self.log = RoundLog(default_log_bytes(parts) if limit is None else limit, self._source)
         self._link.serve(self._service, self._source)
-        self._is_closed = threading.Event()
         self.is_pulling = True
         self.caught_up_bytes = 0
         self._driver: Driver | None = None
@@ -108,17 +101,12 @@ class StateTransfer:
         return self._source.served_bytes
 
     def attach(self, driver: Driver, report: Callable[[JoinProgress], None]) -> None:
-        """Publish in the driver's beats that this process serves, and which checkpoint it has."""
+        """Publish in the driver's beats that this process serves."""
         self._driver, self._report = driver, report
         driver.serves = True
-        if not driver.signs.place.address:
-            name = "diloco_comm meets newcomers"
-            threading.Thread(target=self._meet_newcomers, daemon=True, name=name).start()
-        driver.inner_step, driver.positions = max(0, self.saved_step), self._saved_rounds
 
     def close(self) -> None:
         """End both sides, and not yet the part in the link; idempotent."""
-        self._is_closed.set()
         # A forked child has the object, and not the link.
         with contextlib.suppress(RuntimeError):
             self._end_copy()
@@ -140,7 +128,7 @@ class StateTransfer:
         newcomer = self._newcomer
         if newcomer is None:
             limit = self._elastic.join_bandwidth
-            newcomer = Newcomer(self._link, self._service, self._parts, self._places, limit)
+            newcomer = Newcomer(self._link, self._service, self._parts, self._donors, limit)
             self._newcomer, self._moved_at = newcomer, time.monotonic()
             if self._load_saved is not None:
                 self._load_saved()
@@ -188,7 +176,7 @@ class StateTransfer:
             logger.warning("the members will wait while this replica copies the state: %s", trouble)
         if self._newcomer is not None:
             self._report(self._progress(self._newcomer))
-        driver.tell(ev.Pulled())
+        driver.tell(st.JoinerReady(NO_RECORD))
 
     def catch_up(self, targets: Mapping[int, int]) -> None:
         """Take the rounds that the copy lacks, while the members wait."""
@@ -228,25 +216,10 @@ class StateTransfer:
 
     # ------------------------------------------------------------------------- other processes
 
-    def _places(self) -> dict[str, Place]:
+    def _donors(self) -> dict[str, Way]:
         assert self._driver is not None
-        found = {name: Place.from_text(text) for name, text in self._driver.donors().items()}
-        return {name: place for name, place in found.items() if place is not None}
-
-    def _meet_newcomers(self) -> None:
-        """Dial the replicas that copy a state, from a process that nobody can dial.
-
-        On a thread of its own: the name of a host may take long to be found.
-        """
-        assert self._driver is not None
-        with contextlib.suppress(RuntimeError):  # The link was closed.
-            while not self._is_closed.wait(_MEET_S):
-                if self.is_pulling or self._newcomer is not None:
-                    continue
-                beats = [beat for beat in self._driver.beats or () if beat.stage == PULLING]
-                places = [Place.from_text(beat.link) for beat in beats]
-                ways = [place.way for place in places if place is not None and place.address]
-                self._link.reach(self._service, ways)
+        found = {name: Way.from_text(text) for name, text in self._driver.donors().items()}
+        return {name: way for name, way in found.items() if way is not None}
 
 
 def _step_of(checkpoint: Mapping[str, Any]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ... import _C
+from ...group.beats import Way
 from .answers import Status
 from .messages import MOST_TEXT, Answer, Kind, Wanted, has_body
 
@@ -18,42 +19,6 @@ MAX_OPEN = 2
 _STALL_S = 10.0
 # Seconds for which a donor is asked nothing after an answer without a body.
 _PAUSE_S = 0.05
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the link of a process is found, as text in a beat.
-
-    Attributes:
-        nonce: 32 hexadecimal digits.
-        address: "host:port", or "" where nobody can dial the process.
-        key: The public key as 64 hexadecimal digits, or "".
-        relay: "host:port" of the relay where the process waits, or "".
-    """
-
-    nonce: str
-    address: str
-    key: str
-    relay: str
-
-    def to_text(self) -> str:
-        return " ".join([self.nonce, self.address or "-", self.key or "-", self.relay or "-"])
-
-    @classmethod
-    def from_text(cls, text: str) -> Place | None:
-        """Return the place that a beat names; None if the text names none."""
-        words = ["" if word == "-" else word for word in text.split(" ")]
-        is_sound = text.isascii() and len(words) == 4 and _is_hex(words[0], 32)
-        return cls(*words) if is_sound and (not words[2] or _is_hex(words[2], 64)) else None
-
-    @property
-    def way(self) -> tuple[str, str, str, str]:
-        """The strings by which the link reaches the process."""
-        return self.nonce, self.address, self.key, self.relay
-
-
-def _is_hex(text: str, length: int) -> bool:
-    return len(text) == length and set(text) <= set("0123456789abcdef")
 
 
 @dataclass(frozen=True)
@@ -85,9 +50,9 @@ class Donor:
         received_bytes: Bytes of state and payloads.
     """
 
-    def __init__(self, link: _C.Link, service: str, name: str, place: Place) -> None:
+    def __init__(self, link: _C.Link, service: str, name: str, way: Way) -> None:
         self._link, self._service = link, service
-        self.name, self.place = name, place
+        self.name, self.way = name, way
         self.status: Status | None = None
         self.is_lost = self.is_wrong = False
         self.trouble = ""
@@ -132,7 +97,7 @@ class Donor:
         if now < self._pause_until:
             return False
         content, most = wanted.to_bytes(), max(num_bytes, MOST_TEXT)
-        number = self._link.request(self.place.way, self._service, content, most)
+        number = self._link.request(self.way.words, self._service, content, most)
         if number == 0:
             self._blocked_at = self._blocked_at or now
             return False

@@ -16,7 +16,7 @@ from ... import _C
 from ...rounds.part import SyncedFragment
 from ...rounds.round_log import LoggedRound, Standing
 from .answers import Status
-from .donors import Donor, Place
+from .donors import Donor
 from .downloads import Download, values_of
 from .messages import PIECE_BYTES, Answer, Kind, Wanted, has_body
 from .pieces import FragmentCopy, Piece
@@ -55,17 +55,17 @@ class Newcomer:
         link: _C.Link,
         service: str,
         parts: Sequence[SyncedFragment],
-        donors: Callable[[], Mapping[str, Place]],
+        donors: Callable[[], Mapping[str, Way]],
         bytes_per_s: float | None = None,
         impl: str = "",
     ) -> None:
         self._link, self._service = link, service
-        self._places, self._bytes_per_s = donors, bytes_per_s
+        self._ways, self._bytes_per_s = donors, bytes_per_s
         self.copies = [FragmentCopy(part, impl) for part in parts]
         self.gave_up = self.refusal = ""
         self._donors: dict[str, Donor] = {}
         # Until when nothing is asked of a donor.
-        self._lost: dict[Place, float] = {}
+        self._lost: dict[Way, float] = {}
         self._reach_at = 0.0
         self._lost_bytes = 0
         self._downloads: dict[int, Download] = {}
@@ -156,7 +156,7 @@ class Newcomer:
                 and copy.is_complete
                 and (copy.standing is None or copy.standing.round < targets[copy.part.index])
             ]
-            if not behind or not self._places():
+            if not behind or not self._ways():
                 break
             self.turn(0.02)
             progress = self.received_bytes + sum(copy.highest_round for copy in copies)
@@ -179,21 +179,21 @@ class Newcomer:
         self._ask()
 
     def _connect(self) -> None:
-        places, now = self._places(), time.monotonic()
+        ways, now = self._ways(), time.monotonic()
         for name, donor in list(self._donors.items()):
-            if donor.is_lost or places.get(name) != donor.place:
+            if donor.is_lost or ways.get(name) != donor.way:
                 donor.lose()
-                self._lost[donor.place] = math.inf if donor.is_wrong else now + _LOST_S
+                self._lost[donor.way] = math.inf if donor.is_wrong else now + _LOST_S
                 self._lost_bytes += donor.received_bytes
                 del self._donors[name]
-        for name, place in places.items():
-            if name not in self._donors and self._lost.get(place, 0.0) < now:
-                self._donors[name] = Donor(self._link, self._service, name, place)
+        for name, way in ways.items():
+            if name not in self._donors and self._lost.get(way, 0.0) < now:
+                self._donors[name] = Donor(self._link, self._service, name, way)
                 self._reach_at = now
         if now >= self._reach_at:
             self._reach_at = now + _REACH_S
             donors = list(self._donors.values())
-            troubles = self._link.reach(self._service, [donor.place.way for donor in donors])
+            troubles = self._link.reach(self._service, [donor.way.words for donor in donors])
             for donor, trouble in zip(donors, troubles, strict=True):
                 donor.trouble = trouble
 

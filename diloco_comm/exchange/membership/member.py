@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,31 +155,6 @@ class Epoch:
     lineage: int = 0
 
 
-class Admission(Protocol):
-    """Decides whether this replica enters an epoch."""
-
-    def guard(self, seal: Callable[[], None]) -> None:
-        """Take the function that ends the present epoch, from any thread."""
-        ...
-
-    def is_given_up(self) -> bool:
-        """Whether this replica shall no longer try; asked again and again until all have met."""
-        ...
-
-    def admit(self, inner_step: int) -> None:
-        """Wait until this replica may enter an epoch whose members are connected.
-
-        No round of the last epoch has been settled yet.
-
-        Args:
-            inner_step: The members have agreed on it; -1 where all are new.
-
-        Raises:
-            SyncError: If this replica does not enter.
-        """
-        ...
-
-
 class Member:
     """A replica in its group: epoch, store, engine and small messages of an ``Exchange``.
 
@@ -194,7 +169,6 @@ class Member:
         newest_group: The newest epoch that this replica has agreed to enter, and its members.
         inner_step: The newest inner step that this replica has counted in an exchange.
         last_error: The error of this epoch, until an exchange succeeds.
-        admission: See ``Exchange``.
         tcp: The link that has all connections to the peers; None over gloo and NCCL.
     """
 
@@ -224,7 +198,6 @@ class Member:
         self.newest_group: tuple[int, tuple[int, ...]] = (0, ())
         self.inner_step = -1
         self.last_error: SyncError | None = None
-        self.admission: Admission | None = None
         self._all_buffers: weakref.WeakSet[ExchangeBuffers] = weakref.WeakSet()
         self._logged_epoch = -1  # the last epoch whose store was logged as lost
         self._enter_epoch(current)
@@ -272,23 +245,6 @@ class Member:
         """
         self.engine.seal()
 
-    def guard_by(self, admission: Admission | None) -> None:
-        """Let somebody decide on admission, and end the present epoch."""
-        self.admission = admission
-        if admission is not None:
-            admission.guard(self.seal)
-
-    def ask_for_admission(self, inner_step: int) -> None:
-        """Wait for ``admission``, if there is one."""
-        if self.admission is None:
-            return
-        try:
-            self.admission.admit(inner_step)
-        except BaseException:
-            # The rounds of the last epoch are kept for the next attempt.
-            self.seal()
-            raise
-
     # --------------------------------------------------------------------------- the store
 
     def use_store(self, store: dist.Store) -> None:
@@ -305,15 +261,12 @@ class Member:
         if self._logged_epoch == self.epoch or not self.engine.is_store_lost:
             return
         self._logged_epoch = self.epoch
-        remedy = "all replicas call change_group(members, store=...) with another store"
-        if self.admission is not None:
-            remedy = "the next view, which has another store"
         _log.warning(
             "this replica's connection to the store at %s has broken, and the store is not asked "
             "again: rounds go on without a store, but this replica cannot agree with others on who "
-            "has failed, and nobody can join, until %s",
+            "has failed, and nobody can join, until all "
+            "replicas call change_group(members, store=...) with another store",
             describe_store(self.store),
-            remedy,
         )
 
     # --------------------------------------------------------------------------- small messages

@@ -276,8 +276,6 @@ def _meet(
 
 def _is_given_up(member: Member, members: Sequence[int], *, is_first: bool) -> Callable[[], bool]:
     """Return what to ask while this replica waits; a first meeting looks at the others' names."""
-    if member.admission is not None:
-        return member.admission.is_given_up
     if not is_first or member.board is None:
         return lambda: False
     names = Names(bounded_by(member, member.board), member.replica, members, member.name)
@@ -291,9 +289,7 @@ def _is_given_up(member: Member, members: Sequence[int], *, is_first: bool) -> C
 
 def _limits(member: Member, *, is_first: bool) -> Limits:
     """Return how long to wait; jobs of a first meeting may start long after each other."""
-    # Where somebody decides on admission, the members are known to live.
-    is_patient = is_first and member.admission is None
-    unheard = member.timeout if is_patient else min(member.join_timeout, member.timeout)
+    unheard = member.timeout if is_first else min(member.join_timeout, member.timeout)
     return Limits(member.timeout, unheard, member.suspect_after)
 
 

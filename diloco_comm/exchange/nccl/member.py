@@ -52,30 +52,53 @@ class StreamMember(Member):
         """Leave the streams of the last epoch for those of the next one."""
         if self.collectives != "nccl":
             return
-        rank, size = agreement.members.index(self.replica), len(agreement.members)
-        # A first group may start NCCL cold, on many hosts; a changed group holds up survivors.
-        is_first = self._driver is None and not self.joins
-        changed_s = min(self.timeout, max(self.join_timeout, _CONNECT_S))
-        limit = self.timeout if is_first else changed_s
+        store = dist.PrefixStore(f"{agreement.plan.epoch}/streams", self.store)
+        limit = self._streams_limit()
 
         def connect() -> None:
-            if self._driver is not None:
-                self._driver.abort("the group has changed")
-            group = None
-            if size > 1:
-                store = dist.PrefixStore(f"{agreement.plan.epoch}/streams", self.store)
-                group = nccl_group.make_group(store, rank, size, self.device, self.timeout)
-            self._driver = StreamDriver(
-                self.device, group, rank, size, self.timeout, self.impl, self.engine
-            )
-            self._driver.connect(limit)
-            self.fixed_weights = None
+            self._open_streams(agreement.members, store, limit)
 
         def leave(reason: str) -> None:
             if self._driver is not None:
                 self._driver.abort(reason)
 
         regroup.connect_streams(self, agreement, connect, leave, limit)
+
+    def _connect_streams(self, members: tuple[int, ...], store: dist.Store | None) -> None:
+        """Leave the streams of the last epoch; connect this device with the members' devices.
+
+        Raises:
+            SyncError: If a device does not connect.
+        """
+        if self.collectives != "nccl":
+            return
+        assert store is not None
+        try:
+            store = dist.PrefixStore(f"{self.name}/streams", store)
+            self._open_streams(members, store, self._streams_limit())
+        except Exception as error:
+            if self._driver is not None:
+                self._driver.abort(str(error))
+            raise SyncError(f"the devices did not connect: {error}", stage="connect") from error
+
+    def _streams_limit(self) -> float:
+        """Return the seconds in which the devices connect."""
+        # A first group may start NCCL cold, on many hosts; a changed group holds up survivors.
+        is_first = self._driver is None and not self.joins
+        changed_s = min(self.timeout, max(self.join_timeout, _CONNECT_S))
+        return self.timeout if is_first else changed_s
+
+    def _open_streams(self, members: tuple[int, ...], store: dist.Store, limit: float) -> None:
+        if self._driver is not None:
+            self._driver.abort("the group has changed")
+        group, rank, size = None, members.index(self.replica), len(members)
+        if size > 1:
+            group = nccl_group.make_group(store, rank, size, self.device, self.timeout)
+        self._driver = StreamDriver(
+            self.device, group, rank, size, self.timeout, self.impl, self.engine
+        )
+        self._driver.connect(limit)
+        self.fixed_weights = None
 
     def fix_weight(self, weight: float | None) -> None:
         """Agree on weights that stay as they are; a collective call.

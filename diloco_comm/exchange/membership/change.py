@@ -1,0 +1,147 @@
+"""A change of the group as an exchange sees it: connect, hear what was agreed on, settle, go on.
+
+The agreement of the group (``diloco_comm.group``) leads the change. A replica seals its epoch before
+and says how far it is (``positions_of``); the next record says which rounds count (``missed_in``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+from ...base.errors import SyncError
+from ...group.streams import Positions, Rounds
+from ..round import Round
+from .meeting import rendezvous
+from .member import Epoch, Member
+from .own_link import Dial
+
+if TYPE_CHECKING:
+    from .meeting.rendezvous import Groups
+
+# Seconds in which the members of an epoch connect: hosts that reach each other take milliseconds.
+LIMIT_S = 30.0
+# Rounds of a fragment that a replica names; all before have ended on all members.
+_NAMED = 16
+_HELD = ("voted", "agreed", "applied")
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The next epoch, and the rounds of the last one that count.
+
+    Attributes:
+        decision: Of this worker's fragments, by rising index; () for a replica without state.
+    """
+
+    epoch: Epoch
+    decision: Positions = ()
+
+
+class Change(Protocol):
+    """One attempt to begin an epoch.
+
+    Attributes:
+        members: All replicas of the next epoch, rising.
+        token: Names the attempt, equal on all members and unlike any other one.
+        store: Where groups of gloo and devices meet, under a prefix of this attempt; None over the
+            link.
+        ways: ``OwnLink.ways`` of each member's worker that is the peer of this one, in rank order;
+            () where the exchange does not travel over the link.
+    """
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
+    @property
+    def token(self) -> str: ...
+    @property
+    def store(self) -> dist.Store | None: ...
+    @property
+    def ways(self) -> Sequence[Mapping[str, str]]: ...
+
+    def guard(self, seal: Callable[[], None]) -> None:
+        """Take the function that ends the present epoch, from any thread."""
+        ...
+
+    def entered(self, failure: SyncError | None) -> Agreed:
+        """Say that all members are connected here, or why not; wait until the epoch may begin.
+
+        All workers of a replica call this, whatever became of their connections.
+
+        Raises:
+            SyncError: If this attempt comes to nothing.
+        """
+        ...
+
+
+def connect(member: Member, change: Change) -> Groups:
+    """Connect groups with the members of the next epoch; none where this replica is alone.
+
+    Raises:
+        SyncError: If a member did not connect in time, or is not let in.
+    """
+    members, name = change.members, "the groups of the members"
+    rank, size = members.index(member.replica), len(members)
+    limit = min(member.timeout, member.suspect_after, LIMIT_S)
+    if size == 1:
+        return []
+    if member.tcp is not None:
+        dial = Dial(member.tcp, f"{member.name}/{change.token}", members, change.ways)
+        return dial.groups(rank, member.lanes, limit, name)
+    deadline, store = time.monotonic() + limit, change.store
+    assert store is not None
+    return [
+        rendezvous.connect(
+            dist.PrefixStore(f"{member.name}/{number}", store),
+            rank,
+            size,
+            max(deadline - time.monotonic(), 0.1),
+            name,
+        )
+        for number in range(2 * member.lanes)
+    ]
+
+
+def positions_of(member: Member, last_rounds: Mapping[int, int]) -> Positions:
+    """Say how far a replica is that has sealed: one stream for each fragment, by rising index.
+
+    Args:
+        last_rounds: The last applied round of every fragment.
+    """
+    states: dict[int, dict[int, str]] = {fragment: {} for fragment in last_rounds}
+    for buffers in member.all_buffers:
+        for (fragment, number), standing in buffers.standings().items():
+            states.setdefault(fragment, {})[number] = standing.state
+    return tuple(
+        [_rounds_of(last_rounds.get(fragment, -1), states[fragment]) for fragment in sorted(states)]
+    )
+
+
+def _rounds_of(last: int, states: Mapping[int, str]) -> Rounds:
+    end = max([last, *states]) + 1
+    first = max(0, end - _NAMED)
+    bits = 0
+    for number in range(first, end):
+        # Rounds up to the last applied one that are not named are applied.
+        is_held = states[number] in _HELD if number in states else number <= last
+        bits |= is_held << number - first
+    return Rounds(first, end - first, bits)
+
+
+def missed_in(member: Member, fragments: Sequence[int], decision: Positions) -> list[Round]:
+    """Return the rounds that count and that this replica has not applied.
+
+    Args:
+        fragments: The index of each fragment in the decision.
+    """
+    missed = []
+    for fragment, rounds in zip(fragments, decision, strict=True):
+        for number in range(rounds.first, rounds.end):
+            if rounds.holds(number):
+                held = [buffers.held(fragment, number) for buffers in member.all_buffers]
+                missed += [round for round in held if round is not None][:1]
+    return missed
