@@ -20,7 +20,7 @@ from . import messages as ms
 from . import state as st
 from .messages import NO_ATTEMPT, Why
 from .plans import Plan, Roster, plan_of
-from .records import NO_RECORD, Attempt, Key, Record
+from .records import NO_RECORD, Attempt, Key, Record, cause_of
 from .state import Joint, Proposal, Stage, State
 from .streams import decide
 
@@ -175,8 +175,6 @@ def _propose(turn: Turn, draft: Record) -> None:
     state, attempt = turn.state, draft.attempt
     is_planned = _is_planned(state, draft)
     is_at_work = state.stage in (Stage.TRAINING, Stage.STOPPED)
-    causes = [f"replicas {list(draft.left_out)} left"] if draft.left_out else []
-    causes += [f"replicas {list(draft.joined)} join"] if draft.joined and draft.number else []
     asked = ms.Prepare(
         attempt,
         draft.number - 1,
@@ -185,7 +183,7 @@ def _propose(turn: Turn, draft: Record) -> None:
         draft.joined,
         state.settings.digest,
         is_patient=is_at_work and not draft.left_out,
-        cause=", ".join(causes) or ("the members meet again" if draft.number else "the run begins"),
+        cause=cause_of(draft),
     )
     base = () if state.record is None else state.record.members
     base = tuple([key for key in base if key in draft.members])

@@ -201,12 +201,12 @@ def _read_attempt(reader: Reader) -> Attempt:
 
 
 def _write_base(writer: Writer, base: int, base_hash: bytes) -> None:
-    writer.number(base + 1)
+    writer.number(base)
     writer.fixed("16s", base_hash)
 
 
 def _read_base(reader: Reader) -> tuple[int, bytes]:
-    base = reader.number() - 1
+    base = reader.number()
     (base_hash,) = reader.fixed("16s")
     if (base == NO_RECORD) != (base_hash == NO_HASH):
         raise Damaged
@@ -280,13 +280,13 @@ def _read_prepare(reader: Reader) -> Prepare:
 
 def _write_sealed(writer: Writer, one: Sealed) -> None:
     _write_attempt(writer, one.attempt)
-    writer.number(one.base + 1)
+    writer.number(one.base)
     writer.positions(one.positions)
     writer.number(one.inner_step)
 
 
 def _read_sealed(reader: Reader) -> Sealed:
-    attempt, base = _read_attempt(reader), reader.number() - 1
+    attempt, base = _read_attempt(reader), reader.number()
     return Sealed(attempt, base, reader.positions(), reader.number())
 
 

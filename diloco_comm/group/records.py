@@ -17,7 +17,8 @@ from .streams import Damaged, Positions, Reader, Writer
 
 MAX_RECORD_BYTES = 1 << 16
 NONCE_BYTES = HASH_BYTES = TABLE_BYTES = 16
-NO_RECORD = -1
+# The first record has number 1.
+NO_RECORD = 0
 NO_HASH = bytes(HASH_BYTES)
 # The first bytes of a record: what it is, and its version.
 FIRST_BYTES = b"DCgr"
@@ -55,10 +56,10 @@ class Record:
     """Those who train together, and what became of the rounds before.
 
     Attributes:
-        number: One more than in the record before; 0 for the first.
+        number: One more than in the record before; 1 for the first.
         parent: Hash of the record before; NO_HASH for the first.
         table: Id of the table for which this record was made.
-        founding: Hash of record 0; NO_HASH in record 0 itself.
+        founding: Hash of record 1; NO_HASH in record 1 itself.
         attempt: That led to this record.
         members: By number.
         joined: Numbers of the members that bring no state of the record before.
@@ -94,8 +95,8 @@ class Record:
 
     @property
     def run_id(self) -> bytes:
-        """The same in all records that follow from one record 0, and in no other."""
-        return self.founding if self.number else self.hash
+        """The same in all records that follow from one record 1, and in no other."""
+        return self.hash if self.founding == NO_HASH else self.founding
 
     def to_bytes(self) -> bytes:
         """Return the bytes of this record: equal bytes for equal records.
@@ -118,6 +119,15 @@ class Record:
     def hash(self) -> bytes:
         """The name of this record: 16 bytes."""
         return record_hash(_to_bytes(self))
+
+
+def cause_of(record: Record) -> str:
+    """Return why a record follows the record before, in one clause for people."""
+    if record.parent == NO_HASH:
+        return "the run begins"
+    causes = [f"replicas {list(record.left_out)} left"] if record.left_out else []
+    causes += [f"replicas {list(record.joined)} join"] if record.joined else []
+    return ", ".join(causes) or "the members meet again"
 
 
 def record_hash(content: bytes) -> bytes:
@@ -175,7 +185,7 @@ def _read(reader: Reader) -> Record:
     decision = reader.positions()
     left_out, evicted = (reader.numbers(MAX_RECORD_BYTES, _MAX_NUMBER) for _ in range(2))
     reader.end()
-    if not members or number > 1 << 62 or (number == 0) != (founding == NO_HASH):
+    if not (members and 0 < number < 1 << 62) or (number == 1) != (founding == NO_HASH):
         raise Damaged
     return Record(
         number=number,

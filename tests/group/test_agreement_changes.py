@@ -83,7 +83,7 @@ def test_rule_9_a_newcomer_that_is_not_ready_waits_for_the_next_boundary() -> No
 
 
 def test_rule_9_of_two_newcomers_with_one_number_one_comes() -> None:
-    places = (*with_newcomer(TWO, 2), place_of(2, 1, follows=0))
+    places = (*with_newcomer(TWO, 2), place_of(2, 1, follows=1))
     core = at_boundary(member(0, TWO, places))
     assert Record.from_bytes(core.only(st.Swap).new).members == (key(0), key(1), key(2))
 
@@ -122,23 +122,23 @@ def test_rule_10_members_seal_when_all_have_been_told() -> None:
     assert (
         core.all(ms.Prepare) == [] and core.reason == "until replicas [1, 2] call change_group, too"
     )
-    core.hear(1, ms.Here(0, THREE.hash, (0, 1, 2)))
+    core.hear(1, ms.Here(1, THREE.hash, (0, 1, 2)))
     assert core.all(st.Seal) == []
-    core.hear(2, ms.Here(0, THREE.hash, (0, 1, 2)))
+    core.hear(2, ms.Here(1, THREE.hash, (0, 1, 2)))
     assert core.only(st.Seal).is_patient and len(core.all(ms.Prepare)) == 2
 
 
 def test_rule_10_where_somebody_is_left_out_rounds_under_way_go_void() -> None:
     core = fixed(0)
     demand(core, 0, 1)
-    core.hear(1, ms.Here(0, THREE.hash, (0, 1)))
+    core.hear(1, ms.Here(1, THREE.hash, (0, 1)))
     assert not core.only(st.Seal).is_patient and not core.only(ms.Prepare).is_patient
 
 
 def test_rule_10_the_others_tell_the_lowest_what_they_were_told() -> None:
     core = fixed(1)
     demand(core, 0, 1)
-    assert st.Send(nonce_of(0), ms.Here(0, THREE.hash, (0, 1))) in core.said
+    assert st.Send(nonce_of(0), ms.Here(1, THREE.hash, (0, 1))) in core.said
     assert core.reason == "until replica 0 leads the change"
 
 
@@ -164,7 +164,7 @@ def test_rule_10_callers_that_name_other_members_both_fail() -> None:
     )
     lowest = fixed(0)
     demand(lowest, 0, 1, 2)
-    lowest.hear(1, ms.Here(0, THREE.hash, (0, 1)))
+    lowest.hear(1, ms.Here(1, THREE.hash, (0, 1)))
     assert (
         lowest.only(ms.No).why is Why.MEMBERS
         and lowest.only(st.Fail)
@@ -176,14 +176,14 @@ def test_rule_10_survivors_go_on_with_all_that_live() -> None:
     core = fixed(0)
     core.tell(life(1))
     demand(core)
-    core.hear(2, ms.Here(0, THREE.hash))
+    core.hear(2, ms.Here(1, THREE.hash))
     assert core.only(ms.Prepare).members == (key(0), key(2))
 
 
 def test_rule_10_a_caller_that_gives_up_withdraws() -> None:
     core = fixed(0)
     demand(core, 0, 1)
-    core.hear(1, ms.Here(0, THREE.hash, (0, 1)))
+    core.hear(1, ms.Here(1, THREE.hash, (0, 1)))
     core.tell(st.GivenUp())
     assert core.state.proposal is None and core.state.demand is None
 
@@ -192,7 +192,7 @@ def test_rule_10_a_group_that_was_superseded_is_found_at_the_demand() -> None:
     core = fixed(0)
     demand(core, 0, 1, record=after(THREE, 1, 2))
     assert core.only(st.Fence).reason == (
-        "the group of replicas [1, 2] went on in epoch 1 without replica 0"
+        "the group of replicas [1, 2] went on in epoch 2 without replica 0"
     )
 
 
@@ -200,14 +200,14 @@ def test_rule_10_in_a_new_store_the_chain_begins_with_the_name_of_the_last_recor
     core = fixed(0)
     core.tell(st.Demanded((0, 1)))
     core.look(None, members_places(THREE), table=b"u" * 16)
-    core.hear(1, ms.Here(0, THREE.hash, (0, 1)))
-    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    core.hear(1, ms.Here(1, THREE.hash, (0, 1)))
+    core.tell(st.Sealed(1, ONE_VOTE, 10))
     core.tell(st.Connected(attempt_of(0)))
-    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 10))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 10))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     swap = core.only(st.Swap)
     new = Record.from_bytes(swap.new)
-    assert (swap.old, new.parent, new.table, new.number) == (b"", THREE.hash, b"u" * 16, 1)
+    assert (swap.old, new.parent, new.table, new.number) == (b"", THREE.hash, b"u" * 16, 2)
     other = fixed(1)
     demand(other, 0, 1, record=new)
     assert other.only(st.Enter).record == new
@@ -226,7 +226,7 @@ def test_rule_10_a_member_leads_before_newcomers_also_where_the_state_is_lost() 
     core.tell(life(1))
     sealed(core, ())
     core.tell(st.Demanded((0, 2)))
-    core.look(record_of(1, 2), (place_of(0, follows=NO_RECORD), place_of(2, entered=0)))
+    core.look(record_of(1, 2), (place_of(0, follows=NO_RECORD), place_of(2, entered=1)))
     core.hear(0, ms.Here(NO_RECORD, NO_HASH, (0, 2)))
     assert core.state.proposal is not None
     draft = core.state.proposal.draft
@@ -242,7 +242,7 @@ def test_rule_10_the_first_group_of_a_fixed_run_is_founded_by_its_lowest() -> No
     core.tell(st.Connected(attempt_of(0)))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     new = Record.from_bytes(core.only(st.Swap).new)
-    assert (new.number, new.source, new.joined) == (0, 0, (0, 1))
+    assert (new.number, new.source, new.joined) == (1, 0, (0, 1))
 
 
 # ------------------------------------------------------------------------ rule 11: founding
@@ -264,7 +264,7 @@ def test_rule_11_the_lowest_of_enough_newcomers_founds() -> None:
     core.hear(1, ms.Ready(asked.attempt, 0b11))
     swap = core.only(st.Swap)
     new = Record.from_bytes(swap.new)
-    assert (swap.old, new.number, new.parent, new.table) == (b"", 0, NO_HASH, TABLE)
+    assert (swap.old, new.number, new.parent, new.table) == (b"", 1, NO_HASH, TABLE)
     assert new.source == 0 and new.decision == ()
 
 
@@ -323,7 +323,7 @@ def test_rule_12_newcomers_with_a_late_checkpoint_go_on_when_all_have_died() -> 
     core.poll(3)
     assert core.state.proposal is not None
     draft = core.state.proposal.draft
-    assert (draft.number, draft.parent, draft.source, draft.inner_step) == (2, DEAD.hash, 1, 60)
+    assert (draft.number, draft.parent, draft.source, draft.inner_step) == (3, DEAD.hash, 1, 60)
 
 
 @pytest.mark.parametrize(
@@ -338,11 +338,11 @@ def test_rule_12_newcomers_with_a_late_checkpoint_go_on_when_all_have_died() -> 
             "until one of replicas [0, 1] starts again, as none of them is heard of",
         ),
         (
-            (place_of(1, 1, follows=NO_RECORD), place_of(0, entered=1, has_state=True)),
+            (place_of(1, 1, follows=NO_RECORD), place_of(0, entered=2, has_state=True)),
             "until the members let this replica in",
         ),
         (
-            (place_of(1, 1, follows=NO_RECORD), place_of(1, entered=1, has_state=True)),
+            (place_of(1, 1, follows=NO_RECORD), place_of(1, entered=2, has_state=True)),
             "until the other process with replica number 1 has gone; if it is to train on",
         ),
     ],
@@ -415,7 +415,7 @@ def test_rule_13_a_table_that_forgot_takes_the_next_record_with_the_sealed_of_al
     asked = core.state.proposal
     assert asked is not None and asked.draft.numbers == (0, 1)
     core.tell(st.Connected(attempt_of(0)))
-    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     swap = core.only(st.Swap)
     new = Record.from_bytes(swap.new)
@@ -425,7 +425,7 @@ def test_rule_13_a_table_that_forgot_takes_the_next_record_with_the_sealed_of_al
 def test_rule_13_without_one_member_the_others_wait_and_say_why() -> None:
     core = forgotten(0, THREE)
     core.tell(life(2))
-    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    core.tell(st.Sealed(1, ONE_VOTE, 10))
     core.poll(30)
     assert core.state.proposal is None and core.reason == (
         "until replicas [2] answer, as the registry has lost its memory and they may have gone on; "
@@ -446,7 +446,7 @@ def test_rule_13_an_attempt_that_was_begun_before_the_table_forgot_is_given_up()
     leads(core, dead=(2,))
     core.look(None, members_places(THREE), table=OTHER)
     assert core.state.proposal is None
-    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     assert core.all(st.Swap) == []
 
@@ -454,7 +454,7 @@ def test_rule_13_an_attempt_that_was_begun_before_the_table_forgot_is_given_up()
 def test_rule_13_an_answer_of_the_table_as_it_was_says_nothing() -> None:
     core = member(0, THREE)
     leads(core, dead=(2,))
-    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     new = core.only(st.Swap).new
     core.look(None, members_places(THREE), table=OTHER)
@@ -465,10 +465,10 @@ def test_rule_13_an_answer_of_the_table_as_it_was_says_nothing() -> None:
 def test_rule_13_a_member_that_waits_asks_a_process_that_is_ahead() -> None:
     core = member(1, TWO)
     core.tell(life(0))
-    core.tell(st.Sealed(0, ONE_VOTE, 8))
-    core.look(None, (place_of(2, entered=1, has_state=True),), table=OTHER)
+    core.tell(st.Sealed(1, ONE_VOTE, 8))
+    core.look(None, (place_of(2, entered=2, has_state=True),), table=OTHER)
     core.poll(3)
-    assert st.Send(nonce_of(2), ms.Here(0, TWO.hash)) in core.said
+    assert st.Send(nonce_of(2), ms.Here(1, TWO.hash)) in core.said
     core.hear(2, ms.Open(after(TWO, 2).to_bytes()))
     assert core.only(st.Fence)
 
@@ -481,7 +481,7 @@ def test_rule_13_a_durable_table_that_knows_less_is_waited_for() -> None:
         core.all(st.Swap) == []
         and core.state.proposal is None
         and core.reason
-        == ("until the registry has its record again: it knew view 0, and now it knows less")
+        == ("until the registry has its record again: it knew view 1, and now it knows less")
     )
 
 
@@ -498,7 +498,7 @@ def test_rule_13_a_record_of_another_founding_is_not_followed() -> None:
     core = member(1, TWO)
     core.look(after(record_of(0, 1, 2), 0, 1), table=OTHER)
     assert core.only(st.Fence).reason == (
-        "the table holds view 1 of replicas [0, 1], which does not follow from view 0 of replicas "
+        "the table holds view 2 of replicas [0, 1], which does not follow from view 1 of replicas "
         "[0, 1]"
     )
     core = member(1, TWO)
@@ -510,7 +510,7 @@ def test_rule_13_another_record_of_its_own_number_fences() -> None:
     core = member(1, TWO)
     core.look(after(TWO, 0, 1))
     core.look(after(TWO, 0, 1, inner_step=5), table=OTHER)
-    assert core.only(st.Fence).reason == "view 1 was opened anew without this process"
+    assert core.only(st.Fence).reason == "view 2 was opened anew without this process"
 
 
 # ------------------------------------------------------------------------ rule 14: finished
@@ -608,7 +608,7 @@ def test_rule_16_answers_to_a_former_attempt_change_nothing() -> None:
     core = member(0, THREE)
     leads(core, dead=(2,))
     before = core.state.proposal
-    core.hear(1, ms.Sealed(attempt_of(0, 9), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Sealed(attempt_of(0, 9), 1, ONE_VOTE, 8))
     core.hear(1, ms.Ready(attempt_of(0, 9), 0b11))
     core.hear(1, ms.No(attempt_of(0, 9), Why.CUT, cut=(nonce_of(0),)))
     assert core.state.proposal == before
@@ -627,9 +627,9 @@ def test_rule_16_events_of_a_former_record_or_attempt_of_the_training_thread_are
     core.look(after(THREE, 0, 1, 2))
     state = core.state
     for event in (
-        st.Sealed(0, ONE_VOTE, 8),
-        st.Broke(0),
-        st.Boundary(0, ONE_VOTE, 8, True),
+        st.Sealed(1, ONE_VOTE, 8),
+        st.Broke(1),
+        st.Boundary(1, ONE_VOTE, 8, True),
         st.Connected(attempt_of(0)),
     ):
         core.tell(event)

@@ -41,10 +41,10 @@ TWO = record_of(0, 1)
 def test_rule_1_the_lowest_living_member_asks_all_and_swaps_when_all_have_answered() -> None:
     core = member(0, THREE)
     core.tell(life(2))
-    assert core.only(st.Seal) == st.Seal(0)
+    assert core.only(st.Seal) == st.Seal(1)
     asked = core.only(ms.Prepare)
-    core.tell(st.Sealed(0, ONE_VOTE, 10))
-    assert (asked.base, asked.base_hash, asked.members) == (0, THREE.hash, (key(0), key(1)))
+    core.tell(st.Sealed(1, ONE_VOTE, 10))
+    assert (asked.base, asked.base_hash, asked.members) == (1, THREE.hash, (key(0), key(1)))
     assert not asked.is_patient and asked.cause == "replicas [2] left"
     core.tell(st.Connected(asked.attempt))
     core.hear(1, ms.Ready(asked.attempt, 0b11))
@@ -52,20 +52,20 @@ def test_rule_1_the_lowest_living_member_asks_all_and_swaps_when_all_have_answer
         core.all(st.Swap) == []
         and core.reason == "until replicas [1] have stopped and are connected"
     )
-    core.hear(1, ms.Sealed(asked.attempt, 0, ONE_VOTE, 8))
+    core.hear(1, ms.Sealed(asked.attempt, 1, ONE_VOTE, 8))
     swap = core.only(st.Swap)
     new = Record.from_bytes(swap.new)
-    assert swap.old == THREE.to_bytes() and new.parent == THREE.hash and new.number == 1
+    assert swap.old == THREE.to_bytes() and new.parent == THREE.hash and new.number == 2
     assert (new.members, new.left_out, new.decision, new.inner_step) == (
         (key(0), key(1)), (2,), ONE_VOTE, 8,
     )  # fmt: skip
     swapped(core)
     assert core.only(st.Enter).record == new and core.only(ms.Open).record == swap.new
-    assert core.state.stage is Stage.TRAINING and core.state.number == 1
+    assert core.state.stage is Stage.TRAINING and core.state.number == 2
 
 
 def test_rule_1_a_ready_alone_and_a_sealed_alone_are_not_enough() -> None:
-    for message in (ms.Ready(attempt_of(0), 0b11), ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8)):
+    for message in (ms.Ready(attempt_of(0), 0b11), ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8)):
         core = member(0, THREE)
         assert leads(core, dead=(2,)) == attempt_of(0)
         core.hear(1, message)
@@ -77,9 +77,9 @@ def test_rule_1_a_member_answers_sealed_when_it_has_stopped_and_ready_when_it_is
 ):
     core = member(1, THREE)
     core.hear(0, prepare(THREE, 0, 1))
-    assert core.only(st.Seal) == st.Seal(0) and core.only(st.Connect).attempt == attempt_of(0)
-    core.tell(st.Sealed(0, ONE_VOTE, 8))
-    assert core.only(ms.Sealed) == ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8)
+    assert core.only(st.Seal) == st.Seal(1) and core.only(st.Connect).attempt == attempt_of(0)
+    core.tell(st.Sealed(1, ONE_VOTE, 8))
+    assert core.only(ms.Sealed) == ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8)
     core.tell(st.Connected(attempt_of(0)))
     assert core.only(ms.Ready) == ms.Ready(attempt_of(0), 0b11)
     new = after(THREE, 0, 1)
@@ -91,9 +91,9 @@ def test_rule_1_others_wait_for_their_turn_and_tell_the_lowest() -> None:
     core = sealed(member(2, THREE))
     assert core.all(ms.Prepare) == [] and core.state.waits_for == ""
     core = member(2, THREE)
-    core.tell(st.Broke(0))
-    assert core.only(ms.Here).base == 0
-    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    core.tell(st.Broke(1))
+    assert core.only(ms.Here).base == 1
+    core.tell(st.Sealed(1, ONE_VOTE, 10))
     core.poll(3)
     assert core.all(ms.Prepare) == []
     core.poll()
@@ -104,8 +104,8 @@ def test_rule_1_others_wait_for_their_turn_and_tell_the_lowest() -> None:
 
 def test_rule_1_a_member_that_has_stopped_lets_the_lowest_lead_at_once() -> None:
     core = member(0, THREE)
-    core.hear(2, ms.Here(0, THREE.hash))
-    assert core.only(st.Seal) == st.Seal(0) and len(core.all(ms.Prepare)) == 2
+    core.hear(2, ms.Here(1, THREE.hash))
+    assert core.only(st.Seal) == st.Seal(1) and len(core.all(ms.Prepare)) == 2
 
 
 # -------------------------------------------------------------------- rule 2: the promise
@@ -114,9 +114,9 @@ def test_rule_1_a_member_that_has_stopped_lets_the_lowest_lead_at_once() -> None
 def test_rule_2_who_has_sealed_says_the_same_to_every_attempt_on_its_base() -> None:
     core = sealed(member(2, THREE))
     core.hear(1, prepare(THREE, 1, 2))
-    assert core.only(ms.Sealed) == ms.Sealed(attempt_of(1), 0, ONE_VOTE, 10)
+    assert core.only(ms.Sealed) == ms.Sealed(attempt_of(1), 1, ONE_VOTE, 10)
     core.hear(0, prepare(THREE, 0, 2, counter=2))
-    assert core.only(ms.Sealed) == ms.Sealed(attempt_of(0, 2), 0, ONE_VOTE, 10)
+    assert core.only(ms.Sealed) == ms.Sealed(attempt_of(0, 2), 1, ONE_VOTE, 10)
     # A lower process leads: it is answered first, until it is silent.
     core.hear(1, prepare(THREE, 1, 2))
     assert core.all(ms.Sealed) == []
@@ -127,10 +127,10 @@ def test_rule_2_who_has_sealed_says_the_same_to_every_attempt_on_its_base() -> N
 
 def test_rule_2_what_is_sealed_stays_so_whatever_the_training_thread_says_later() -> None:
     core = sealed(member(2, THREE))
-    core.tell(st.Sealed(0, NO_VOTE, 11))
-    core.tell(st.Boundary(0, NO_VOTE, 11, True))
+    core.tell(st.Sealed(1, NO_VOTE, 11))
+    core.tell(st.Boundary(1, NO_VOTE, 11, True))
     core.hear(0, prepare(THREE, 0, 1, 2))
-    assert core.only(ms.Sealed) == ms.Sealed(attempt_of(0), 0, ONE_VOTE, 10)
+    assert core.only(ms.Sealed) == ms.Sealed(attempt_of(0), 1, ONE_VOTE, 10)
 
 
 def test_rule_2_of_two_proposers_the_higher_one_yields() -> None:
@@ -150,7 +150,7 @@ def test_rule_2_of_two_proposers_the_higher_one_yields() -> None:
 def test_rule_2_a_lost_open_is_said_again_to_who_still_answers_the_attempt() -> None:
     core = ready_to_swap()
     swapped(core)
-    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
     assert Record.from_bytes(core.only(ms.Open).record).attempt == attempt_of(0)
 
 
@@ -163,7 +163,7 @@ def test_rule_3_a_round_counts_if_every_sealed_says_voted(
 ) -> None:
     core = member(0, THREE)
     leads(core, dead=(2,))
-    core.hear(1, ms.Sealed(attempt_of(0), 0, other, 8))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, other, 8))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     assert Record.from_bytes(core.only(st.Swap).new).decision == (Rounds(0, 1, bits),)
 
@@ -171,7 +171,7 @@ def test_rule_3_a_round_counts_if_every_sealed_says_voted(
 def test_rule_3_a_member_without_state_decides_nothing_and_is_given_it() -> None:
     core = member(0, THREE)
     leads(core, dead=(2,))
-    core.hear(1, ms.Sealed(attempt_of(0), 0, (), 0))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, (), 0))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     new = Record.from_bytes(core.only(st.Swap).new)
     assert (new.decision, new.joined, new.inner_step) == (ONE_VOTE, (1,), 10)
@@ -180,12 +180,12 @@ def test_rule_3_a_member_without_state_decides_nothing_and_is_given_it() -> None
 def test_rule_3_a_member_that_cannot_be_repaired_is_left_behind() -> None:
     core = member(0, THREE)
     leads(core, dead=(2,), positions=(Rounds(70, 2, 3),))
-    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     assert core.all(st.Swap) == [] and (nonce_of(0), nonce_of(1)) in core.state.cuts
     core = member(0, THREE)
     leads(core, dead=(2,))
-    core.hear(1, ms.Sealed(attempt_of(0), 0, (Rounds(70, 2, 3),), 8))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, (Rounds(70, 2, 3),), 8))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     assert "a member is at round 1 of a stream" in core.only(st.Fence).reason
 
@@ -197,13 +197,13 @@ def test_rule_4_a_process_in_a_higher_record_says_so() -> None:
     core = member(1, after(TWO, 0, 1, source=1))
     core.hear(0, prepare(TWO, 0, 1))
     assert core.only(ms.Open).record == core.state.entered and core.all(st.Seal) == []
-    core.hear(0, ms.Here(0, TWO.hash))
+    core.hear(0, ms.Here(1, TWO.hash))
     assert core.only(ms.Open).record == core.state.entered
 
 
 def test_rule_4_a_member_that_was_left_out_and_asks_is_told_the_record() -> None:
     core = member(1, after(TWO, 1, source=1))
-    core.hear(0, ms.Here(0, TWO.hash))
+    core.hear(0, ms.Here(1, TWO.hash))
     assert core.only(ms.Open).record == core.state.entered
     # A newcomer that is no member yet is told nothing.
     core.hear(0, ms.Here(NO_RECORD, NO_HASH), start=1)
@@ -223,22 +223,22 @@ def test_rule_4_a_process_in_a_lower_record_reads_the_table_first() -> None:
     core.hear(0, prepare(new, 0, 1))
     assert core.all(st.Seal) == [] and core.only(st.Read) == st.Read()
     # The proposer, too, has the record.
-    assert st.Send(nonce_of(0), ms.Here(0, TWO.hash)) in core.said
+    assert st.Send(nonce_of(0), ms.Here(1, TWO.hash)) in core.said
     core.look(new)
     assert core.only(st.Enter).record == new
     core.hear(0, prepare(new, 0, 1))
-    assert core.only(st.Seal) == st.Seal(1)
+    assert core.only(st.Seal) == st.Seal(2)
 
 
 def test_rule_4_a_process_that_is_no_member_of_the_record_is_fenced() -> None:
     core = member(1, TWO)
     core.look(after(TWO, 0))
-    assert core.only(st.Fence).reason == ("view 1 of replicas [0] was opened without this process")
+    assert core.only(st.Fence).reason == ("view 2 of replicas [0] was opened without this process")
 
 
 def test_rule_4_a_newcomer_answers_when_it_is_ready_and_enters_first_where_it_is_a_member() -> None:
     core = Core(1)
-    core.look(after(TWO, 0), (place_of(0, entered=1, has_state=True),))
+    core.look(after(TWO, 0), (place_of(0, entered=2, has_state=True),))
     core.hear(0, prepare(after(TWO, 0), 0, 1, joined=(1,)))
     assert core.all(st.Connect) == []
     core.tell(st.JoinerReady())
@@ -250,7 +250,7 @@ def test_rule_4_a_newcomer_answers_when_it_is_ready_and_enters_first_where_it_is
 
 def test_rule_4_a_newcomer_enters_by_reading_the_table_alone() -> None:
     core = Core(1)
-    core.look(after(TWO, 0), (place_of(0, entered=1, has_state=True),))
+    core.look(after(TWO, 0), (place_of(0, entered=2, has_state=True),))
     core.hear(0, ms.Open(TWO.to_bytes()))
     assert core.only(st.Read) == st.Read() and core.state.stage is Stage.NEWCOMER
     core.hear(0, ms.Open(b"no record"))
@@ -262,8 +262,8 @@ def test_rule_4_a_newcomer_enters_by_reading_the_table_alone() -> None:
 
 def test_rule_5_without_a_way_to_a_member_the_fewest_are_left_out() -> None:
     core = member(0, THREE)
-    core.hear(1, ms.Here(0, THREE.hash))
-    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    core.hear(1, ms.Here(1, THREE.hash))
+    core.tell(st.Sealed(1, ONE_VOTE, 10))
     core.hear(1, ms.No(attempt_of(0), Why.CUT, cut=(nonce_of(2),)))
     assert core.state.proposal is None
     # Member 2 may train on: there is a pause of twice suspect_after, and one poll.
@@ -283,8 +283,8 @@ def test_rule_5_a_member_without_a_way_says_to_whom() -> None:
 
 def test_rule_5_a_ready_that_has_not_heard_all_is_a_cut() -> None:
     core = member(0, THREE)
-    core.hear(1, ms.Here(0, THREE.hash))
-    core.tell(st.Sealed(0, ONE_VOTE, 10))
+    core.hear(1, ms.Here(1, THREE.hash))
+    core.tell(st.Sealed(1, ONE_VOTE, 10))
     core.hear(1, ms.Ready(attempt_of(0), 0b011))
     assert core.state.proposal is None and (nonce_of(1), nonce_of(2)) in core.state.cuts
 
@@ -316,7 +316,7 @@ def test_rule_5_members_that_do_not_answer_are_asked_again() -> None:
 def ready_to_swap(**settings: object) -> Core:
     core = member(0, THREE, **settings)
     leads(core, dead=(2,))
-    core.hear(1, ms.Sealed(attempt_of(0), 0, ONE_VOTE, 8))
+    core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
     core.hear(1, ms.Ready(attempt_of(0), 0b11))
     return core
 
@@ -420,7 +420,7 @@ def test_rule_8_a_process_that_hears_nothing_reads_the_table_and_says_again_wher
     core.poll(1)
     assert core.only(st.Read) == st.Read()
     core.poll(1)
-    assert st.Send(nonce_of(0), ms.Here(0, THREE.hash)) in core.said
+    assert st.Send(nonce_of(0), ms.Here(1, THREE.hash)) in core.said
     core.hear(0, prepare(THREE, 0, 1, 2))
     assert core.only(ms.Sealed).attempt == core.only(ms.Ready).attempt == attempt_of(0)
 

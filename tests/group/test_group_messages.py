@@ -22,10 +22,10 @@ positions = st.lists(
     max_size=5,
 ).map(tuple)  # fmt: skip
 messages = st.one_of(
-    st.builds(ms.Here, st.integers(0, 99), st.just(b"h" * 16), numbers, nonces),
+    st.builds(ms.Here, st.integers(1, 99), st.just(b"h" * 16), numbers, nonces),
     st.builds(ms.Here, st.just(NO_RECORD), st.just(NO_HASH), numbers, nonces),
     st.builds(
-        ms.Prepare, st.just(ATTEMPT), st.integers(0, 99), st.just(b"h" * 16), st.just(KEYS),
+        ms.Prepare, st.just(ATTEMPT), st.integers(1, 99), st.just(b"h" * 16), st.just(KEYS),
         st.sampled_from([(), (3,), (0, 3)]), st.binary(min_size=16, max_size=16), st.booleans(),
         st.text(max_size=99),
     ),

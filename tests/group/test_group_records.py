@@ -14,6 +14,7 @@ from diloco_comm.group.records import (
     Attempt,
     Key,
     Record,
+    cause_of,
     record_hash,
 )
 from diloco_comm.group.streams import MOST_ROUNDS, Rounds, decide
@@ -23,7 +24,7 @@ NONCE = bytes(range(16))
 
 def record(num_members: int = 2, **values: object) -> Record:
     members = tuple(Key(number, number.to_bytes(16, "big")) for number in range(num_members))
-    one = Record(0, NO_HASH, b"t" * 16, NO_HASH, Attempt(NONCE, 1), members)
+    one = Record(1, NO_HASH, b"t" * 16, NO_HASH, Attempt(NONCE, 1), members)
     return replace(one, **values)  # type: ignore[arg-type]
 
 
@@ -38,7 +39,7 @@ records = st.builds(
         number,
         bytes([number % 256]) * 16,
         b"t" * 16,
-        b"f" * 16 if number else NO_HASH,
+        b"f" * 16 if number > 1 else NO_HASH,
         Attempt(NONCE, 1 + number % 1000),
         tuple(Key(one, bytes([one % 256]) * 16) for one in sorted(members)),
         joined=tuple(sorted(members))[:1],
@@ -49,7 +50,7 @@ records = st.builds(
         evicted=out[:1],
         is_finished=is_finished,
     ),
-    st.integers(0, 1 << 40),
+    st.integers(1, 1 << 40),
     st.sets(st.integers(0, 0xFFFFFFFF), min_size=1, max_size=20),
     st.lists(rounds, max_size=12).map(tuple),
     st.none() | st.integers(0, 0xFFFFFFFF),
@@ -121,7 +122,7 @@ def test_a_record_with_other_bytes_is_another_record_or_none(
 def test_the_hash_of_a_record_follows_each_of_its_values() -> None:
     one = record(decision=(Rounds(0, 2, 3),))
     others = [
-        replace(one, number=1, founding=b"f" * 16),
+        replace(one, number=2, founding=b"f" * 16),
         replace(one, parent=b"p" * 16),
         replace(one, attempt=Attempt(NONCE, 2)),
         replace(one, decision=(Rounds(0, 2, 1),)),
@@ -130,6 +131,27 @@ def test_the_hash_of_a_record_follows_each_of_its_values() -> None:
         replace(one, is_finished=True),
     ]
     assert len({other.hash for other in (one, *others)}) == 8
+
+
+def test_the_first_record_has_number_1() -> None:
+    assert record().run_id == record().hash
+    for number, founding in ((0, NO_HASH), (1, b"f" * 16), (2, NO_HASH)):
+        with pytest.raises(ValueError, match="the table's record of a group is damaged"):
+            Record.from_bytes(record(number=number, founding=founding).to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("values", "cause"),
+    [
+        ({"joined": (0, 1)}, "the run begins"),
+        ({"left_out": (1,)}, "replicas [1] left"),
+        ({"left_out": (1, 3), "joined": (2,)}, "replicas [1, 3] left, replicas [2] join"),
+        ({}, "the members meet again"),
+    ],
+)
+def test_a_record_says_why_it_follows(values: dict[str, object], cause: str) -> None:
+    number, parent = (1, NO_HASH) if cause == "the run begins" else (2, b"p" * 16)
+    assert cause_of(record(number=number, parent=parent, **values)) == cause
 
 
 # -------------------------------------------------------------------------------- the decision

@@ -26,7 +26,7 @@ def key(number: int, start: int = 0) -> Key:
 def record_of(*numbers: int, **values: Any) -> Record:
     """Return a record of processes that have started once; the lowest is its source."""
     members = tuple(key(number) for number in numbers)
-    one = Record(0, NO_HASH, TABLE, NO_HASH, Attempt(members[0].nonce, 1), members)
+    one = Record(1, NO_HASH, TABLE, NO_HASH, Attempt(members[0].nonce, 1), members)
     return replace(one, **{"source": numbers[0], "joined": numbers, **values})
 
 

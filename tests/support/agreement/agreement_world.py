@@ -487,13 +487,13 @@ class World:
             holds = node.state.record is not None and node.thread.has_state
             # Nobody can know of a process that is cut off from the table for long.
             holds = holds and any(p.key == node.key and p.is_fresh for p in self._looked().places)
-            if holds and (record.number == 0 or node.thread.epoch == record.parent):
+            if holds and (record.parent == NO_HASH or node.thread.epoch == record.parent):
                 raise Broken("I6", f"view {record.number} founds, and {node.key.number} has state")
 
     def enter(self, nonce: bytes, record: Record) -> None:
         """Let a training thread enter a record, and check what it does there."""
         node, name = self.nodes[nonce], record.hash
-        number, before = self.was_in.get(node.key, (-1, NO_HASH))
+        number, before = self.was_in.get(node.key, (NO_RECORD, NO_HASH))
         if number >= record.number:
             raise Broken("I5", f"{node.key.number} enters view {record.number} after {number}")
         self.was_in[node.key] = (record.number, name)
