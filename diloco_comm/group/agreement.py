@@ -58,6 +58,8 @@ class Turn:
                 self.act(st.Send(key.nonce, message))
 
     def wait(self, reason: str) -> None:
+        if self.state.failure:
+            reason = f"{reason or 'a while'}; the last attempt failed: {self.state.failure}"
         if reason != self.state.waits_for:
             self.change(waits_for=reason, num_waits=min(0, self.state.num_waits))
             self.act(st.Wait(reason))
@@ -82,6 +84,22 @@ class Turn:
     def drop(self) -> None:
         """End the own attempt, and pause before another (rule 5)."""
         self.change(proposal=None, num_waits=-1)
+
+    def forget(self, joint: Joint, failure: str) -> None:
+        """Forget an attempt that cannot connect: the pause grows with each, up to a bound.
+
+        Devices connect on all members or on none: so a proposer tells all members.
+        """
+        state, proposal = self.state, self.state.proposal
+        is_own = joint.proposer == state.key
+        if is_own and (proposal is None or proposal.is_swapping):
+            return
+        asked = joint.members if is_own else [joint.proposer]
+        self.send(asked, ms.No(joint.attempt, Why.FAILED, text=failure))
+        number = min(state.num_failures + 1, 10)
+        pause = min(1 << number, max(1, state.settings.suspect_after // 2))
+        self.change(proposal=None, joint=None, failure=failure)
+        self.change(num_failures=number, num_waits=-pause)
 
     def end(self, action: st.End) -> None:
         self.change(stage=Stage.GONE, proposal=None, joint=None)
@@ -230,11 +248,17 @@ def _on_answer(turn: Turn, nonce: bytes, answer: ms.Sealed | ms.Ready) -> None:
 
 def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
     """Try again without whom there is no way to (rule 5), or end a demand (rule 10)."""
-    proposal = turn.state.proposal
+    proposal, joint = turn.state.proposal, turn.state.joint
     is_own = proposal is not None and proposal.draft.attempt == no.attempt
     if no.why is Why.MEMBERS and (is_own or no.attempt == NO_ATTEMPT):
         _fail(turn, nonce, no.demand)
-    elif is_own:
+    elif no.why is Why.FAILED and joint is not None and joint.attempt == no.attempt:
+        sender = next((key for key in joint.members if key.nonce == nonce), None)
+        if is_own and sender is not None:
+            turn.forget(joint, f"replica {sender.number}: {no.text}")
+        elif sender == joint.proposer:
+            turn.forget(joint, no.text)
+    elif is_own and no.why is not Why.FAILED:
         turn.note(nonce, no.cut if no.why is Why.CUT else (turn.state.nonce,))
         turn.drop()
 
@@ -396,6 +420,8 @@ def _enter(turn: Turn, content: bytes) -> None:
         cuts=frozenset(),
         demand=None if state.demand in ((), record.numbers) else state.demand,
         told=b"",
+        failure="",
+        num_failures=0,
         num_waits=0,
     )
     turn.act(st.Enter(record))
@@ -440,7 +466,7 @@ def _fail(turn: Turn, nonce: bytes, demand: Iterable[int]) -> None:
         return
     numbers = [key.number for key in (*Roster(state).base, *keys) if key.nonce == nonce]
     who = f"replica {numbers[0]}" if numbers else "another replica"
-    turn.change(demand=None, here=(), proposal=None)
+    turn.change(demand=None, here=(), proposal=None, failure="")
     turn.act(
         st.Fail(
             f"replica {state.key.number} was told to go on with replicas {list(state.demand)}, and "
@@ -502,7 +528,9 @@ def _on_connected(turn: Turn, event: st.Connected) -> None:
     state, joint = turn.state, turn.state.joint
     if joint is None or joint.attempt != event.attempt:
         return
-    if not event.cut:
+    if event.error:
+        turn.forget(joint, event.error)
+    elif not event.cut:
         turn.change(joint=replace(joint, is_connected=True))
         _say_ready(turn)
     elif event.attempt.proposer == state.nonce:
@@ -541,7 +569,7 @@ def _on_demanded(turn: Turn, event: st.Demanded) -> None:
 
 
 def _on_given_up(turn: Turn, _: st.GivenUp) -> None:
-    turn.change(demand=None, here=(), proposal=None)
+    turn.change(demand=None, here=(), proposal=None, failure="")
 
 
 def _on_joiner_ready(turn: Turn, event: st.JoinerReady) -> None:

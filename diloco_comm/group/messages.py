@@ -43,12 +43,14 @@ class Why(IntEnum):
     """The reason of a NO.
 
     CUT: no way to some members. SETTINGS: another model or other settings. MEMBERS: the caller of
-    this process demands other members.
+    this process demands other members. FAILED: a member could not connect, whatever the reason; a
+    proposer says this of its own attempt, too.
     """
 
     CUT = 1
     SETTINGS = 2
     MEMBERS = 3
+    FAILED = 4
 
 
 @dataclass(frozen=True)

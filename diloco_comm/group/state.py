@@ -122,10 +122,12 @@ class Connected:
 
     Attributes:
         cut: Nonces of members that could not be reached: then nothing is connected.
+        error: Why nothing is connected, where no member is known to be cut off; for people.
     """
 
     attempt: Attempt
     cut: tuple[bytes, ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -415,7 +417,9 @@ class State:
         cuts: Pairs of nonces that cannot reach each other, as messages have said.
         demand: Numbers that the caller demands; () for all that live, None for no demand.
         told: The process that was told HERE last.
-        num_waits: Polls for which it has waited with its present reason; -1: it pauses.
+        failure: Why the last attempt could not connect; "" if no attempt has failed since.
+        num_failures: Attempts that failed so, one after the other; 10 for more.
+        num_waits: Polls for which it has waited with its present reason; below 0: it pauses.
         num_silent: Polls since the proposer of ``joint`` was heard.
         num_cut_polls: Polls since the last cut was noted.
     """
@@ -446,6 +450,8 @@ class State:
     cuts: frozenset[tuple[bytes, bytes]] = frozenset()
     demand: tuple[int, ...] | None = None
     told: bytes = b""
+    failure: str = ""
+    num_failures: int = 0
     num_waits: int = 0
     num_silent: int = 0
     num_cut_polls: int = 0

@@ -289,6 +289,74 @@ def test_rule_5_a_ready_that_has_not_heard_all_is_a_cut() -> None:
     assert core.state.proposal is None and (nonce_of(1), nonce_of(2)) in core.state.cuts
 
 
+def failing(core: Core, error: str = "device 3 is gone") -> None:
+    """Let the devices of an attempt not connect."""
+    assert core.state.joint is not None
+    core.tell(st.Connected(core.state.joint.attempt, error=error))
+
+
+def test_rule_5_devices_that_fail_end_the_attempt_for_all_and_nobody_is_cut_off() -> None:
+    core = sealed(member(1, THREE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
+    failing(core)
+    no = core.only(ms.No)
+    assert (no.why, no.text, no.cut) == (Why.FAILED, "device 3 is gone", ())
+    assert core.state.joint is None and core.state.cuts == frozenset()
+    assert core.reason == "a while; the last attempt failed: device 3 is gone"
+    leader = member(0, THREE)
+    leader.hear(1, ms.Here(1, THREE.hash))
+    leader.tell(st.Sealed(1, ONE_VOTE, 10))
+    leader.hear(1, no)
+    assert leader.state.proposal is None and leader.state.cuts == frozenset()
+    told = [action for action in leader.said if isinstance(action, st.Send)]
+    text = "replica 1: device 3 is gone"
+    assert {one.nonce for one in told} == {nonce_of(1), nonce_of(2)}
+    assert all(one.message == ms.No(attempt_of(0), Why.FAILED, text=text) for one in told)
+    assert leader.reason == f"a while; the last attempt failed: {text}"
+    third = sealed(member(2, THREE))
+    third.hear(0, prepare(THREE, 0, 1, 2))
+    third.hear(1, told[0].message)
+    assert third.state.joint is not None
+    third.hear(0, told[0].message)
+    assert third.state.joint is None and third.reason.endswith(text)
+
+
+def test_rule_5_devices_that_fail_again_and_again_are_tried_more_and_more_rarely() -> None:
+    core = member(0, TWO, suspect_after=20)
+    core.hear(1, ms.Here(1, TWO.hash))
+    core.tell(st.Sealed(1, ONE_VOTE, 10))
+    pauses = []
+    for _ in range(12):
+        failing(core)
+        assert core.state.proposal is None
+        pauses.append(0)
+        while core.state.proposal is None:
+            core.poll()
+            pauses[-1] += 1
+    assert pauses == [2, 4, 8, *[10] * 9]
+    attempt = core.state.proposal.draft.attempt
+    core.tell(st.Connected(attempt))
+    assert core.reason.startswith("until replicas [1] have stopped and are connected; the last")
+    core.hear(1, ms.Sealed(attempt, 1, ONE_VOTE, 8))
+    core.hear(1, ms.Ready(attempt, 0b11))
+    failing(core, "too late")
+    swapped_late = core.state.proposal
+    assert swapped_late is not None and swapped_late.is_swapping
+    core.hear(1, ms.Open(after(TWO, 0, 1).to_bytes()))
+    assert core.reason == "" and core.state.failure == "" and core.state.num_failures == 0
+
+
+def test_rule_5_a_caller_that_gives_up_reads_no_more_of_the_failure() -> None:
+    core = member(0, TWO, is_fixed=True)
+    core.tell(st.Demanded((0, 1)))
+    core.look(TWO, members_places(TWO))
+    core.hear(1, ms.Here(1, TWO.hash, (0, 1)))
+    failing(core)
+    assert core.reason.endswith("the last attempt failed: device 3 is gone")
+    core.tell(st.GivenUp())
+    assert core.reason == ""
+
+
 def test_rule_5_other_settings_end_a_newcomer_with_one_sentence() -> None:
     core = Core(1, digest=b"z" * 16)
     core.look(None)

@@ -204,6 +204,8 @@ class Walk:
         other = self.random.choice(world.living).key.nonce
         if kind == "crash":
             world._crash(nonce)
+        elif kind == "devices":
+            world._devices(nonce)
         elif kind == "break" and node.state.record is not None:
             world._break(nonce)
         elif kind == "cut" and other != nonce:
@@ -240,6 +242,7 @@ DURABLE_FAULTS: dict[str, float] = {
     "leave": 0.001,
     "evict": 0.0005,
     "heal": 0.01,
+    "devices": 0.01,
 }
 FIXED_FAULTS = {
     **{kind: weight for kind, weight in DURABLE_FAULTS.items() if kind not in ("leave", "evict")},

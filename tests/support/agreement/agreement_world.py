@@ -442,6 +442,14 @@ class World:
     def _crash(self, nonce: bytes) -> None:
         self.put(nonce, is_alive=False, todo=())
 
+    def _devices(self, nonce: bytes) -> None:
+        """Let the devices of a process not connect, if it is to connect."""
+        node = self.nodes[nonce]
+        for action in node.todo:
+            if isinstance(action, st.Connect):
+                self.put(nonce, todo=tuple([one for one in node.todo if one != action]))
+                self.tell(nonce, st.Connected(action.attempt, error="no devices"))
+
     def _break(self, nonce: bytes) -> None:
         """Let the round under way of a process fail."""
         self.failing = frozenset([one for one in self.failing if one[0] != nonce])
