@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from .streams import Damaged, Positions, Reader, Writer
 
-MAX_RECORD_BYTES = 1 << 16
+# With a message around it, a record fits into one message of the link's control class.
+MAX_RECORD_BYTES = 60 << 10
 NONCE_BYTES = HASH_BYTES = TABLE_BYTES = 16
 # The first record has number 1.
 NO_RECORD = 0

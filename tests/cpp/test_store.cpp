@@ -17,6 +17,7 @@
 #include "check.h"
 #include "exchange/store/store_client.h"
 #include "exchange/store/store_host.h"
+#include "exchange/store/table.h"
 
 using namespace std::chrono_literals;
 using diloco::Descriptor;
@@ -448,10 +449,10 @@ void test_limits_are_sentences() {
     const auto refuses = [](const char* part, const std::function<void()>& call) {
         EXPECT(has(error_of<c10::DistStoreError>(call), part));
     };
-    refuses("at most 8192 bytes, got 8193",
-            [&] { store->swap_record("run", "", std::string(8193, 'x'), 5s); });
-    refuses("at most 2048 bytes, got 2049",
-            [&] { store->beat("run", "m", std::string(2049, 'x'), 5s); });
+    refuses("at most 61440 bytes, got 61441",
+            [&] { store->swap_record("run", "", std::string(61441, 'x'), 5s); });
+    refuses("at most 16384 bytes, got 16385",
+            [&] { store->beat("run", "m", std::string(16385, 'x'), 5s); });
     for (const std::string& name :
          {std::string(), std::string("a b"), std::string("a/b"), std::string("a\n"),
           std::string("\xc3"), std::string("\xed\xa0\x80"), std::string(401, 'x')}) {
@@ -469,6 +470,36 @@ void test_limits_are_sentences() {
     refuses("takes at most 65536 keys", [&] { store->check(keys); });
 }
 
+void test_the_memory_of_beats_and_swaps_has_bounds() {
+    using diloco::store::Beats, diloco::store::Records;
+    const auto refusal = [](const std::function<void()>& call) -> std::string {
+        try {
+            call();
+        } catch (const std::invalid_argument& error) {
+            return error.what();
+        }
+        return "";
+    };
+    Beats beats(1h);
+    const std::string longest(Beats::kMostBytes, 'x');
+    const auto beat = [&](int member, const std::string& text) {
+        const std::string run = "run" + std::to_string(member / 2);
+        return refusal([&] { beats.beat(run, std::to_string(member), text); });
+    };
+    const int most = Beats::kMostSum / Beats::kMostBytes;
+    for (int member = 0; member < most; ++member) EXPECT(beat(member, longest).empty());
+    EXPECT(has(beat(most, "x"), "holds the beats of 4096 members in 67108864 bytes"));
+    // A beat takes the place of the one before; one that goes leaves room.
+    EXPECT(beat(0, longest).empty() && beat(0, "x").empty() && beat(most, "x").empty());
+    EXPECT(beat(1, "").empty() && beat(1, longest).empty());
+    Records records(true, {}, [] {});
+    const auto swap = [&](size_t client) {
+        records.swap(static_cast<int>(client), {"run", "", "x"});
+    };
+    for (size_t client = 0; client < Records::kMostWaiting; ++client) swap(client);
+    EXPECT(has(refusal([&] { swap(9999); }), "too many swaps wait for the journal"));
+}
+
 }  // namespace
 
 int main() {
@@ -484,5 +515,6 @@ int main() {
     test_swaps_wait_for_the_journal();
     test_a_watch_ends_with_a_change();
     test_limits_are_sentences();
+    test_the_memory_of_beats_and_swaps_has_bounds();
     return passed("store");
 }

@@ -115,7 +115,7 @@ CRAFTED = {
         "the name of a run has 9 bytes, or a slash",
     ),
     "no text": (struct.pack("<HI", 2, 1) + b"\xff\xfex", "the name of a run is not UTF-8"),
-    "long": (struct.pack("<HI", 1, 8193) + b"r" * 8194, "at most 8192 bytes, got 8193"),
+    "long": (struct.pack("<HI", 1, 61441) + b"r" * 61442, "at most 61440 bytes, got 61441"),
 }
 
 
@@ -267,6 +267,21 @@ def test_each_entry_is_fsynced_and_a_long_journal_compacted(
             synced.clear()
         assert max(sizes) < 5500
         assert load(journal.path)[1] == {"a": b"99" * 100}
+
+
+def test_long_records_do_not_make_each_swap_a_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as journal:
+        journal.append([("long", b"x" * 1400)])
+        monkeypatch.setattr(module, "_COMPACT_BYTES", 1500)
+        files = []
+        for i in range(40):
+            journal.append([("a", b"%d" % i)])
+            files.append(journal.path.stat().st_ino)
+        changes = sum(one != other for one, other in zip(files, files[1:], strict=False))
+        assert 1 <= changes <= 5
+        assert load(journal.path)[1] == {"long": b"x" * 1400, "a": b"39"}
 
 
 def test_a_journal_that_cannot_be_compacted_goes_on(

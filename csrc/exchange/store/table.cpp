@@ -276,6 +276,7 @@ void Records::swap(int client, const Keys& parts) {
                std::to_string(record.size()) + " bytes");
     }
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (waiting_.size() >= kMostWaiting) refuse("too many swaps wait for the journal");
     waiting_.push_back({client, parts[0], parts[1], parts[2]});
 }
 
@@ -414,7 +415,7 @@ void Beats::keep(const std::string& run, const std::string& member, const std::s
     const auto is_full = [&] {
         const auto found = runs_.find(run);
         const bool has_most = found != runs_.end() && found->second.size() >= kMostMembers;
-        return has_most || num_beats_ >= kMostBeats;
+        return has_most || num_beats_ >= kMostBeats || num_bytes_ + text.size() > kMostSum;
     };
     if (is_full()) {
         Keys runs;
@@ -422,17 +423,22 @@ void Beats::keep(const std::string& run, const std::string& member, const std::s
         for (const std::string& name : runs) drop(name);
     }
     if (is_full()) {
-        refuse("this registry holds the beats of " + std::to_string(num_beats_) +
-               " members, no more fit");
+        refuse("this registry holds the beats of " + std::to_string(num_beats_) + " members in " +
+               std::to_string(num_bytes_) + " bytes, no more fit");
     }
     runs_[run][member] = {text, now_};
     ++num_beats_;
+    num_bytes_ += text.size();
 }
 
 void Beats::forget(const std::string& run, const std::string& member) {
     const auto found = runs_.find(run);
     if (found == runs_.end()) return;
-    num_beats_ -= found->second.erase(member);
+    const auto beat = found->second.find(member);
+    if (beat == found->second.end()) return;
+    --num_beats_;
+    num_bytes_ -= beat->second.text.size();
+    found->second.erase(beat);
     if (found->second.empty()) runs_.erase(found);
 }
 

@@ -78,7 +78,9 @@ using Change = std::pair<std::string, std::string>;
 // changes of one group after another, writes them and settles them.
 class Records {
   public:
-    static constexpr size_t kMostBytes = 8192, kMostRuns = 1024, kMostChanges = 64;
+    // kMostChanges: of a group; kMostWaiting: swaps that no group has taken yet.
+    static constexpr size_t kMostBytes = 61440, kMostRuns = 1024, kMostChanges = 64,
+                            kMostWaiting = 512;
 
     struct Record {
         std::string bytes{};
@@ -145,7 +147,9 @@ class Records {
 // The last beat of each member of each run.
 class Beats {
   public:
-    static constexpr size_t kMostBytes = 2048, kMostMembers = 1024, kMostBeats = 16384;
+    // kMostMembers: of a run; kMostBeats and kMostSum: of all runs.
+    static constexpr size_t kMostBytes = 16384, kMostMembers = 1024, kMostBeats = 16384,
+                            kMostSum = size_t{64} << 20;
 
     // Beats that no other has followed for `drop_after` are dropped.
     explicit Beats(Clock::duration drop_after) : drop_after_(drop_after) {}
@@ -172,7 +176,7 @@ class Beats {
 
     const Time drop_after_;
     std::map<std::string, Run> runs_;
-    size_t num_beats_ = 0;
+    size_t num_beats_ = 0, num_bytes_ = 0;
     Time now_{};
     std::optional<Clock::time_point> looked_at_;
 };

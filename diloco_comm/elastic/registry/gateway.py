@@ -11,7 +11,8 @@ from typing import Any
 
 Json = dict[str, Any]
 
-_MAX_ANSWER_BYTES = 1 << 24
+# The longest beats of 1024 members, in base64.
+_MAX_ANSWER_BYTES = 1 << 25
 
 
 class GatewayError(Exception):

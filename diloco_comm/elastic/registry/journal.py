@@ -58,7 +58,7 @@ class Journal:
         self.records: dict[str, bytes] = {}
         self.registry_id = secrets.token_bytes(16)
         self.cut = ""
-        self._spared_bytes = 0  # that the file may grow by, since it could not be compacted
+        self._spared_bytes = 0  # that the file may grow by, beside _COMPACT_BYTES
         try:
             self._open(truncates)
         except BaseException:
@@ -143,7 +143,8 @@ class Journal:
             raise
         if self._log is not None:
             self._log.release()
-        self._log, self._spared_bytes = fresh, 0
+        # Also where the records alone are long, many swaps come before the next new file.
+        self._log, self._spared_bytes = fresh, max(0, fresh.end - _COMPACT_BYTES // 2)
 
 
 def _packed(changes: Iterable[Change]) -> bytes:

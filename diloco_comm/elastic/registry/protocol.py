@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-MAX_RECORD_BYTES = 8192
-MAX_BEAT_BYTES = 2048
+MAX_RECORD_BYTES = 61440
+MAX_BEAT_BYTES = 16384
 MAX_NAME = 100
 MAX_NAME_BYTES = 4 * MAX_NAME
 # Seconds without a beat after which a registry forgets a member's last beat.
@@ -67,7 +67,7 @@ class Registry(Protocol):
 
         Args:
             old: The expected record; b"" for none.
-            new: The new record of at most 8192 bytes; b"" removes the record.
+            new: The new record of at most 61440 bytes; b"" removes the record.
 
         Returns:
             Whether the record was replaced.
@@ -86,7 +86,7 @@ class Registry(Protocol):
 
         Args:
             member: 1 to 100 printable characters without spaces. The empty name publishes nothing.
-            text: At most 2048 bytes; b"" takes the member's last beat back.
+            text: At most 16384 bytes; b"" takes the member's last beat back.
 
         Raises:
             ValueError: If the name is not of that form, or the text is too long.
