@@ -18,6 +18,8 @@ MAX_BEAT_BYTES = 1 << 14
 # More would not fit into a beat.
 _MOST_CUT = 24
 _EVICT = "evict."
+# The text of a beat that asks a process to leave.
+EVICT = b"evict"
 _refused = RefusedVersions(logging.getLogger(__name__), "the beat of another replica")
 
 # A newcomer that copies the outer state from the members, who do not let it in yet.

@@ -9,24 +9,32 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_helpers import check_arguments, check_documented, check_misuse, help_examples, run_cli
 from registries import make_registry_keys, serving
 
-from diloco_comm.elastic.beats import Beat
 from diloco_comm.elastic.registry import Registry, connect
-from diloco_comm.elastic.views import FORMING, OPEN, Member, View, from_bytes, to_bytes
+from diloco_comm.group.beats import EVICT, TRAINING, Beat, Way, eviction_of, name_of
+from diloco_comm.group.records import Attempt, Key, Record
+from diloco_comm.group.state import Place
 from diloco_comm.tools.registry.members import Silence
 
 CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "registry"]
 NAMES = ("0", "1", "2")
-MEMBERS = tuple(Member(i, f"nonce-{i}" * 2, f"10.0.0.{i}:5", 1, "s") for i in range(3))
+KEYS = tuple(Key(i, bytes([0xA0 + i]) * 16) for i in range(3))
+VIEW = Record(
+    7, b"p" * 16, b"t" * 16, b"f" * 16, Attempt(KEYS[0].nonce, 1), KEYS[:2], inner_step=400,
+    left_out=(2,),
+)  # fmt: skip
 
 
-def view(phase: str = OPEN) -> View:
-    return View("r", 7, "parent", phase, MEMBERS[:2], 6, (), 400, "p", reason="replica 2 left")
+def beat_of(i: int, counter: int = 1, stage: str = "ready", entered: int = 0) -> Beat:
+    ways = [Way(KEYS[i].nonce.hex(), f"10.0.0.{i}:{5 + w}", "", "").to_text() for w in range(2)]
+    place = Place(KEYS[i], b"s" * 16, entered=entered, inner_step=409, cut=(KEYS[1].nonce,))
+    return Beat(place, counter, stage, "evaluation" if entered else "", tuple(ways))
 
 
 @contextmanager
@@ -139,39 +147,79 @@ def test_members_are_shown(registry: Registry) -> None:
     empty = run_cli(*members(registry))
     assert empty.status == 0 and "no view has been formed yet" in empty.out
     assert json.loads(run_cli(*members(registry, "--json")).out)["view"] is None
-    assert registry.swap(b"", to_bytes(view()))
-    for i in (2, 0):
-        stage = "training" if i == 0 else "ready"
-        registry.beat(f"{i}", Beat(MEMBERS[i], 5 + i, stage, 7 - 8 * (i == 2)).to_bytes())
+    assert registry.swap(b"", VIEW.to_bytes())
+    registry.beat(name_of(KEYS[2]), beat_of(2).to_bytes())
+    registry.beat(name_of(KEYS[0]), beat_of(0, 5, TRAINING, 7).to_bytes())
     registry.beat("garbage", b"\xff{")
     shown = run_cli(*members(registry))
-    assert "view 7 is open, inner step 400, replica 2 left" in " ".join(shown.out.split())
-    rows = [line for line in shown.out.splitlines() if "nonce" in line]
-    assert len(rows) == 3
-    for row, words in zip(rows, ("yes training 7", "no ready -1", "yes no beat"), strict=True):
-        assert words in " ".join(row.replace("│", " ").split())
+    headline = "view 7, inner step 400, replicas [2] left"
+    assert headline in " ".join(shown.out.split())
+    rows = [line for line in shown.out.splitlines() if re.search("a[012]a[012]", line)]
+    cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+    assert [" ".join(cell.split()) for row in cells for cell in row[:5]] == [
+        "0", "a0a0a0a0", "yes", "training (evaluation)", "7",
+        "2", "a2a2a2a2", "no", "ready", "",
+        "1", "a1a1a1a1", "yes", "no beat", "",
+    ]  # fmt: skip
     found = json.loads(run_cli(*members(registry, "--json")).out)
     assert found["registry_id"] == registry.registry_id and found["is_durable"] is False
-    assert [row["id"] for row in found["view"]["members"]] == [0, 1]
+    assert found["view"] == {
+        "number": 7,
+        "inner_step": 400,
+        "cause": "replicas [2] left",
+        "joined": [],
+        "left": [2],
+        "evicted": [],
+        "is_finished": False,
+        "members": [{"id": key.number, "nonce": key.nonce.hex()} for key in KEYS[:2]],
+    }
     processes = found["processes"]
     assert [(row["id"], row["is_member"]) for row in processes] == [(0, True), (2, False)]
+    assert processes[0] == {
+        "id": 0,
+        "nonce": "a0" * 16,
+        "address": "10.0.0.0:5",
+        "workers": 2,
+        "is_member": True,
+        "stage": "training",
+        "view": 7,
+        "inner_step": 409,
+        "phase": "evaluation",
+        "is_leaving": False,
+        "unreachable": ["a1" * 16],
+        "counter": 5,
+    }
     for keys in (found, found["view"], found["view"]["members"][0], processes[0]):
         check_documented(keys, "how-to/registry.md")
 
 
-def test_a_member_is_evicted_by_the_record(registry: Registry) -> None:
+def test_a_member_is_evicted_by_a_beat(registry: Registry) -> None:
     none = run_cli(*members(registry, "--evict", 1))
     assert none.status == 1 and "run 'r' has no members: no view has been formed yet" in none.err
-    assert registry.swap(b"", to_bytes(view()))
+    assert registry.swap(b"", VIEW.to_bytes())
+    registry.beat(name_of(KEYS[1]), beat_of(1, 5, TRAINING, 7).to_bytes())
     done = run_cli(*members(registry, "--evict", 1))
     assert (done.status, done.out) == (0, "replica 1 leaves at the next boundary of view 7\n")
-    assert from_bytes(registry.read(), "r").evicted == (1,)
-    assert "to leave: 1" in run_cli(*members(registry)).out
+    assert registry.beat("", b"")[eviction_of(KEYS[1])] == EVICT
+    assert registry.read() == VIEW.to_bytes()
+    assert "to leave: 1" in " ".join(run_cli(*members(registry)).out.split())
+    found = json.loads(run_cli(*members(registry, "--json")).out)
+    assert found["view"]["evicted"] == [1] and found["processes"][0]["is_leaving"]
     missing = run_cli(*members(registry, "--evict", 5))
-    assert missing.status == 1 and "has the members [0, 1], and no 5" in missing.err
-    assert registry.swap(registry.read(), to_bytes(view(FORMING)))
-    assert "is being formed" in run_cli(*members(registry, "--evict", 1)).err
-    assert from_bytes(registry.read(), "r") == view(FORMING)
+    assert missing.status == 1 and "view 7 of run 'r' has the members [0, 1], and no 5" in (
+        missing.err
+    )
+    # The next process of the replica has another name, and is not asked to leave.
+    again = replace(VIEW, members=(KEYS[0], Key(1, b"n" * 16)))
+    assert registry.swap(VIEW.to_bytes(), again.to_bytes())
+    assert json.loads(run_cli(*members(registry, "--json")).out)["view"]["evicted"] == []
+
+
+def test_a_record_of_another_program_is_a_sentence(registry: Registry) -> None:
+    assert registry.swap(b"", b'{"version": 3}')
+    ended = run_cli(*members(registry))
+    assert (ended.status, ended.out) == (1, "")
+    assert "the table holds no record of a group" in ended.err
 
 
 def test_a_registry_that_is_not_there_is_a_sentence() -> None:
@@ -186,9 +234,9 @@ def test_silence_is_counted_by_the_own_clock() -> None:
     silence = Silence()
 
     def beats(*counters: int) -> list[Beat]:
-        return [Beat(MEMBERS[i], counter, "ready") for i, counter in enumerate(counters)]
+        return [beat_of(i, counter) for i, counter in enumerate(counters)]
 
-    one, two = MEMBERS[0].nonce, MEMBERS[1].nonce
+    one, two, _ = KEYS
     assert silence.after(beats(1), 100.0) == {one: 0.0}
     assert silence.after(beats(1, 9), 103.0) == {one: 3.0, two: 0.0}
     assert silence.after(beats(2, 9), 105.0) == {one: 0.0, two: 2.0}

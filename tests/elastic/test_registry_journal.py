@@ -8,6 +8,7 @@ import resource
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -279,7 +280,7 @@ def test_long_records_do_not_make_each_swap_a_new_file(
         for i in range(40):
             journal.append([("a", b"%d" % i)])
             files.append(journal.path.stat().st_ino)
-        changes = sum(one != other for one, other in zip(files, files[1:], strict=False))
+        changes = sum(one != other for one, other in pairwise(files))
         assert 1 <= changes <= 5
         assert load(journal.path)[1] == {"long": b"x" * 1400, "a": b"39"}
 

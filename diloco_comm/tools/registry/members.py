@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +15,9 @@ from ..common.exits import fail, in_options, misuse
 from ..common.printing import print_whole
 
 if TYPE_CHECKING:
-    from ...elastic.beats import Beat
     from ...elastic.registry import Registry
-    from ...elastic.views import View
+    from ...group.beats import Beat
+    from ...group.records import Key, Record
 
 # The paragraphs behind \b keep their line breaks.
 EXAMPLES = """Examples:
@@ -25,8 +26,6 @@ EXAMPLES = """Examples:
 diloco-comm members --registry tcp://127.0.0.1:29400 --run llama-1b --watch
 diloco-comm members --registry tcp://127.0.0.1:29400 --run llama-1b --evict 3
 """
-# How often another writer may come first when a replica is evicted.
-_ATTEMPTS = 10
 
 
 def members(
@@ -69,17 +68,19 @@ def members(
 
 
 def _evict(registry: Registry, run: str, replica: int) -> None:
-    from ...elastic.views import from_bytes, to_bytes, with_evicted
+    from ...group.beats import EVICT, eviction_of
 
-    for _ in range(_ATTEMPTS):
-        record = registry.read()
-        if not record:
-            raise ValueError(f"run {run!r} has no members: no view has been formed yet")
-        view = with_evicted(from_bytes(record, run), replica)
-        if registry.swap(record, to_bytes(view)):
-            print(f"replica {replica} leaves at the next boundary of view {view.number}")
-            return
-    raise ValueError(f"the members of run {run!r} change too often: try again")
+    view = _look(registry).view
+    if view is None:
+        raise ValueError(f"run {run!r} has no members: no view has been formed yet")
+    keys = [key for key in view.members if key.number == replica]
+    if not keys:
+        raise ValueError(
+            f"view {view.number} of run {run!r} has the members {list(view.numbers)}, and no "
+            f"{replica}"
+        )
+    registry.beat(eviction_of(keys[0]), EVICT)
+    print(f"replica {replica} leaves at the next boundary of view {view.number}")
 
 
 def report(registry: Registry, run: str) -> dict[str, Any]:
@@ -87,55 +88,82 @@ def report(registry: Registry, run: str) -> dict[str, Any]:
 
     Raises:
         RegistryUnavailable: If the registry does not answer.
-        ValueError: If the registry's record is not of this run and version.
+        ValueError: If the registry's record is none of this version.
     """
-    view, beats = _look(registry, run)
+    seen = _look(registry)
     return {
-        "schema": 1,
+        "schema": 2,
         "run": run,
         "registry_id": registry.registry_id,
         "is_durable": registry.is_durable,
-        "view": None if view is None else _view_report(view),
-        "processes": [_beat_report(beat, view) for beat in beats],
+        "view": None if seen.view is None else _view_report(seen, seen.view),
+        "processes": [_beat_report(beat, seen) for beat in seen.beats],
     }
 
 
-def _view_report(view: View) -> dict[str, Any]:
-    names = ("number", "phase", "base", "inner_step", "reason", "joined", "left", "evicted")
-    rows = [
-        {"id": member.id, "nonce": member.nonce, "address": member.address}
-        for member in view.members
-    ]
-    return {name: getattr(view, name) for name in names} | {"members": rows}
+def _view_report(seen: Seen, view: Record) -> dict[str, Any]:
+    from ...group.records import cause_of
 
-
-def _beat_report(beat: Beat, view: View | None) -> dict[str, Any]:
-    member = beat.member
     return {
-        "id": member.id,
-        "nonce": member.nonce,
-        "address": member.address,
-        "workers": member.workers,
-        "is_member": view is not None and view.is_member(*member.key),
+        "number": view.number,
+        "inner_step": view.inner_step,
+        "cause": cause_of(view),
+        "joined": list(view.joined),
+        "left": list(view.left_out),
+        "evicted": [key.number for key in view.members if seen.is_evicted(key)],
+        "is_finished": view.is_finished,
+        "members": [{"id": key.number, "nonce": key.nonce.hex()} for key in view.members],
+    }
+
+
+def _beat_report(beat: Beat, seen: Seen) -> dict[str, Any]:
+    from ...group.beats import Way
+
+    way, place = Way.from_text(beat.ways[0]) if beat.ways else None, beat.place
+    return {
+        "id": beat.key.number,
+        "nonce": beat.key.nonce.hex(),
+        "address": "" if way is None else way.address,
+        "workers": len(beat.ways),
+        "is_member": seen.view is not None and seen.view.is_member(beat.key),
         "stage": beat.stage,
-        "view": beat.view,
-        "inner_step": beat.inner_step,
+        "view": place.entered,
+        "inner_step": place.inner_step,
         "phase": beat.phase,
-        "is_leaving": beat.is_leaving,
-        "unreachable": beat.unreachable,
+        "is_leaving": place.is_leaving or seen.is_evicted(beat.key),
+        "unreachable": [nonce.hex() for nonce in place.cut],
         "counter": beat.counter,
     }
 
 
-def _look(registry: Registry, run: str) -> tuple[View | None, list[Beat]]:
-    """Return the last view, None if there is none, and the beats by replica."""
-    from ...elastic.beats import Beat
-    from ...elastic.views import from_bytes
+@dataclass(frozen=True)
+class Seen:
+    """What the registry said of a run.
 
-    record, texts = registry.read(), registry.beat("", b"").values()
-    beats = [beat for beat in map(Beat.from_bytes, texts) if beat is not None]
-    beats.sort(key=lambda beat: beat.member.key)
-    return (from_bytes(record, run) if record else None), beats
+    Attributes:
+        view: The last view; None if there is none.
+        beats: By replica.
+        evicted: Names of the processes that are asked to leave.
+    """
+
+    view: Record | None
+    beats: list[Beat]
+    evicted: frozenset[str]
+
+    def is_evicted(self, key: Key) -> bool:
+        from ...group.beats import name_of
+
+        return name_of(key) in self.evicted
+
+
+def _look(registry: Registry) -> Seen:
+    from ...group.beats import Beat, evicted
+    from ...group.records import Record
+
+    record, texts = registry.read(), registry.beat("", b"")
+    beats = [beat for beat in map(Beat.from_bytes, texts.values()) if beat is not None]
+    beats.sort(key=lambda beat: beat.key)
+    return Seen(Record.from_bytes(record) if record else None, beats, evicted(texts))
 
 
 # --------------------------------------------------------------------------------------- text
@@ -145,65 +173,65 @@ def _show(registry: Registry, run: str, address: str, *, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    console, silence = Console(file=sys.stdout), Silence()
-    view, beats = _look(registry, run)
+    console, silence, title = Console(file=sys.stdout), Silence(), f"{run} at {address}"
+    seen = _look(registry)
     if not watch:
-        print_whole(console, _table(f"{run} at {address}", view, beats, {}))
+        print_whole(console, _table(title, seen, {}))
         return
     with Live(console=console) as live:
         while True:
-            seconds = silence.after(beats, time.monotonic())
-            live.update(_table(f"{run} at {address}", view, beats, seconds), refresh=True)
+            seconds = silence.after(seen.beats, time.monotonic())
+            live.update(_table(title, seen, seconds), refresh=True)
             time.sleep(1.0)
-            view, beats = _look(registry, run)
+            seen = _look(registry)
 
 
 class Silence:
     """For how long each process has not beaten, as this process has seen it."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, tuple[int, float]] = {}
+        self._heard: dict[Key, tuple[int, float]] = {}
 
-    def after(self, beats: list[Beat], now: float) -> dict[str, float]:
-        """Return the seconds of silence by nonce.
+    def after(self, beats: list[Beat], now: float) -> dict[Key, float]:
+        """Return the seconds of silence of each process.
 
         Args:
             beats: The last beats.
             now: Seconds of any steady clock.
         """
         for beat in beats:
-            if self._heard.get(beat.member.nonce, (None, 0.0))[0] != beat.counter:
-                self._heard[beat.member.nonce] = (beat.counter, now)
-        return {beat.member.nonce: now - self._heard[beat.member.nonce][1] for beat in beats}
+            if self._heard.get(beat.key, (None, 0.0))[0] != beat.counter:
+                self._heard[beat.key] = (beat.counter, now)
+        return {beat.key: now - self._heard[beat.key][1] for beat in beats}
 
 
-def _table(title: str, view: View | None, beats: list[Beat], silence: dict[str, float]) -> Any:
+def _table(title: str, seen: Seen, silence: dict[Key, float]) -> Any:
     from rich.table import Table
 
-    table = Table(title=f"{title}: {_headline(view)}")
+    table = Table(title=f"{title}: {_headline(seen)}")
     names = ["replica", "process", "member", "stage", "view", "inner step", "address"]
     for name in names + ["silent for"] * bool(silence):
         table.add_column(name, justify="right" if name in ("view", "inner step") else "left")
-    for beat in beats:
-        row = _beat_report(beat, view)
+    for beat in seen.beats:
+        row = _beat_report(beat, seen)
         cells = [str(row["id"]), row["nonce"][:8], "yes" if row["is_member"] else "no"]
         stage = f"{row['stage']} ({row['phase']})" if row["phase"] else row["stage"]
-        cells += [stage, str(row["view"]), str(row["inner_step"]), row["address"]]
+        cells += [stage, str(row["view"] or ""), str(row["inner_step"]), row["address"]]
         if silence:
-            cells.append(f"{silence[row['nonce']]:.0f} s")
+            cells.append(f"{silence[beat.key]:.0f} s")
         table.add_row(*cells)
-    heard = {beat.member.key for beat in beats}
-    for member in view.members if view is not None else ():
-        if member.key not in heard:
-            cells = [str(member.id), member.nonce[:8], "yes", "no beat", "", "", member.address]
-            table.add_row(*cells, *[""] * bool(silence))
+    heard = {beat.key for beat in seen.beats}
+    for key in seen.view.members if seen.view is not None else ():
+        if key not in heard:
+            table.add_row(str(key.number), key.nonce.hex()[:8], "yes", "no beat")
     return table
 
 
-def _headline(view: View | None) -> str:
-    if view is None:
+def _headline(seen: Seen) -> str:
+    if seen.view is None:
         return "no view has been formed yet"
-    parts = [f"view {view.number} is {view.phase}", f"inner step {view.inner_step}"]
-    parts += [view.reason] if view.reason else []
-    parts += [f"to leave: {', '.join(map(str, view.evicted))}"] if view.evicted else []
+    view = _view_report(seen, seen.view)
+    parts = [f"view {view['number']}", f"inner step {view['inner_step']}", view["cause"]]
+    parts += ["the run has ended"] if view["is_finished"] else []
+    parts += [f"to leave: {', '.join(map(str, view['evicted']))}"] if view["evicted"] else []
     return ", ".join(parts)
