@@ -6,36 +6,40 @@ This module is imported only where a membership is given.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
-
-import torch.distributed as dist
 
 from ..base import extension
 from ..base.errors import NonFiniteError, SyncError
 from ..base.service.addresses import check_link, name_of_place, proxy_of
 from ..base.service.keys import link_keys
-from ..elastic.core.events import Form
 from ..elastic.options import Elastic
 from ..elastic.phases import FLUSHES, Event, Loop, Phase, Repetition, Report
-from ..elastic.views import View
 from ..exchange.exchange import Exchange
+from ..exchange.membership.change import Agreed, positions_of
 from ..exchange.membership.own_link import LinkShare, OwnLink
+from ..exchange.membership.sealing import seal
+from ..group.records import Record
+from ..group.streams import Positions
 from ..methods.settings import Settings
+from ..replica.model_watch import ModelWatch
 from ..rounds.handshake import gather_json
+from ..rounds.metrics import Recorder
 from ..rounds.part import SyncedPart
 from ..rounds.round_log import can_replay
 from ..rounds.runner import RoundRunner
 from ..rounds.step_timed import StepTimed
-from .elastic_group import ElasticGroup, is_about_group
+from .elastic_group import ElasticGroup, ViewChange, is_about_group
 from .group import Agreement, Joined, Place, Replica, join
 from .inner_state import InnerStates, warn_of_schedules
 from .leasing import Leasing
 from .planning import Plan
 from .state_transfer import StateTransfer
 
+# Seconds between two looks whether the rounds under way have ended.
+_POLL_S = 0.001
 # So often a repeated flush may break off again, each time in another view.
 _MOST_REPEATS = 10
 
@@ -49,8 +53,10 @@ class Trained(Protocol):
     _plan: Plan
     _agreement: Agreement
     _saved_writes: Mapping[int, set[int]]
+    _recorder: Recorder
+    _watch: ModelWatch
 
-    def _change_group(self, members: tuple[int, ...], store: dist.Store) -> None: ...
+    def _refuse_changes(self, parts: Sequence[SyncedPart]) -> None: ...
 
     def _take_step(
         self, *, is_skipped: bool = False, again: Collection[int] | None = None
@@ -82,15 +88,14 @@ class ElasticTraining:
         shown["inner_state"] = elastic.inner_state
         if elastic.store is not None:
             shown["shares_store"] = True
+        shown["workers"] = 1 if workers is None else workers.size
+        shown["backend"] = place.backend or "the device's"
         self._total_steps = elastic.total_steps
         self._inner = InnerStates(plan.named(), replica.optimizers) if elastic.inner_state else None
         if self._inner is not None:
             shown["inner_optimizer"] = self._inner.describe()
         self.leasing = Leasing(workers)
-        # Worker 0 speaks for a replica; the exchanges of the others have links of their own.
-        self._share = None
-        if workers is None or workers.rank == 0:
-            self._share = LinkShare(_own_link(elastic, place), place.name)
+        self._share = LinkShare(_own_link(elastic, place), place.name)
         try:
             self.transfer = _transfer(elastic, replica, self._share, place.name)
         except BaseException:
@@ -107,6 +112,7 @@ class ElasticTraining:
                 self._share,
                 place.name,
                 link_keys(place.link_keys),
+                uses_store=place.backend != "tcp",
                 transfer=self.transfer,
             )
         except BaseException:
@@ -114,6 +120,8 @@ class ElasticTraining:
                 self.transfer.close()
             self._leave_link()
             raise
+        # Errors of rounds that were skipped without any report.
+        self._unreported: list[NonFiniteError] = []
         # Until the first step, at which the schedules of the learning rate are looked at.
         self._optimizers = list(replica.optimizers)
         self._replica, self._workers = replica, workers
@@ -144,8 +152,7 @@ class ElasticTraining:
 
     def _leave_link(self) -> None:
         """End the part of this object in the link, after the exchange."""
-        if self._share is not None:
-            self._share.end()
+        self._share.end()
 
     def enter(self, place: Place) -> Joined:
         """Come to the group, as a founder or a newcomer."""
@@ -171,27 +178,20 @@ class ElasticTraining:
         if self._inner is not None:
             self._inner.forget()
 
-    def _join(
-        self, place: Place, members: tuple[int, ...], store: dist.Store, form: Form
-    ) -> Joined:
+    def _join(self, place: Place, change: ViewChange) -> Joined:
         """Take part in an attempt to begin a view, with a new exchange."""
         self._repetition = Repetition()
-        view, group = form.view, self.group
-        if form.role == "change":
-            raise RuntimeError(f"view {view.number} asks for a state that this replica lacks")
-        source_rank = view.rank_of(view.source) if form.role == "broadcast" else 0
-        if form.role == "broadcast" and self.transfer is not None:
-            self.transfer.forget()
+        group = self.group
+        group.first_step = -1
         # A failed earlier attempt may have given the optimizers another replica's inner state.
         self._forget_inner()
         there = replace(
             place,
-            store=store,
+            store=None,
             replica=group.replica,
-            members=members,
-            init=form.role,
-            source_rank=source_rank,
-            admission=group,
+            members=change.members,
+            init="join",
+            change=JoinChange(change, self.transfer),
             beside=NothingBeside() if self.transfer is None else self.transfer,
             link_share=self._share,
             inner=self._inner,
@@ -199,15 +199,14 @@ class ElasticTraining:
         joined = join(self._replica, there)
         rounds, agreement = joined.rounds, joined.agreement
         try:
+            view = change.record
+            assert view is not None
             group.copied_bytes = agreement.copied_bytes
-            if group.first_step >= 0:
-                if view.source == group.replica and self.transfer is not None:
-                    self.transfer.load_saved()
-                first_step = agreement.begin_from(group.first_step, source_rank)
-                joined = joined._replace(inner_step=first_step)
+            if change.role == "broadcast":
+                joined = self._begin_from_saved(joined, view)
             if self.transfer is not None and isinstance(rounds, StepTimed):
                 rounds.log = self.transfer.log
-            if form.role == "join":
+            if change.role == "join":
                 self._ask_what_broke_off(rounds, joined.inner_step, view)
                 self.leasing.change(rounds.exchange, rounds.parts, view.number)
         except BaseException:
@@ -215,11 +214,24 @@ class ElasticTraining:
             raise
         return joined
 
+    def _begin_from_saved(self, joined: Joined, view: Record) -> Joined:
+        """Let all begin with the checkpoint of the view's source, if that member has one."""
+        exchange, agreement = joined.rounds.exchange, joined.agreement
+        own = -1 if self.transfer is None else self.transfer.saved_step
+        assert view.source is not None
+        rank = view.numbers.index(view.source)
+        first_step = self.group.first_step = gather_json(exchange, own)[rank]
+        if first_step < 0:
+            return joined
+        if exchange.rank == rank and self.transfer is not None:
+            self.transfer.load_saved()
+        return joined._replace(inner_step=agreement.begin_from(first_step, rank))
+
     @property
     def has_group_state(self) -> bool:
         """Whether all members have begun from one member's state, or from one's checkpoint."""
         view = self.group.view
-        is_begin = view is not None and set(view.joined) == set(view.ids)
+        is_begin = view is not None and view.source is not None
         return not is_begin or self.group.first_step >= 0
 
     def refuse_to_load(self) -> None:
@@ -326,7 +338,8 @@ class ElasticTraining:
             self._failed = [(part, error.round) for part in parts]
         self._loop.take(Event.VIEW_ENDED)
         try:
-            self.group.go_on(partial(self._change, diloco), error, began)
+            change, seal = partial(self._change, diloco), partial(self._seal, diloco)
+            self.group.go_on(change, seal, error, began)
         except NonFiniteError:
             # The view has begun all the same.
             self._loop.take(Event.VIEW_BEGUN)
@@ -393,33 +406,68 @@ class ElasticTraining:
                 self._again_at = before
             raise
 
-    def _change(
-        self, diloco: Trained, members: tuple[int, ...], store: dist.Store, form: Form
-    ) -> None:
-        if form.role != "change":
-            raise RuntimeError(
-                f"view {form.view.number} begins anew, and this replica has the state of view "
-                f"{form.view.base}: start this replica again"
-            )
-        self._repetition = Repetition()
-        rounds = diloco._rounds
-        rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
+    def _seal(self, diloco: Trained, is_patient: bool) -> tuple[Positions, int, bool]:
+        """End the rounds of the present view for good; see ``elastic_group.Seal``."""
+        exchange, rounds = diloco.exchange, diloco._rounds
+        unsettled = self.group.unsettled
+        if unsettled is not None:
+            self._settle(diloco, unsettled)
+        while is_patient and not (exchange.is_dead or exchange.is_idle):
+            time.sleep(_POLL_S)
+        is_whole = not exchange.is_dead
+        seal(exchange)
+        last_rounds = rounds.last_rounds(diloco.inner_step, self._unreported)
+        held = [one for each in exchange.all_buffers for one in each.standings().values()]
+        is_whole = is_whole and all(one.state != "voted" for one in held)
+        return positions_of(exchange, last_rounds), diloco.inner_step, is_whole
+
+    def _settle(self, diloco: Trained, agreed: Agreed) -> None:
+        """Apply the rounds of the last view that count; forget the others."""
+        rounds, exchange = diloco._rounds, diloco.exchange
+        before = diloco.inner_step
         sent = [(part, flight.number) for part in rounds.parts for flight in part.in_flight]
         sent += self._failed
-        before = diloco.inner_step
-        try:
-            diloco._change_group(members, store)
-        finally:
-            # All members go on from the step of the slowest, also if this attempt fails later on.
+        with rounds.uninterruptible():
+            fragments = sorted(part.index for part in rounds.parts)
+            repairs = exchange.settle(agreed, fragments)
+            rounds.settle(repairs, before, agreed.epoch.agreed_step)
+            diloco.inner_step = agreed.epoch.agreed_step
+            # All members go on from the step of the slowest.
             self.leasing.set_back(before - diloco.inner_step)
+            self.group.has_settled()
         # A round that counts was applied by now.
         self.group.meter.discarded(len({(part.index, n) for part, n in sent if n >= part.round}))
         self._failed = []
-        self.group.copied_bytes = diloco._agreement.copied_bytes
-        self._ask_what_broke_off(rounds, diloco.inner_step, form.view)
-        self.leasing.change(diloco.exchange, rounds.parts, form.view.number)
 
-    def _ask_what_broke_off(self, rounds: RoundRunner, step: int, view: View) -> None:
+    def _change(self, diloco: Trained, change: ViewChange) -> None:
+        self._repetition = Repetition()
+        rounds, exchange = diloco._rounds, diloco.exchange
+        rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
+        diloco._watch.forget_writes()
+        with rounds.all_workers():
+            diloco._refuse_changes(rounds.parts)
+            if not exchange.is_dead:
+                self._seal(diloco, False)
+        agreed, groups = exchange.meet(change)
+        view = change.record
+        assert view is not None
+        if change.role != "change":
+            raise RuntimeError(
+                f"view {view.number} begins anew, and this replica has the state of an earlier "
+                "view: start this replica again"
+            )
+        with diloco._recorder.deferred_callbacks(), rounds.all_workers(rounds.parts):
+            self._settle(diloco, agreed)
+            exchange.begin(agreed, groups)
+            del groups
+            diloco.inner_step = diloco._agreement.renew(diloco.inner_step)
+        self.group.copied_bytes = diloco._agreement.copied_bytes
+        self._ask_what_broke_off(rounds, diloco.inner_step, view)
+        self.leasing.change(exchange, rounds.parts, view.number)
+        if self._unreported:
+            raise self._unreported.pop()
+
+    def _ask_what_broke_off(self, rounds: RoundRunner, step: int, view: Record) -> None:
         """Find out whether a flush, or a send at this step, is to be repeated; every member asks.
 
         A member that has ended its flush before the view broke takes part in the flush again. A
@@ -454,6 +502,29 @@ def _unsent_at(rounds: RoundRunner, plan: Plan, inner_step: int) -> list[int]:
     ]
 
 
+class JoinChange:
+    """A change by which a replica without state comes; see ``group.ElasticChange``.
+
+    A copy of an earlier view's state goes where all begin with one member's state.
+    """
+
+    def __init__(self, change: ViewChange, transfer: StateTransfer | None) -> None:
+        self._change, self._transfer = change, transfer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._change, name)
+
+    def entered(self, failure: SyncError | None) -> Agreed:
+        """Wait until the members have agreed; see ``Change``."""
+        agreed = self._change.entered(failure)
+        if self._change.role == "change":
+            number = agreed.epoch.number
+            raise RuntimeError(f"view {number} asks for a state that this replica lacks")
+        if self._change.role == "broadcast" and self._transfer is not None:
+            self._transfer.forget()
+        return agreed
+
+
 class NothingBeside:
     """The copy of a newcomer that copies nothing beside training."""
 
@@ -462,14 +533,13 @@ class NothingBeside:
 
 
 def _transfer(
-    elastic: Elastic, replica: Replica, share: LinkShare | None, name: str
+    elastic: Elastic, replica: Replica, share: LinkShare, name: str
 ) -> StateTransfer | None:
     """Return what copies the state beside training; None where replicas copy at a boundary."""
     plan, settings = replica.plan, replica.settings
     is_able = elastic.round_log_bytes != 0 and replica.workers is None
     is_able = is_able and settings.overlap.is_shared and not settings.overlap.rounds
     if is_able and can_replay(plan.parts):
-        assert share is not None
         return StateTransfer(elastic, plan.parameter_parts(), plan.saved_layout, share, name)
     if elastic.checkpoint is not None:
         raise ValueError(
