@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diloco_comm.elastic.views import OPEN, View, from_bytes, record_hash
+
 from benchmarks.elastic.ledger_replica import Applied
 from diloco_comm.base.log import Log
 from diloco_comm.elastic.registry import journal
-from diloco_comm.elastic.views import OPEN, View, from_bytes, record_hash
 from diloco_comm.tools.demo.chaos.messages import DONE, Entered
 
 # Rounding errors of fp32 in the share of one process, times the number of members.

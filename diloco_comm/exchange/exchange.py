@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .. import _C
 from ..base import env
-from ..base.errors import SyncError
 from ..base.background import batch_threads
 from ..base.errors import SyncError
 from ..ops.implementations import resolve_impl

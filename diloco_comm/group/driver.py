@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from . import messages as ms
 from . import state as st
 from .agreement import step
-from .differences import difference
 from .beats import Beat, Way, evicted, name_of, stage_of
+from .differences import difference
 from .records import NO_RECORD, Key, Record
 from .signs import Signs
 from .table import Seen, Swapped, Table, TableAway, TableThread
@@ -111,9 +111,9 @@ class Driver:
         self.beats: Collection[Beat] | None = None
         self._break: Callable[[], None] = lambda: None
         self._counter = 0
-        self._events: queue.SimpleQueue[
-            st.Event | Seen | Swapped | TableAway | _Frame | None
-        ] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[st.Event | Seen | Swapped | TableAway | _Frame | None] = (
+            queue.SimpleQueue()
+        )
         self._table = TableThread(table, period_s, self._own_beat, self._events.put)
         self._news = threading.Condition()
         self._orders: dict[type, Order] = {}

@@ -158,4 +158,3 @@ class TableThread:
             self._post(Seen(self._table.id, self._table.read(), beats))
         except TableAway as error:
             self._post(error)
-

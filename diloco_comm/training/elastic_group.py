@@ -684,7 +684,11 @@ def is_about_group(error: SyncError) -> bool:
 
 def is_refused(error: SyncError | None, replica: int) -> bool:
     """Whether a member does not let in the key of ``replica``, or ``replica`` a member's key."""
-    return error is not None and error.stage == "connect" and any(replica in pair for pair in error.cuts)
+    return (
+        error is not None
+        and error.stage == "connect"
+        and any(replica in pair for pair in error.cuts)
+    )
 
 
 def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -89,7 +89,7 @@ class ElasticTraining:
         if elastic.store is not None:
             shown["shares_store"] = True
         shown["workers"] = 1 if workers is None else workers.size
-        shown["backend"] = place.backend or "the device's"
+        shown["backend"] = place.backend or "default"
         self._total_steps = elastic.total_steps
         self._inner = InnerStates(plan.named(), replica.optimizers) if elastic.inner_state else None
         if self._inner is not None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from diloco_comm.elastic.views import FORMING, Member, View, opened, record_hash, to_bytes
 
 from benchmarks.elastic import checks
 from benchmarks.elastic.checks import Life, Resources
@@ -13,7 +14,6 @@ from benchmarks.elastic.ledger_replica import RUN, Applied
 from benchmarks.elastic.soak import run
 from benchmarks.elastic.soak_report import results_of, violations
 from diloco_comm.elastic.registry.journal import Journal
-from diloco_comm.elastic.views import FORMING, Member, View, opened, record_hash, to_bytes
 from diloco_comm.tools.demo.chaos.messages import DONE, Entered
 
 

@@ -6,17 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from elastic_process import (
-    Process,
-    attempt,
-    beat,
-    member,
-    proposal,
-    reasons,
-    training,
-    view,
-)
-
 from diloco_comm.elastic.beats import BROKEN, READY, TRAINING
 from diloco_comm.elastic.core import Settings, State, beat_of
 from diloco_comm.elastic.core.events import (
@@ -37,6 +26,16 @@ from diloco_comm.elastic.views import (
     View,
     opened,
     to_bytes,
+)
+from elastic_process import (
+    Process,
+    attempt,
+    beat,
+    member,
+    proposal,
+    reasons,
+    training,
+    view,
 )
 
 # --------------------------------------------------------------------------------- unplanned

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from diloco_comm.elastic.core import Settings
 from elastic_cores import Cores
 from elastic_explorer import explore
 from elastic_model import Model
 from elastic_mutants import MUTANTS
 from elastic_world import Budget, Slot, World
-
-from diloco_comm.elastic.core import Settings
 
 needs_time = pytest.mark.skipif(
     not os.environ.get("DILOCO_COMM_LARGE_MODELS"),

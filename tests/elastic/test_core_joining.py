@@ -6,18 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from elastic_process import (
-    SUSPECT_AFTER,
-    Process,
-    attempt,
-    beat,
-    member,
-    proposal,
-    reasons,
-    training,
-    view,
-)
-
 from diloco_comm.elastic.beats import (
     BROKEN,
     FINISHED,
@@ -55,6 +43,17 @@ from diloco_comm.elastic.views import (
     opened,
     to_bytes,
     with_evicted,
+)
+from elastic_process import (
+    SUSPECT_AFTER,
+    Process,
+    attempt,
+    beat,
+    member,
+    proposal,
+    reasons,
+    training,
+    view,
 )
 
 # --------------------------------------------------------------------------------- planned

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from diloco_comm.elastic.core import Settings
 from elastic_cores import Cores
 from elastic_explorer import describe, pruned
 from elastic_model import Model
@@ -12,8 +13,6 @@ from elastic_world import NO_FAULTS, Budget, EventName, Process, Slot, World, re
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-
-from diloco_comm.elastic.core import Settings
 
 MANY = 150
 FAULTS = Budget(deaths=2, breaks=3, failures=3, restarts=1, unanswered=3)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch.distributed as dist
 from choice_groups import grouped
+from diloco_comm.elastic.views import OPEN, Member, View
 from elastic_replicas import registry as registry
 from exchange_helpers import folder_of, make_folders
 from fault_replicas import make_model, make_optimizer
@@ -32,7 +33,6 @@ from diloco_comm.elastic.hosting import (
     place_of_workers,
     settings_of,
 )
-from diloco_comm.elastic.views import OPEN, Member, View
 
 _forks = multiprocessing.get_context("forkserver")
 

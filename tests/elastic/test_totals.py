@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from diloco_comm.elastic.differences import difference
+
 from diloco_comm.elastic.totals import ElasticTotals, Meter
 
 

@@ -6,10 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from diloco_comm.base.extension import VIEW
 from diloco_comm.elastic.beats import READY, STAGES, Beat
 from diloco_comm.elastic.views import (
     FORMING,
@@ -23,6 +19,10 @@ from diloco_comm.elastic.views import (
     to_bytes,
     with_evicted,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_comm.base.extension import VIEW
 
 
 def member(id: int, nonce: str = "") -> Member:

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from diloco_comm.elastic.core.events import (
+    Broke,
+    Failed,
+    Formed,
+    Started,
+)
+from diloco_comm.elastic.views import View
 from elastic_cores import key_of
 from elastic_rounds import Training
 from elastic_threads import (
@@ -36,14 +43,6 @@ from elastic_world import (
     with_session,
     with_thread,
 )
-
-from diloco_comm.elastic.core.events import (
-    Broke,
-    Failed,
-    Formed,
-    Started,
-)
-from diloco_comm.elastic.views import View
 
 
 class Changing(Training):

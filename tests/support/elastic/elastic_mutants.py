@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from termination_mutants import with_change
-
 from diloco_comm.elastic.core import following, forgetting, proposals
+from termination_mutants import with_change
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from diloco_comm.elastic.core.events import (
+    Abandon,
+    Action,
+    Break,
+    Drained,
+    Enter,
+    Fence,
+    Form,
+    Pend,
+    Refuse,
+    Swap,
+    Swapped,
+)
+from diloco_comm.elastic.views import NO_VIEW, View
 from elastic_cores import key_of
 from elastic_threads import (
     ACKED,
@@ -24,20 +38,6 @@ from elastic_world import (
 )
 
 from diloco_comm.elastic import views
-from diloco_comm.elastic.core.events import (
-    Abandon,
-    Action,
-    Break,
-    Drained,
-    Enter,
-    Fence,
-    Form,
-    Pend,
-    Refuse,
-    Swap,
-    Swapped,
-)
-from diloco_comm.elastic.views import NO_VIEW, View
 
 
 class Polling(Bounds):

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from diloco_comm.elastic.beats import TRAINING
+from diloco_comm.elastic.core.events import (
+    Boundary,
+    Broke,
+)
+from diloco_comm.elastic.views import View
 from elastic_cores import key_of
 from elastic_registry import Polling
 from elastic_threads import (
@@ -29,13 +35,6 @@ from elastic_world import (
     with_session,
     with_thread,
 )
-
-from diloco_comm.elastic.beats import TRAINING
-from diloco_comm.elastic.core.events import (
-    Boundary,
-    Broke,
-)
-from diloco_comm.elastic.views import View
 
 
 class Training(Polling):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from diloco_comm.elastic.views import View
 from elastic_cores import Cores
 from elastic_threads import (
     Attempt,
@@ -13,8 +14,6 @@ from elastic_threads import (
     Session,
     Thread,
 )
-
-from diloco_comm.elastic.views import View
 
 BEFORE, DEAD = "before", "dead"
 EventName = tuple[Any, ...]

@@ -5,32 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch.distributed as dist
-
-from ..base.service.keys import LinkKeys
-from .hosting import settings_of
-from .views import View
-
 MISSING = "nothing"
 _LONGEST = 200
-
-
-def found_difference(
-    view: View, address: str, shown: str, timeout_s: float, keys: LinkKeys | None = None
-) -> str:
-    """Say what differs from the lowest member of a view; "" if that member does not answer.
-
-    Args:
-        address: ``tcp://host:port`` of the store at which that member is found.
-        shown: What this replica has, as JSON.
-        keys: This replica's keys, for the store of that member.
-    """
-    try:
-        theirs = json.loads(settings_of(view, address, timeout_s, keys))
-    except (dist.DistError, ValueError):
-        return ""
-    found = difference(json.loads(shown), theirs)
-    return f" ({found}, on replica {view.lowest.id})" if found else ""
 
 
 def difference(here: Any, there: Any, name: str = "") -> str:
