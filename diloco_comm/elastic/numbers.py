@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence, Set
 
-from .beats import FINISHED, GONE, PULLING, READY, Beat
-from .views import Key, Member, View
+from ..group.beats import PULLING, READY, Beat
+from ..group.records import Key, Record
 
 logger = logging.getLogger(__name__)
 
@@ -23,43 +23,37 @@ class NumberChoice:
         self._before = before
         self._beat_before = -1
 
-    def instead_of(self, own: Member, beats: Sequence[Beat], view: View | None) -> int | None:
+    def instead_of(self, own: Key, beats: Sequence[Beat], record: Record | None) -> int | None:
         """Return the number to take instead of ``own``'s; None to keep that one.
 
         Args:
             beats: The last beat of every process.
-            view: The present view of the run; None before the first.
+            record: The present record of the run; None before the first.
         """
         self._forget_before_if_alive(beats)
-        if view is not None and view.is_member(*own.key):
+        members = () if record is None else record.members
+        if own in members:
             return None
-        keys = set() if view is None else {*view.keys, *view.base_members}
-        taken = {id for id, nonce in keys if (id, nonce) != self._before}
-        others = [
-            one for one in beats if one.member.nonce != own.nonce and one.member.key != self._before
-        ]
+        taken = {key.number for key in members if key != self._before}
+        others = [one for one in beats if one.key.nonce != own.nonce and one.key != self._before]
         clash = any(
-            one.member.id == own.id
-            and (one.stage not in (READY, PULLING) or one.member.nonce < own.nonce)
+            one.key.number == own.number
+            and (one.stage not in (READY, PULLING) or one.key.nonce < own.nonce)
             for one in others
         )
-        if not clash and own.id not in taken:
+        if not clash and own.number not in taken:
             return None
-        return lowest_free({*taken, *(one.member.id for one in others)})
+        return lowest_free({*taken, *(one.key.number for one in others)})
 
     def _forget_before_if_alive(self, beats: Sequence[Beat]) -> None:
         """Leave the process before its number if that process still beats."""
         # The last beat of a process that has ended says so.
-        counters = [
-            beat.counter
-            for beat in beats
-            if beat.member.key == self._before and beat.stage not in (GONE, FINISHED)
-        ]
+        counters = [one.counter for one in beats if one.key == self._before and not one.is_gone]
         if self._before is not None and counters and 0 <= self._beat_before < counters[0]:
             logger.warning(
                 "replica %d still runs elsewhere, so that the state folder of this process is a "
                 "copy: this process takes another number",
-                self._before[0],
+                self._before.number,
             )
             self._before = None
         self._beat_before = counters[0] if counters else -1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from ..base.files import whole_file
-from .views import NO_VIEW, Key
+from ..group.records import NO_RECORD, NONCE_BYTES, Key
 
 REPLICA_FILE, LEAVE_FILE = "replica.json", "leave"
 
@@ -31,7 +32,7 @@ class StateFolder:
         return self._read().get("run")
 
     def last_process(self, run: str) -> Key | None:
-        """Return number and nonce of the replica's last process; None if there was none.
+        """Return the replica's last process; None if there was none.
 
         Raises:
             ValueError: If the folder belongs to another run.
@@ -44,7 +45,7 @@ class StateFolder:
                 f"the state folder {self.path} belongs to a replica of run {values['run']!r}, and "
                 f"this replica is of run {run!r}: give each run its own folder"
             )
-        return values["replica"], values["nonce"]
+        return Key(values["replica"], bytes.fromhex(values["nonce"]))
 
     @property
     def file(self) -> Path:
@@ -62,18 +63,18 @@ class StateFolder:
 
     @property
     def last_view(self) -> int:
-        """Number of the last process's view in that registry; NO_VIEW if there was none."""
-        return int(self._read().get("view", NO_VIEW))
+        """Number of the last process's view in that registry; NO_RECORD if there was none."""
+        return max(NO_RECORD, int(self._read().get("view", NO_RECORD)))
 
-    def remember(self, run: str, key: Key, *, registry_id: str = "", view: int = NO_VIEW) -> None:
+    def remember(self, run: str, key: Key, *, registry_id: str = "", view: int = NO_RECORD) -> None:
         """Note number and nonce of this process, its view, and the registry of that view."""
-        values = {"run": run, "replica": key[0], "nonce": key[1], "has_left": False}
+        values = {"run": run, "replica": key.number, "nonce": key.nonce.hex(), "has_left": False}
         self._write({**values, "registry": registry_id, "view": view})
 
     def note_end(self) -> None:
         """Note that this replica has taken all steps: the next process may begin another run."""
         if values := self._read():
-            self._write({**values, "registry": "", "view": NO_VIEW})
+            self._write({**values, "registry": "", "view": NO_RECORD})
 
     def note_leaving(self) -> None:
         """Note that this replica has left its group, as it was asked to."""
@@ -123,7 +124,8 @@ def _is_sound(values: Any) -> bool:
     """Whether these are the values that ``StateFolder`` writes."""
     if not isinstance(values, dict):
         return False
-    number, view = values.get("replica"), values.get("view")
-    texts = values.get("run"), values.get("nonce"), values.get("registry")
+    number, view, nonce = (values.get(name) for name in ("replica", "view", "nonce"))
+    texts = values.get("run"), nonce, values.get("registry")
     is_number = type(number) is int and number >= 0 and type(view) is int
-    return is_number and all(type(one) is str for one in texts)
+    is_nonce = re.fullmatch(f"[0-9a-f]{{{2 * NONCE_BYTES}}}", str(nonce)) is not None
+    return is_number and is_nonce and all(type(one) is str for one in texts)

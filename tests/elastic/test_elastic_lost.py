@@ -37,6 +37,7 @@ from diloco_comm.elastic import driver, options
 from diloco_comm.elastic.exits import MISFIT, status_of
 from diloco_comm.elastic.registry import connect as registry_at
 from diloco_comm.elastic.state_folder import StateFolder
+from diloco_comm.group.records import NO_RECORD, Key
 
 OPTIONS: dict[str, Any] = {"sync_every": 4, "block_size": BLOCK, "chunk_bytes": 512}
 
@@ -232,7 +233,7 @@ def test_a_replica_refuses_another_registry_than_its_folder_names(
         found = registry().connect()
         known = found.registry_id
         found.close()
-        folder.remember("r", (0, "nonce"), registry_id="ab" * 16, view=3)
+        folder.remember("r", Key(0, bytes(16)), registry_id="ab" * 16, view=3)
         with pytest.raises(ReplicaMismatch) as refused:
             registry().connect()
         text = str(refused.value)
@@ -243,7 +244,7 @@ def test_a_replica_refuses_another_registry_than_its_folder_names(
         folder.note_end()
         registry().connect().close()
         # It is that registry, with a journal from before the run.
-        folder.remember("r", (0, "nonce"), registry_id=known, view=3)
+        folder.remember("r", Key(0, bytes(16)), registry_id=known, view=3)
         with pytest.raises(
             ReplicaMismatch, match=r"knows nothing of run 'r'.* was in view 3 of it"
         ):
@@ -362,7 +363,7 @@ def finish(
     folder = StateFolder(f"{path}/{rank}")
     diloco, model, optimizer = attach(registry, rank, total_steps=8, min_replicas=world)
     # The driver's thread writes the note when it hears that the view has begun.
-    wait_until(lambda: folder.last_view >= 0)
+    wait_until(lambda: folder.last_view > NO_RECORD)
     notes = [(folder.registry_id, folder.last_view)]
     train(diloco, model, optimizer, rank, 8)
     diloco.close()
@@ -376,7 +377,7 @@ def test_a_replica_that_comes_after_the_end_ends_at_once(
     pool = fresh_workers(2, init_group=False)
     found = registry_at(registry.address, run="test")
     found.read()
-    notes = [(found.registry_id, 1), ("", -1)]
+    notes = [(found.registry_id, 1), ("", NO_RECORD)]
     ends = pool.run(finish, pool.store, registry.address, str(tmp_path), timeout=60)
     assert ends == 2 * [(8, notes)]
     sentence = r"run 'test' has ended: replicas \[0, 1\] have taken all their steps"

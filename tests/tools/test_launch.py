@@ -20,6 +20,7 @@ from zygote import Job, Zygote
 from diloco_comm import LeftBehind, ReplicaMismatch, SyncError
 from diloco_comm.elastic import exits
 from diloco_comm.elastic.state_folder import StateFolder
+from diloco_comm.group.records import Key
 from diloco_comm.tools.launch.run import Launch, Launcher, outcome, own_status, pause_s
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -325,7 +326,7 @@ def test_a_folder_is_of_one_run_and_one_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     options = ["launch", "--registry", "tcp://127.0.0.1:1", "--state-dir", tmp_path / "state"]
-    StateFolder(tmp_path / "state").remember("other", (3, "nonce"))
+    StateFolder(tmp_path / "state").remember("other", Key(3, bytes(16)))
     check_misuse(run_cli(*options, "--run", "r", script), "'other'", "'r'")
     sound = {"run": "r", "replica": 3, "nonce": "n", "registry": "", "view": 0}
     before_0_2 = {"run": "r", "replica": 3, "nonce": "n"}
