@@ -316,7 +316,7 @@ class Engine:
         rank: int,
         replicas: list[int],
         groups: list[ProcessGroupGloo] | list[LinkGroup],
-        store: Store,
+        store: Store | None,
         prefix: str,
         addresses: list[str] = ...,
     ) -> None: ...

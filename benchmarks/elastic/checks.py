@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco_comm.elastic.views import OPEN, View, from_bytes, record_hash
-
 from benchmarks.elastic.ledger_replica import Applied
 from diloco_comm.base.log import Log
 from diloco_comm.elastic.registry import journal
+from diloco_comm.group.records import NO_HASH, NO_RECORD, Record
 from diloco_comm.tools.demo.chaos.messages import DONE, Entered
 
 # Rounding errors of fp32 in the share of one process, times the number of members.
@@ -58,35 +57,37 @@ def records_of(path: Path, run: str) -> Iterator[bytes]:
         log.release()
 
 
-def check_chain(records: Sequence[bytes], run: str) -> tuple[list[View], list[str]]:
-    """I3: the records are one chain, in which each open view follows from the open one before.
+def check_chain(records: Sequence[bytes]) -> tuple[list[Record], list[str]]:
+    """I3: the records are one chain, in which each one follows from the one before.
 
     Returns:
-        The open views, and the violations.
+        The records, and the violations.
     """
-    opened: list[View] = []
+    chain = [Record.from_bytes(content) for content in records]
     wrong: list[str] = []
-    before: View | None = None
-    for last, record in zip([b"", *records], records, strict=False):
-        view = from_bytes(record, run)
-        place = f"view {view.number} ({view.phase})"
-        if view.parent != (record_hash(last) if last else ""):
+    for before, record in zip([None, *chain], chain, strict=False):
+        place = f"view {record.number}"
+        parent, members = (NO_HASH, ()) if before is None else (before.hash, before.members)
+        if record.number != (NO_RECORD if before is None else before.number) + 1:
+            wrong.append(f"I3: {place} follows {before and before.number}")
+        if record.parent != parent:
             wrong.append(f"I3: {place} does not name the record before it")
-        is_amended = before is not None and before.phase == OPEN and before.number == view.number
-        if view.phase == OPEN and not is_amended:
-            if before is None or before.number != view.number or before.keys != view.keys:
-                wrong.append(f"I3: {place} was opened, and the record before is another view")
-            base = (opened[-1].number, opened[-1].keys) if opened else (-1, ())
-            if (view.base, view.base_members) != base:
-                wrong.append(f"I3: {place} follows view {view.base}, the last open one is {base}")
-            opened.append(view)
-        before = view
-    return opened, wrong
+        if before is not None and record.run_id != before.run_id:
+            wrong.append(f"I3: {place} is of another founding than the record before it")
+        if before is not None and before.is_finished:
+            wrong.append(f"I3: {place} follows the end of the run")
+        left = {key.number for key in set(members) - set(record.members)}
+        if set(record.left_out) != left - set(record.numbers):
+            wrong.append(f"I3: {place} leaves out {record.left_out}, and {sorted(left)} have left")
+        new = {key.number for key in set(record.members) - set(members)}
+        if not new <= set(record.joined) <= set(record.numbers):
+            wrong.append(f"I3: {place} lets in {record.joined}, and {sorted(new)} are new")
+    return chain, wrong
 
 
-def check_views(lives: Iterable[Life], opened: Sequence[View]) -> list[str]:
-    """Every view that a process has entered is an open one of the chain, with the same members."""
-    known = {view.number: view.ids for view in opened}
+def check_views(lives: Iterable[Life], chain: Sequence[Record]) -> list[str]:
+    """Every view that a process has entered is a record of the chain, with the same members."""
+    known = {record.number: record.numbers for record in chain}
     return [
         f"I3: process {life.process} was in view {one.view} of replicas {one.members}, and the "
         f"registry knows {known.get(one.view)}"

@@ -31,6 +31,7 @@ from benchmarks.elastic.checks import Life, Resources
 from benchmarks.elastic.ledger_replica import LEAVE, RUN, Applied, SoakSettings, Taking, train
 from benchmarks.elastic.soak_report import print_results, results_of
 from benchmarks.support import common
+from diloco_comm.group.records import NO_RECORD
 from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
 from diloco_comm.tools.common.workers import free_port
 from diloco_comm.tools.demo.chaos.crew import Crew, Replica
@@ -261,7 +262,7 @@ class Soak:
         return bool(members) and number not in members
 
     def _number_of_view(self) -> int:
-        return -1 if self._view is None else self._view.view
+        return NO_RECORD if self._view is None else self._view.view
 
     @property
     def num_rounds(self) -> int:

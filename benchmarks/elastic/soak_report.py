@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from benchmarks.elastic import checks
 from benchmarks.elastic.checks import Life, Resources
-from benchmarks.elastic.ledger_replica import RUN
 from benchmarks.support import common
 
 # MiB by which a process may grow from the first quarter to the last, after a third of the soak.
@@ -45,8 +44,8 @@ class Soak(Protocol):
 def violations(soak: Soak) -> list[str]:
     """Return all that is wrong; nothing if the invariants hold."""
     lives = list(soak.lives.values())
-    opened, wrong = checks.check_chain(soak.records, RUN)
-    wrong += checks.check_views(lives, opened)
+    chain, wrong = checks.check_chain(soak.records)
+    wrong += checks.check_views(lives, chain)
     wrong += checks.check_digests(lives)
     wrong += checks.check_ledger(soak.lives)[1]
     wrong += checks.check_flat("a replica", soak.samples, _RSS_MIB)

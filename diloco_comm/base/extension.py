@@ -29,7 +29,7 @@ _MARK = b"diloco_comm is built for torch "
 # Another size of the exchanges' headers needs another number here, too: two replicas that post
 # different sizes abort before they compare the version in the headers.
 HANDSHAKE = 3
-# Beats of members in the table of a group, as JSON. Records and messages have versions of their own.
+# Beats of members in the table of a group, as JSON; records and messages have other versions.
 GROUP = 1
 # Requests of a replica that joins, and the answers of its donors, over the link.
 TRANSFER = 4

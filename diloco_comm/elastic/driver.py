@@ -1,4 +1,4 @@
-"""The driver of an elastic replica: its number, its launcher's folder, and what its user is told."""
+"""The driver of an elastic replica: its number, its launcher's folder, and its happenings."""
 
 from __future__ import annotations
 

@@ -285,8 +285,15 @@ class Fence(End):
     """The others go on without this process: come again with a new nonce."""
 
 
+@dataclass(frozen=True)
 class Refuse(End):
-    """This process cannot take part as it is, now or later."""
+    """This process cannot take part as it is, now or later.
+
+    Attributes:
+        other: A process that has other settings.
+    """
+
+    other: Key | None = None
 
 
 class Over(End):

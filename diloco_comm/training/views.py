@@ -444,7 +444,7 @@ class ElasticTraining:
         rounds, exchange = diloco._rounds, diloco.exchange
         rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
         diloco._watch.forget_writes()
-        with rounds.all_workers():
+        with rounds.all_workers(rounds.parts):
             diloco._refuse_changes(rounds.parts)
             if not exchange.is_dead:
                 self._seal(diloco, False)

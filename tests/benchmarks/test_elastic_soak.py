@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from diloco_comm.elastic.views import FORMING, Member, View, opened, record_hash, to_bytes
 
 from benchmarks.elastic import checks
 from benchmarks.elastic.checks import Life, Resources
@@ -14,6 +13,7 @@ from benchmarks.elastic.ledger_replica import RUN, Applied
 from benchmarks.elastic.soak import run
 from benchmarks.elastic.soak_report import results_of, violations
 from diloco_comm.elastic.registry.journal import Journal
+from diloco_comm.group.records import NO_HASH, Attempt, Key, Record
 from diloco_comm.tools.demo.chaos.messages import DONE, Entered
 
 
@@ -43,51 +43,71 @@ def test_disturbed_joins_hold_the_invariants(tmp_path: Path, link: str) -> None:
     assert sum(results_of(soak)["events"].values()) == 2
 
 
-def record_of(number: int, ids: tuple[int, ...], before: bytes, base: View | None) -> View:
-    members = tuple(Member(id, f"n{id}", f"tcp://h{id}:1", 1, "same") for id in ids)
-    number_of_base, keys = (-1, ()) if base is None else (base.number, base.keys)
-    parent = record_hash(before) if before else ""
-    return View(RUN, number, parent, FORMING, members, number_of_base, keys, 0, "n0")
+def key(number: int, process: int | None = None) -> Key:
+    return Key(number, bytes([number if process is None else process]) * 16)
 
 
-def chain() -> list[View]:
-    """Two views of three and of two replicas, each forming and open."""
-    first = record_of(1, (0, 1, 2), b"", None)
-    base = opened(first, 0)
-    second = record_of(2, (0, 1), to_bytes(base), base)
-    return [first, base, second, opened(second, 40)]
+def following(before: Record | None, *members: Key, inner_step: int = 0) -> Record:
+    """The record in which these members follow those of the record before."""
+    numbers = {one.number for one in members}
+    base = () if before is None else before.members
+    return Record(
+        number=1 if before is None else before.number + 1,
+        parent=NO_HASH if before is None else before.hash,
+        table=bytes(16),
+        founding=NO_HASH if before is None else before.run_id,
+        attempt=Attempt(members[0].nonce, 1),
+        members=members,
+        joined=tuple(one.number for one in members if one not in base),
+        inner_step=inner_step,
+        left_out=tuple(one.number for one in base if one.number not in numbers),
+    )
 
 
-def records(views: list[View]) -> list[bytes]:
-    return [to_bytes(view) for view in views]
+def chain() -> list[Record]:
+    """Three replicas, of which one dies and comes back; at last the run ends."""
+    first = following(None, key(0), key(1), key(2))
+    second = following(first, key(0), key(1), inner_step=40)
+    third = following(second, key(0), key(1), key(2, 9), inner_step=60)
+    last = replace(following(third, *third.members, inner_step=80), is_finished=True)
+    return [first, second, third, last]
+
+
+def contents(records: list[Record]) -> list[bytes]:
+    return [record.to_bytes() for record in records]
 
 
 def test_a_journal_gives_back_all_records(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    for record in records(chain()):
+    for record in contents(chain()):
         journal.append([(RUN, record), ("another-run", b"x")])
     journal.close()
-    assert list(checks.records_of(tmp_path / "journal", RUN)) == records(chain())
+    assert list(checks.records_of(tmp_path / "journal", RUN)) == contents(chain())
 
 
 def test_a_chain_is_one() -> None:
-    views, wrong = checks.check_chain(records(chain()), RUN)
-    assert [view.number for view in views] == [1, 2] and wrong == []
+    assert checks.check_chain(contents(chain())) == (chain(), [])
+    # A process takes the place of another one of its number at once.
+    first = chain()[0]
+    again = following(first, key(0), key(1), key(2, 9))
+    assert checks.check_chain(contents([first, again]))[1] == []
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda v: [v[0], v[1], v[3]], "the record before is another view"),
-        (lambda v: [*v[:2], replace(v[2], base=0), v[3]], "follows view 0"),
-        (lambda v: [*v[:2], replace(v[2], parent="00"), v[3]], "does not name the record before"),
+        (lambda v: [v[0], v[2], v[3]], "view 3 follows 1"),
+        (lambda v: v[1:], "view 2 follows None"),
+        (lambda v: [v[0], replace(v[1], inner_step=8), *v[2:]], "view 3 does not name the record"),
+        (lambda v: [*v[:3], replace(v[3], founding=bytes([7]) * 16)], "is of another founding"),
+        (lambda v: [*v, following(v[3], *v[3].members)], "view 5 follows the end of the run"),
+        (lambda v: [v[0], replace(v[1], left_out=())], r"leaves out (), and [2] have left"),
+        (lambda v: [*v[:2], replace(v[2], joined=())], r"lets in (), and [2] are new"),
     ],
 )
 def test_a_broken_chain_is_found(change, text: str) -> None:  # type: ignore[no-untyped-def]
-    changed = change(chain())
-    if "follows" in text:
-        changed[3] = replace(opened(changed[2], 40))
-    assert any(text in one for one in checks.check_chain(records(changed), RUN)[1])
+    wrong = checks.check_chain(contents(change(chain())))[1]
+    assert any(text in one for one in wrong), wrong
 
 
 def entered(view: int, *members: int) -> Entered:
@@ -111,7 +131,7 @@ def test_sound_lives_violate_nothing() -> None:
     lives = two_lives()
     assert checks.check_digests(lives.values()) == []
     assert checks.check_ledger(lives) == ({0: 8, 1: 8}, [])
-    assert checks.check_views(lives.values(), [record_of(1, (0, 1), b"", None)]) == []
+    assert checks.check_views(lives.values(), [following(None, key(0), key(1))]) == []
 
 
 def test_other_digests_views_and_ends_are_found() -> None:
@@ -120,7 +140,7 @@ def test_other_digests_views_and_ends_are_found() -> None:
     lives[1].outer_hash = "another end"
     found = checks.check_digests(lives.values())
     assert [one.partition(":")[0] for one in found] == ["I1", "I2", "I1"]
-    assert checks.check_views(lives.values(), [record_of(1, (0,), b"", None)])
+    assert checks.check_views(lives.values(), [following(None, key(0))])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ... import _C
+from ...group.beats import Way
 from ...rounds.part import SyncedFragment
 from ...rounds.round_log import LoggedRound, Standing
 from .answers import Status

@@ -1,7 +1,7 @@
 """A change of the group as an exchange sees it: connect, hear what was agreed on, settle, go on.
 
-The agreement of the group (``diloco_comm.group``) leads the change. A replica seals its epoch before
-and says how far it is (``positions_of``); the next record says which rounds count (``missed_in``).
+The agreement of the group (``diloco_comm.group``) leads the change. A replica seals its epoch, and
+says how far it is (``positions_of``); the next record says which rounds count (``missed_in``).
 """
 
 from __future__ import annotations
