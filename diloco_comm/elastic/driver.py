@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +87,7 @@ class Driver(group.Driver):
             self._step(Leave())
         super()._poll()
 
-    def _is_new_number_taken(self, beats: Collection[Beat], record: bytes) -> bool:
+    def _is_new_number_taken(self, beats: Sequence[Beat], record: bytes) -> bool:
         own = self.state.key
         if self._choice is None:
             return False

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from . import messages as ms
@@ -347,7 +347,7 @@ class Driver:
     def _place_in(self, beat: Beat) -> st.Place:
         return replace(beat.place, is_fresh=self.signs.is_fresh(beat.key.nonce))
 
-    def _is_new_number_taken(self, beats: Collection[Beat], record: bytes) -> bool:
+    def _is_new_number_taken(self, beats: Sequence[Beat], record: bytes) -> bool:
         """Take another number where the own one is taken; return whether that was so."""
         return False
 
