@@ -265,6 +265,15 @@ void Engine::fail_epoch(const Job& job, Failure& failure, const Loss& loss) {
 
 // Completes the failure with the members' verdict.
 void Engine::blame(Failure& failure, const std::string& where, const Loss& loss) {
+    if (!board_->store()) {
+        // The agreement of the group finds out which members live.
+        if (loss.replica >= 0) failure.missing = {loss.replica};
+        const std::string lost =
+            loss.replica < 0 ? "" : "the connection to " + replicas_of(failure.missing) + " is lost";
+        const std::string cause = failure.message.empty() ? lost : failure.message;
+        failure.message = where + (cause.empty() ? "" : ": " + cause);
+        return;
+    }
     const auto begin = Clock::now();
     const Ways::Results results = ways_->try_all();
     board_->report_reach(results.reached, results.unreached);
