@@ -14,6 +14,10 @@ from .records import NO_HASH, NO_RECORD, Attempt, Key, Record
 from .state import Place, Stage, State
 
 
+# Polls of a process that stands at a boundary, and knows nobody that comes or goes.
+_NEWS_POLLS = 2
+
+
 @dataclass(frozen=True)
 class Plan:
     """The next thing that a process would do.
@@ -199,6 +203,9 @@ def _continue(state: State, roster: Roster, record: Record) -> Plan:
         return Plan(reason=f"until replicas {_numbers(roster.coming)} have copied the state")
     if len(draft.members) + num_finished < state.settings.min_replicas:
         return Plan(reason=_too_few(state.settings.min_replicas, draft.members))
+    if state.stage is Stage.STOPPED and not (draft.joined or draft.left_out):
+        # Another member has seen whom this one has yet to read of.
+        patience += _NEWS_POLLS
     return Plan(draft, group[0], reason, group.index(state.key) * limit + patience)
 
 
