@@ -119,7 +119,7 @@ class Driver:
         self._orders: dict[type, Order] = {}
         self._ended: Ended | None = None
         self._by_link: dict[str, set[bytes]] = {}
-        self._last_poll = time.monotonic()
+        self._last_poll = self._last_seen = time.monotonic()
         self._line_at = self._loss_since = 0.0
         self._has_warned = self._is_closing = False
         # A refusal that waits for another process's settings, until when, and whose.
@@ -319,6 +319,11 @@ class Driver:
 
     def _see(self, seen: Seen) -> None:
         """Tell the core what the table holds."""
+        now, before = time.monotonic(), self._last_seen
+        self._last_seen = now
+        if now - before > _LATE * self._period_s:
+            # The others may have beaten meanwhile.
+            self.signs.stood_still(now - before)
         if self.loss is not None:
             self.loss = None
             self._say_whether_cut_off()

@@ -51,7 +51,8 @@ class Signs:
         service: Names what the link connects for this group, equal on all members.
         suspect_after_s: Seconds without a byte, and without a beat, after which a process is
             suspected.
-        busy_after_s: The same without a beat for a process whose link is heard.
+        busy_after_s: The same for a process whose link is heard, without a beat and without a part
+            in any round.
 
     Attributes:
         is_cut_off: The table does not answer here, so that this process cannot change its group.
@@ -71,6 +72,8 @@ class Signs:
         self._suspect_after_s, self._busy_after_s = suspect_after_s, busy_after_s
         self.is_cut_off = False
         self._sights: dict[bytes, _Sight] = {}
+        # When the table was read last. While no look is answered, no beat is late.
+        self._looked_at = time.monotonic()
         self._lives: dict[bytes, _C.PeerLife] = {}
         self._unheard: frozenset[bytes] = frozenset()
         self._ended: set[bytes] = set()
@@ -96,7 +99,7 @@ class Signs:
 
     def note(self, beats: Sequence[Beat]) -> None:
         """Take the last beats of all processes."""
-        now = time.monotonic()
+        now = self._looked_at = time.monotonic()
         for beat in beats:
             nonce, last = beat.key.nonce, self._sights.get(beat.key.nonce)
             if last is None:
@@ -117,7 +120,7 @@ class Signs:
         return sight is not None and self._silence(sight) < self._suspect_after_s
 
     def _silence(self, sight: _Sight) -> float:
-        return time.monotonic() - sight.since
+        return self._looked_at - sight.since
 
     def stood_still(self, seconds: float) -> None:
         """Note that this process stood still: that is no silence of the others."""
@@ -189,7 +192,7 @@ class Signs:
 
     def _is_heard(self, nonce: bytes) -> bool:
         life = self._lives.get(nonce)
-        if life is None or life.is_refused or life.phase == CUT_OFF:
+        if life is None or life.is_refused:
             return False
         return life.silent_s < (self._suspect_after_s if life.is_connected else _LOST_S)
 
@@ -197,7 +200,9 @@ class Signs:
         sight = self._sights[nonce]
         silence = self._silence(sight)
         if self._is_heard(nonce):
-            return silence >= max(self._busy_after_s, self._suspect_after_s)
+            # A process that takes part, and does not reach the table, stays.
+            still = min(silence, self._lives[nonce].still_s)
+            return still >= max(self._busy_after_s, self._suspect_after_s)
         if nonce not in members and not sight.rises:
             return True
         return silence >= (_UNHEARD_S if nonce in self._unheard else self._suspect_after_s)
