@@ -48,7 +48,7 @@ def key(number: int, process: int | None = None) -> Key:
 
 
 def following(before: Record | None, *members: Key, inner_step: int = 0) -> Record:
-    """The record in which these members follow those of the record before."""
+    """Return the record that follows another, or the first one, with these members."""
     numbers = {one.number for one in members}
     base = () if before is None else before.members
     return Record(
@@ -65,7 +65,7 @@ def following(before: Record | None, *members: Key, inner_step: int = 0) -> Reco
 
 
 def chain() -> list[Record]:
-    """Three replicas, of which one dies and comes back; at last the run ends."""
+    """Three replicas train; one dies and comes back; at last the run ends."""
     first = following(None, key(0), key(1), key(2))
     second = following(first, key(0), key(1), inner_step=40)
     third = following(second, key(0), key(1), key(2, 9), inner_step=60)

@@ -192,7 +192,7 @@ def train_on(
     return None
 
 
-@pytest.mark.nightly("40 s; test_core_joining has the rule")
+@pytest.mark.nightly("40 s; test_agreement_changes has the rule")
 def test_an_older_journal_begins_no_second_training(
     fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
 ) -> None:

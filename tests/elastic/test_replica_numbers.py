@@ -41,7 +41,7 @@ OWN = key(0, 5)
         ([key(0, 1), key(1, 2)], [], 2),
         ([], [beat(key(0, 9), TRAINING)], 1),
         ([key(2, 2)], [beat(key(0, 9), TRAINING), beat(key(1, 3))], 3),
-        # Of two newcomers the one with the lower nonce keeps the number.
+        # The newcomer with the lower nonce keeps the number.
         ([], [beat(key(0, 9))], None),
         ([], [beat(key(0, 1))], 1),
     ],

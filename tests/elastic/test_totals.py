@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diloco_comm.elastic.differences import difference
+from diloco_comm.group.differences import difference
 
 from diloco_comm.elastic.totals import ElasticTotals, Meter
 

@@ -1,4 +1,4 @@
-"""What the agreement gives to the members and newcomers of an elastic group, case by case."""
+"""Guarantees of the agreement for members and newcomers of an elastic group, case by case."""
 
 from __future__ import annotations
 

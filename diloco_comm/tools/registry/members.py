@@ -138,7 +138,7 @@ def _beat_report(beat: Beat, seen: Seen) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the registry said of a run.
+    """The answers of a registry about a run.
 
     Attributes:
         view: The last view; None if there is none.

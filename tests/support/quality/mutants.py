@@ -37,7 +37,7 @@ from mutations import Mutant, draw
 ROOT = Path(__file__).resolve().parents[3]
 LIST = Path(__file__).with_name("mutants.json")
 BUILD = ROOT / "build/mutants"
-ROOMS = ("diloco_comm/rounds", "diloco_comm/exchange", "diloco_comm/elastic/core")
+ROOMS = ("diloco_comm/rounds", "diloco_comm/exchange", "diloco_comm/group")
 PROCESSES = "3"
 LIMIT_S = 3 * 3600.0
 NO_TESTS = 5  # pytest's exit code

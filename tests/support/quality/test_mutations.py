@@ -111,7 +111,7 @@ def test_a_seed_draws_each_kind_once_and_none_that_is_skipped(tmp_path: Path) ->
 
 
 def test_the_tests_of_the_changed_room_come_first() -> None:
-    assert room_of_tests("diloco_comm/elastic/core/step.py") == "tests/elastic"
+    assert room_of_tests("diloco_comm/group/agreement.py") == "tests/group"
     assert room_of_tests("csrc/wire/codes.h") == "tests/ops"
 
 
