@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from .. import _C
 from ..base.service.addresses import parse_address
-from ..base.service.keys import LinkKeys
 from ..base.store_host import dial_store, open_store, place_of_store, resolve
 
 # Seconds in which a store that all members share answers, when nobody needs the answer to go on.
@@ -34,19 +33,18 @@ class Place:
         self._connect: Callable[[], dist.Store] | None = None
 
     @classmethod
-    def hosted(cls, interface: str, run: str, keys: LinkKeys | None = None) -> Place:
+    def hosted(cls, interface: str, run: str) -> Place:
         """Host a store, for the views whose lowest member this process is.
 
         Args:
             interface: Address or name at which the other members reach this process.
             run: Name of the training run.
-            keys: With keys, the store lets in the members with an allowed key.
         """
-        hosted = open_store(interface, 0, keys)
+        hosted = open_store(interface, 0)
         return cls(hosted.store, hosted.address, run)
 
     @classmethod
-    def shared(cls, address: str, run: str, timeout_s: float, keys: LinkKeys | None) -> Place:
+    def shared(cls, address: str, run: str, timeout_s: float) -> Place:
         """Connect to a store that ``diloco-comm store`` hosts for all members of its runs.
 
         Raises:
@@ -54,7 +52,7 @@ class Place:
         """
 
         def connect(seconds: float) -> dist.Store:
-            store = _dial(address, seconds, keys)
+            store = _dial(address, seconds)
             store.set_timeout(timedelta(seconds=_ANSWER_S))
             return _C.bounded_store(store, _ANSWER_S)
 
@@ -86,9 +84,7 @@ class Place:
             self._store = None if self._connect is not None else self._store
 
 
-def meeting_place(
-    run: str, attempt: str, address: str, timeout_s: float, keys: LinkKeys | None
-) -> dist.Store:
+def meeting_place(run: str, attempt: str, address: str, timeout_s: float) -> dist.Store:
     """Connect to the store at which the members of an attempt meet, under a prefix of the attempt.
 
     Args:
@@ -97,11 +93,11 @@ def meeting_place(
     Raises:
         torch.distributed.DistError: If no store answers at the address.
     """
-    return dist.PrefixStore(f"{run}/{attempt}", _dial(address, timeout_s, keys))
+    return dist.PrefixStore(f"{run}/{attempt}", _dial(address, timeout_s))
 
 
-def _dial(address: str, timeout_s: float, keys: LinkKeys | None) -> dist.Store:
-    return dial_store(*parse_address("store", address), timeout_s, keys)
+def _dial(address: str, timeout_s: float) -> dist.Store:
+    return dial_store(*parse_address("store", address), timeout_s)
 
 
 def own_interface(registry: object) -> str:

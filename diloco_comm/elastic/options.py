@@ -34,7 +34,6 @@ from .registry.protocol import (
 from .state_folder import StateFolder
 
 if TYPE_CHECKING:
-    from ..base.service.keys import LinkKeys
     from .happenings import Happening
 
 # Seconds between two beats.
@@ -79,9 +78,9 @@ class Elastic:
             before, though an outer step that they applied is lost.
         host: Address of this host for the other members; default: that of the interface which leads
             to the registry.
-        store: Address of a store, ``tcp://host:port`` of ``diloco-comm store``, at which the
-            members of each view meet; equal on all replicas. With ``Link(keys=)`` the store needs
-            keys. Default: each replica hosts a store for the others, at a free port.
+        store: Address of a store, ``tcp://host:port`` of ``diloco-comm store``, at which groups of
+            gloo and NCCL connect; equal on all replicas. Default: each replica hosts a store for
+            the others, at a free port. With ``Link("tcp")``, the default, no store is needed.
         round_log_bytes: Most bytes of host memory for the payloads of the latest rounds, from which
             a replica that joins brings its copy of the state forward; default: 8 for each
             parameter, and at least two rounds of two replicas. 0: replicas copy the state while the
@@ -267,21 +266,20 @@ class Elastic:
             # The name server may be late: a launcher starts the replica again.
             raise SyncError(str(error), stage="rendezvous") from None
 
-    def place(self, timeout_s: float, keys: LinkKeys | None) -> Place:
-        """Open the store at which the others find this process.
+    def place(self, timeout_s: float) -> Place:
+        """Open the store at which groups of gloo and devices connect.
 
         Args:
             timeout_s: Longest wait for a store that the members share.
-            keys: The keys of the link.
 
         Raises:
             SyncError: If the store, or the registry's host, has no address or does not answer.
         """
         assert self.run is not None
         if self.store is None:
-            return Place.hosted(self.interface(), self.run, keys)
+            return Place.hosted(self.interface(), self.run)
         try:
-            return Place.shared(self.store, self.run, timeout_s, keys)
+            return Place.shared(self.store, self.run, timeout_s)
         except dist.DistError as error:
             raise SyncError(str(error), stage="rendezvous") from None
 

@@ -13,7 +13,6 @@ from .reach import largest_connected
 from .records import NO_HASH, NO_RECORD, Attempt, Key, Record
 from .state import Place, Stage, State
 
-
 # Polls of a process that stands at a boundary, and knows nobody that comes or goes.
 _NEWS_POLLS = 2
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
-from ..base.service.keys import LinkKeys
 from ..elastic.driver import Driver
 from ..elastic.exits import LEFT_STAGE, end_with_status, forget_sigterm, heed_sigterm
 from ..elastic.happenings import ViewChanged, Waiting
@@ -155,7 +154,6 @@ class ElasticGroup:
         share: The part of this object in the link of this process.
         uses_store: Groups of gloo or of devices connect at a store.
         name: The name of this object, equal on all replicas.
-        keys: The link's keys, which protect the stores as well.
         transfer: Serves the state, and copies the state of a group before this replica joins.
 
     Attributes:
@@ -176,13 +174,12 @@ class ElasticGroup:
         connect_s: float,
         share: LinkShare,
         name: str,
-        keys: LinkKeys | None = None,
         *,
         uses_store: bool,
         transfer: StateTransfer | None = None,
     ) -> None:
         self.elastic, self._workers = elastic, workers
-        self._connect_s, self._keys = connect_s, keys
+        self._connect_s = connect_s
         self._share, self._name = share, name
         self.view: Record | None = None
         self.is_done = False
@@ -224,7 +221,7 @@ class ElasticGroup:
     def _open(self, shown: Any) -> None:
         elastic = self.elastic
         if self._uses_store:
-            self._place = elastic.place(self._connect_s, self._keys)
+            self._place = elastic.place(self._connect_s)
         registry = elastic.connect()
         try:
             folder = elastic.folder()
@@ -524,7 +521,7 @@ class ElasticGroup:
             assert self.elastic.run is not None
             text = attempt_text(chosen.name)
             try:
-                store = meeting_place(self.elastic.run, text, address, self._connect_s, self._keys)
+                store = meeting_place(self.elastic.run, text, address, self._connect_s)
             except dist.DistError as error:
                 failure = self._silent_store(chosen, address, error)
         worker = 0 if self._workers is None else self._workers.rank

@@ -86,7 +86,7 @@ class ElasticTraining:
         shown |= {"settings": _alike(settings), "of": plan.num_fragments}
         shown["total_steps"] = elastic.total_steps
         shown["inner_state"] = elastic.inner_state
-        if elastic.store is not None:
+        if elastic.store is not None and place.backend != "tcp":
             shown["shares_store"] = True
         shown["workers"] = 1 if workers is None else workers.size
         shown["backend"] = place.backend or "default"
@@ -111,7 +111,6 @@ class ElasticTraining:
                 connect_s,
                 self._share,
                 place.name,
-                link_keys(place.link_keys),
                 uses_store=place.backend != "tcp",
                 transfer=self.transfer,
             )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diloco_comm.group.differences import difference
 
 from diloco_comm.elastic.totals import ElasticTotals, Meter
+from diloco_comm.group.differences import difference
 
 
 def test_the_times_of_two_views() -> None:

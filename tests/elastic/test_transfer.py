@@ -12,9 +12,10 @@ from transfer_group import SERVICE, Group, training
 
 from diloco_comm import _C
 from diloco_comm.elastic.transfer import donors
-from diloco_comm.elastic.transfer.donors import Donor, Place
+from diloco_comm.elastic.transfer.donors import Donor
 from diloco_comm.elastic.transfer.downloads import values_of
 from diloco_comm.elastic.transfer.messages import Answer, Kind, Wanted
+from diloco_comm.group.beats import Way
 from diloco_comm.methods.outer import SGD, Adam, Nesterov
 from diloco_comm.rounds.round_log import state_tensors
 
@@ -428,13 +429,13 @@ def test_wrong_places_are_a_trouble_of_their_own_peer() -> None:
      f"{'ab' * 16} h:1 abcd -", f"{'ab' * 16} h\ud800:1 - -"],
 )  # fmt: skip
 def test_a_beat_without_a_place_names_no_donor(text: str) -> None:
-    assert Place.from_text(text) is None
+    assert Way.from_text(text) is None
 
 
 def test_a_place_is_its_text() -> None:
     for address, key, relay in [("h:1", "", ""), ("", "ab" * 32, "r:2"), ("", "", "")]:
-        place = Place("ab" * 16, address, key, relay)
-        assert Place.from_text(place.to_text()) == place
+        place = Way("ab" * 16, address, key, relay)
+        assert Way.from_text(place.to_text()) == place
 
 
 def test_a_donor_that_nobody_can_dial_dials() -> None:
