@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from diloco_comm import _C, WireFormat
-from diloco_comm.elastic.transfer.donors import Place
 from diloco_comm.elastic.transfer.newcomer import Newcomer
 from diloco_comm.exchange.round import Header, Mean
+from diloco_comm.group.beats import Way
 from diloco_comm.methods.outer import OuterOptimizer, Update
 from diloco_comm.ops.digests import digest_of
 from diloco_comm.ops.wire import Layout
@@ -28,8 +28,8 @@ WIRE = WireFormat("fp32")
 SERVICE = "transfer group"
 
 
-def place_of(link: _C.Link) -> Place:
-    return Place(link.nonce, link.address, "", "")
+def place_of(link: _C.Link) -> Way:
+    return Way(link.nonce, link.address, "", "")
 
 
 class Replica:
@@ -119,7 +119,7 @@ class Group:
         link, parts = self.fresh.link, self.fresh.parts
         self.newcomer = Newcomer(link, SERVICE, parts, self.donors, bytes_per_s)
 
-    def donors(self) -> dict[str, Place]:
+    def donors(self) -> dict[str, Way]:
         return self.places
 
     def train(self, num_rounds: int = 1) -> None:
