@@ -196,7 +196,7 @@ class Exchange(StreamMember):
             if change is None:
                 self._enter(current.members, store, last_rounds=None)
             else:
-                change.guard(self.seal)
+                change.guard(self.seal, lambda: self.epoch)
                 self.begin(*self.meet(change))
         except BaseException:
             self.close()

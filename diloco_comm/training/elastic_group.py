@@ -32,6 +32,7 @@ from ..group.signs import Signs
 from ..group.streams import Positions
 from ..replica.workers import WORKMATE_STAGE, ReplicaWorkers
 from ..rounds.runner import RoundRunner
+from .mates import Mates
 
 if TYPE_CHECKING:
     from .state_transfer import StateTransfer
@@ -129,9 +130,9 @@ class ViewChange:
         source = self.record.source
         return 0 if source is None else self.record.numbers.index(source)
 
-    def guard(self, seal: Callable[[], None]) -> None:
-        """Call ``seal`` when rounds under way are to fail."""
-        self._group.guard(seal)
+    def guard(self, seal: Callable[[], None], epoch: Callable[[], int]) -> None:
+        """Call ``seal`` when rounds under way are to fail; see ``Change``."""
+        self._group.guard(seal, epoch)
 
     def entered(self, failure: SyncError | None) -> Agreed:
         """Wait until the members have agreed; see ``Change``."""
@@ -199,7 +200,12 @@ class ElasticGroup:
         self._registry_id = ""
         self._driver: Driver | None = None
         self._place: Place | None = None
-        self._ways = self._of_workers(Way(*_words(share)).to_text())
+        ways = self._of_workers(Way(*_words(share)))
+        self._ways = [way.to_text() for way in ways]
+        self._mates: Mates | None = None
+        if workers is not None:
+            service = f"{elastic.run}/{name}/workers of {ways[0].nonce}"
+            self._mates = Mates(share.link.link, ways, workers.rank, service)
         failure, is_misfit, stage = "", False, "registry"
         folder = elastic.folder()
         end_with_status(has_launcher=folder is not None)
@@ -282,6 +288,8 @@ class ElasticGroup:
             self._driver.close()
         if self._transfer is not None:
             self._transfer.close()
+        if self._mates is not None:
+            self._mates.close()
 
     def _finished(self, has_all_steps: bool) -> st.Finished:
         step = 0 if self._driver is None else self._driver.inner_step
@@ -642,10 +650,19 @@ class ElasticGroup:
         if self._driver is not None:
             self._driver.tell(event)
 
-    def guard(self, seal: Callable[[], None]) -> None:
-        """Call ``seal`` when what the training thread waits for is to fail."""
-        if self._driver is not None:
-            self._driver.on_break(seal)
+    def guard(self, seal: Callable[[], None], epoch: Callable[[], int]) -> None:
+        """Call ``seal`` when rounds of the present epoch are to fail."""
+        driver, mates = self._driver, self._mates
+
+        def break_off() -> None:
+            if mates is not None and driver is not None:
+                mates.break_off(driver.state.number)
+            seal()
+
+        if driver is not None:
+            driver.on_break(break_off)
+        elif mates is not None:
+            mates.guard(seal, epoch)
 
     def _emit(self, happening: Any) -> None:
         if isinstance(happening, Waiting):

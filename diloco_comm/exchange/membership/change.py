@@ -63,8 +63,8 @@ class Change(Protocol):
     @property
     def ways(self) -> Sequence[Mapping[str, str]]: ...
 
-    def guard(self, seal: Callable[[], None]) -> None:
-        """Take the function that ends the present epoch, from any thread."""
+    def guard(self, seal: Callable[[], None], epoch: Callable[[], int]) -> None:
+        """Take functions for any thread: one ends the present epoch, one returns its number."""
         ...
 
     def entered(self, failure: SyncError | None) -> Agreed:
