@@ -20,7 +20,7 @@ from . import messages as ms
 from . import state as st
 from .messages import NO_ATTEMPT, Why
 from .plans import Plan, Roster, plan_of
-from .records import NO_RECORD, Attempt, Key, Record, cause_of
+from .records import NO_HASH, NO_RECORD, Attempt, Key, Record, cause_of
 from .state import Joint, Proposal, Stage, State
 from .streams import decide
 
@@ -142,8 +142,8 @@ def _may_answer(turn: Turn, proposer: Key, prepare: ms.Prepare) -> bool:
     """Whether this process takes part in an attempt; rule 5: some reasons not to are said."""
     state, attempt, is_joiner = turn.state, prepare.attempt, turn.state.key.number in prepare.joined
     is_here = is_joiner if state.record is None else prepare.base_hash == state.entered_hash
-    if not is_here:
-        # It has yet to enter the base: the table or the proposer has it.
+    if not is_here or prepare.table != state.table:
+        # It has yet to enter the base, which the table or the proposer has, or to see that table.
         turn.act(st.Read())
         turn.act(st.Send(proposer.nonce, ms.Here(state.number, state.entered_hash)))
         return False
@@ -167,6 +167,7 @@ def _may_answer(turn: Turn, proposer: Key, prepare: ms.Prepare) -> bool:
 def _say_sealed(turn: Turn) -> None:
     state, joint = turn.state, turn.state.joint
     if joint is not None and state.stage is Stage.SEALED:
+        turn.change(bound=joint.members if state.has_moved else ())
         sealed = ms.Sealed(joint.attempt, state.number, state.positions, state.inner_step)
         _answer(turn, joint.attempt.proposer, sealed)
 
@@ -200,6 +201,7 @@ def _propose(turn: Turn, draft: Record) -> None:
         draft.members,
         draft.joined,
         state.settings.digest,
+        draft.table,
         is_patient=is_at_work and not draft.left_out,
         cause=cause_of(draft),
     )
@@ -324,7 +326,7 @@ def _swap(turn: Turn, new: Record) -> None:
 def _on_swapped(turn: Turn, event: st.Swapped) -> None:
     """Enter the record, or read whose record is there (rule 6); a newcomer reads in any case."""
     state, is_done = turn.state, event.outcome is st.Outcome.DONE
-    # The answer of a table that has lost its memory since says nothing.
+    # G5: the answer of a table that has lost its memory since says nothing.
     if is_done and state.record is not None and Record.from_bytes(event.new).table == state.table:
         _follow(turn, event.new)
     else:
@@ -336,6 +338,11 @@ def _on_swapped(turn: Turn, event: st.Swapped) -> None:
 
 
 def _on_looked(turn: Turn, event: st.Looked) -> None:
+    mine = turn.state.record
+    is_former = mine is not None and event.table == mine.table
+    if turn.state.bound and is_former and event.record != turn.state.entered:
+        # G5: this process has sealed for another table since.
+        return
     nonces = {place.key.nonce for place in event.places}
     here = tuple([one for one in turn.state.here if one[0] in nonces])
     if event.table != turn.state.table:
@@ -347,7 +354,7 @@ def _on_looked(turn: Turn, event: st.Looked) -> None:
         _follow(turn, event.record)
 
 
-def _on_open(turn: Turn, _: bytes, message: ms.Open) -> None:
+def _on_open(turn: Turn, nonce: bytes, message: ms.Open) -> None:
     """Follow the record of a member: a process that is behind needs no table (D4).
 
     For a newcomer it is a hint to read, as late messages must not lead it into an old record; but
@@ -357,13 +364,31 @@ def _on_open(turn: Turn, _: bytes, message: ms.Open) -> None:
         record = Record.from_bytes(message.record)
     except ValueError:
         return
-    mine = turn.state.record
-    if mine is None and (turn.state.recorded or not record.is_member(turn.state.key)):
-        turn.act(st.Read())
-    elif mine is None:
-        _enter(turn, message.record)
+    state, mine = turn.state, turn.state.record
+    if mine is None:
+        is_member = record.is_member(state.key)
+        turn.change(opened=message.record if is_member else state.opened)
+        if is_member and not state.recorded:
+            _enter(turn, message.record)
+        else:
+            turn.act(st.Read())
     elif record.run_id == mine.run_id and record.number > mine.number:
-        _follow(turn, message.record)
+        # G5: the sender has entered this record, and so has not sealed for a new table.
+        asked = [key.nonce for key in state.bound] or [nonce]
+        if nonce in asked or record.table != mine.table:
+            _follow(turn, message.record)
+
+
+def _may_come(state: State, content: bytes) -> bool:
+    """Whether a newcomer may enter the table's record (G6): a member of the base does so first.
+
+    Else the table may lose that record, and the members of the base go on in another one.
+    """
+    record = Record.from_bytes(content)
+    proposer = record.attempt.proposer
+    first = [k for k in record.members if k.number not in record.joined or k.nonce == proposer]
+    is_told = state.key in first or content == state.opened
+    return record.parent == NO_HASH or is_told or not any(map(Roster(state).lives, first))
 
 
 def _follow(turn: Turn, content: bytes) -> None:
@@ -371,7 +396,7 @@ def _follow(turn: Turn, content: bytes) -> None:
     state, mine, record = turn.state, turn.state.record, Record.from_bytes(content)
     numbers = list(record.numbers)
     if mine is None:
-        if record.is_member(state.key):
+        if record.is_member(state.key) and _may_come(state, content):
             _enter(turn, content)
     elif record.run_id != mine.run_id:
         turn.end(
@@ -420,6 +445,8 @@ def _enter(turn: Turn, content: bytes) -> None:
         cuts=frozenset(),
         demand=None if state.demand in ((), record.numbers) else state.demand,
         told=b"",
+        opened=b"",
+        bound=(),
         failure="",
         num_failures=0,
         num_waits=0,

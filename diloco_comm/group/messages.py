@@ -81,6 +81,7 @@ class Prepare:
         joined: Numbers of members that bring no state of the base.
         is_patient: Rounds under way end before a member seals, as nobody is left out.
         settings: Hash of what must be equal on all members.
+        table: Id of the table for which the next record is made.
         cause: For people.
     """
 
@@ -90,6 +91,7 @@ class Prepare:
     members: tuple[Key, ...]
     joined: tuple[int, ...]
     settings: bytes
+    table: bytes
     is_patient: bool = False
     cause: str = ""
 
@@ -256,7 +258,7 @@ def _write_prepare(writer: Writer, one: Prepare) -> None:
     _write_attempt(writer, one.attempt)
     _write_base(writer, one.base, one.base_hash)
     write_members(writer, one.members, one.joined)
-    writer.fixed("16sB", one.settings, one.is_patient)
+    writer.fixed("16s16sB", one.settings, one.table, one.is_patient)
     _write_text(writer, one.cause)
 
 
@@ -264,7 +266,7 @@ def _read_prepare(reader: Reader) -> Prepare:
     attempt = _read_attempt(reader)
     base, base_hash = _read_base(reader)
     members, joined = read_members(reader)
-    settings, is_patient = reader.fixed("16sB")
+    settings, table, is_patient = reader.fixed("16s16sB")
     cause = _read_text(reader)
     if not members or is_patient not in (0, 1):
         raise Damaged
@@ -275,6 +277,7 @@ def _read_prepare(reader: Reader) -> Prepare:
         members,
         joined,
         settings,
+        table,
         is_patient=bool(is_patient),
         cause=cause,
     )

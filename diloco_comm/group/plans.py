@@ -242,6 +242,8 @@ def _newcomer(state: State, roster: Roster) -> Plan:
         return _end_of_run(state, record)
     if state.follows is None:
         return Plan(reason="until this replica has copied the outer state, if its group has one")
+    if record is not None and record.is_member(state.key):
+        return Plan(reason=f"until a member of the group has entered view {record.number}")
     living = [key for key in roster.base if roster.lives(key)]
     if own in _numbers(living):
         return Plan(
@@ -263,7 +265,9 @@ def _found(state: State, roster: Roster, record: Record | None) -> Plan:
         return Plan(reason=f"until replicas {away} tell the registry of the view that they are in")
     if holders := roster.may_hold():
         return Plan(reason=f"until replicas {_numbers(holders)} answer, which may have the state")
-    group = roster.connected({*roster.here, *roster.newcomers})
+    # G6: the members of the base come first.
+    known = roster.connected({*roster.here, *roster.newcomers})
+    group = sorted(known, key=lambda key: (key not in roster.base, key))
     if state.key not in group:
         return Plan(reason="until the members let this replica in")
     places = [_own_place(state) if k == state.key else roster.places[k.nonce] for k in group]

@@ -424,6 +424,8 @@ class State:
         cuts: Pairs of nonces that cannot reach each other, as messages have said.
         demand: Numbers that the caller demands; () for all that live, None for no demand.
         told: The process that was told HERE last.
+        opened: The record of which a newcomer was told last that it is a member.
+        bound: Members of the attempt for a new table to which this process has given SEALED.
         failure: Why the last attempt could not connect; "" if no attempt has failed since.
         num_failures: Attempts that failed so, one after the other; 10 for more.
         num_waits: Polls for which it has waited with its present reason; below 0: it pauses.
@@ -457,6 +459,8 @@ class State:
     cuts: frozenset[tuple[bytes, bytes]] = frozenset()
     demand: tuple[int, ...] | None = None
     told: bytes = b""
+    opened: bytes = b""
+    bound: tuple[Key, ...] = ()
     failure: str = ""
     num_failures: int = 0
     num_waits: int = 0

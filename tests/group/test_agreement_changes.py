@@ -392,6 +392,41 @@ def test_rule_12_a_member_that_may_hold_the_state_is_not_left_out_by_one_without
     assert core.reason == "until replicas [0] answer, which may have the state"
 
 
+def test_rule_12_a_member_leads_before_newcomers_where_the_state_is_lost() -> None:
+    core = Core(2)
+    core.look(record_of(1, 2), (place_of(0, follows=1), place_of(2)))
+    core.tell(life(1))
+    sealed(core, ())
+    core.poll(2)
+    assert core.state.proposal is not None
+    assert core.state.proposal.draft.numbers == (0, 2)
+    newcomer = Core(0)
+    newcomer.tell(st.JoinerReady())
+    newcomer.look(record_of(1, 2), (place_of(0, follows=1), place_of(2, entered=1)))
+    newcomer.poll(30)
+    assert newcomer.reason == "until the members let this replica in"
+
+
+def test_rule_12_a_newcomer_enters_a_record_after_a_member_of_the_base() -> None:
+    new = after(TWO, 0, 1, 2, joined=(2,))
+    places = (*members_places(TWO), place_of(2, follows=1))
+    core = Core(2)
+    core.look(TWO, places)
+    core.tell(st.JoinerReady(1))
+    core.look(new, places)
+    assert core.all(st.Enter) == []
+    assert core.reason == "until a member of the group has entered view 2"
+    core.hear(0, ms.Open(new.to_bytes()))
+    assert core.only(st.Read) == st.Read() and core.all(st.Enter) == []
+    core.look(new, places)
+    assert core.only(st.Enter).record == new
+    # Nobody lives who could say so.
+    core = Core(2)
+    core.look(TWO, places)
+    core.look(new, tuple(replace(place, is_fresh=False) for place in places[:2]))
+    assert core.only(st.Enter).record == new
+
+
 def test_rule_12_who_holds_the_state_takes_no_other_state_for_it() -> None:
     core = sealed(member(1, TWO))
     core.hear(0, prepare(TWO, 0, 1, joined=(0, 1)))

@@ -26,8 +26,8 @@ messages = st.one_of(
     st.builds(ms.Here, st.just(NO_RECORD), st.just(NO_HASH), numbers, nonces),
     st.builds(
         ms.Prepare, st.just(ATTEMPT), st.integers(1, 99), st.just(b"h" * 16), st.just(KEYS),
-        st.sampled_from([(), (3,), (0, 3)]), st.binary(min_size=16, max_size=16), st.booleans(),
-        st.text(max_size=99),
+        st.sampled_from([(), (3,), (0, 3)]), st.binary(min_size=16, max_size=16),
+        st.binary(min_size=16, max_size=16), st.booleans(), st.text(max_size=99),
     ),
     st.builds(ms.Sealed, st.just(ATTEMPT), st.integers(0, 99), positions, st.integers(0, 99)),
     st.builds(ms.Ready, st.just(ATTEMPT), st.integers(0, 1 << 100)),
@@ -91,7 +91,7 @@ def test_a_message_of_another_version_is_named_as_such() -> None:
 
 def test_a_prepare_of_a_thousand_members_is_24_bytes_a_member() -> None:
     keys = tuple(Key(number, number.to_bytes(16, "big")) for number in range(1000))
-    prepare = ms.Prepare(ATTEMPT, 5, b"h" * 16, keys, (), b"s" * 16)
+    prepare = ms.Prepare(ATTEMPT, 5, b"h" * 16, keys, (), b"s" * 16, b"t" * 16)
     assert 24_000 < len(encode(prepare)) < 24_100 and decode(encode(prepare)) == prepare
 
 
@@ -109,6 +109,6 @@ def test_a_long_text_is_cut_between_characters() -> None:
 
 
 def test_members_of_a_prepare_stand_in_the_order_of_their_numbers() -> None:
-    turned = ms.Prepare(ATTEMPT, 5, b"h" * 16, KEYS[::-1], (), b"s" * 16)
+    turned = ms.Prepare(ATTEMPT, 5, b"h" * 16, KEYS[::-1], (), b"s" * 16, b"t" * 16)
     with pytest.raises(ValueError, match="damaged"):
         decode(encode(turned))

@@ -122,6 +122,7 @@ def prepare(record: Record | None, *numbers: int, counter: int = 1, **values: An
         tuple(sorted(key(number) for number in numbers)),
         (),
         b"s" * 16,
+        TABLE,
     )
     return replace(one, **values)
 

@@ -111,8 +111,8 @@ MUTANTS = {
     "a-number-is-enough-to-be-a-member": Mutant(
         agreement,
         "",
-        "        if record.is_member(state.key):\n            _enter",
-        "        if state.key.number in record.numbers:\n            _enter",
+        "        if record.is_member(state.key) and",
+        "        if state.key.number in record.numbers and",
         "durable",
         ("I3", "I4", "I5", "L"),
     ),
@@ -146,6 +146,6 @@ MUTANTS = {
         "event.outcome is st.Outcome.DONE\n",
         "event.outcome is not st.Outcome.UNKNOWN\n",
         "unanswered",
-        ("I3", "I4", "I5"),
+        ("I3", "I4", "I5", "L"),
     ),
 }

@@ -506,8 +506,11 @@ class World:
             raise Broken("I5", f"{node.key.number} enters view {record.number} after {number}")
         self.was_in[node.key] = (record.number, name)
         holds = node.thread.has_state and node.key.number not in record.joined
-        other = self.entered.setdefault(record.parent, name) if holds else name
-        if other != name and record.parent != NO_HASH:
+        other = self.entered.setdefault(record.parent, name) if record.source is None else name
+        # The callers of a fixed group vouch that all others have ended.
+        is_vouched = self.settings.is_fixed and self.num_losses > 0
+        is_dead = all(one.thread.epoch != other for one in self.living)
+        if other != name and record.parent != NO_HASH and not (is_vouched and is_dead):
             raise Broken("I4", f"two views {record.number} are entered on one base")
         thread = node.thread
         if thread.has_state and before not in (NO_HASH, record.parent):
