@@ -424,7 +424,7 @@ class State:
         cuts: Pairs of nonces that cannot reach each other, as messages have said.
         demand: Numbers that the caller demands; () for all that live, None for no demand.
         told: The process that was told HERE last.
-        opened: The record of which a newcomer was told last that it is a member.
+        opened: The last record with this newcomer as a member, as an OPEN said.
         bound: Members of the attempt for a new table to which this process has given SEALED.
         failure: Why the last attempt could not connect; "" if no attempt has failed since.
         num_failures: Attempts that failed so, one after the other; 10 for more.

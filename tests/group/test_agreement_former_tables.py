@@ -1,4 +1,4 @@
-"""Words of a table that has lost its memory since, and newcomers: one history for each, and a mutant.
+"""Words of a table that has lost its memory, and newcomers: a history and a mutant for each.
 
 The histories hold up a word of the former table until a process has sealed for the new table.
 """
