@@ -151,9 +151,9 @@ def _may_answer(turn: Turn, proposer: Key, prepare: ms.Prepare) -> bool:
         # Its state must not be taken for lost; and a newcomer comes when it is ready.
         return False
     if prepare.settings != state.settings.digest:
-        text = _other_settings(state, proposer)
-        turn.act(st.Send(proposer.nonce, ms.No(attempt, Why.SETTINGS, text=text)))
-        turn.end(st.Refuse(text))
+        refuse = _refuse(state, proposer)
+        turn.act(st.Send(proposer.nonce, ms.No(attempt, Why.SETTINGS, text=refuse.reason)))
+        turn.end(refuse)
         return False
     if state.settings.is_fixed and state.demand != ():
         numbers = tuple([key.number for key in prepare.members])
@@ -716,18 +716,14 @@ def _cannot_come(turn: Turn) -> bool:
     members = () if state.in_table is None else state.in_table.members
     for place in state.places:
         if place.key in members and place.is_fresh and place.settings != state.settings.digest:
-            turn.end(st.Refuse(_other_settings(state, place.key)))
+            turn.end(_refuse(state, place.key))
             return True
     return False
 
 
-def _other_settings(state: State, other: Key) -> str:
-    return (
-        f"replica {state.key.number} cannot join run {state.settings.run!r}, as replica "
-        f"{state.key.number} has another model or other settings than replica {other.number}: "
-        f"start replica {state.key.number} with the model, settings and number of workers of the "
-        "members"
-    )
+def _refuse(state: State, other: Key) -> st.Refuse:
+    text = ms.other_settings(state.settings.run, state.key.number, other.number)
+    return st.Refuse(text, other)
 
 
 _ON_MESSAGE: dict[type, Callable[[Turn, bytes, Any], None]] = {

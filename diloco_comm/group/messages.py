@@ -12,9 +12,11 @@ A message belongs to the channel of one run, between two processes that know eac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from .records import (
     MAX_RECORD_BYTES,
@@ -34,6 +36,8 @@ MAX_MESSAGE_BYTES = MAX_RECORD_BYTES + 64
 MAX_TEXT_BYTES = 1024
 _MOST_MEMBERS = MAX_RECORD_BYTES // 24
 _MAX_NUMBER = 0xFFFFFFFF
+MISSING = "nothing"
+_LONGEST_VALUE = 200
 
 # The attempt of a NO that answers HERE.
 NO_ATTEMPT = Attempt(bytes(NONCE_BYTES), 0)
@@ -348,3 +352,55 @@ _READ: tuple[Callable[[Reader], Message], ...] = (
     _read_no,
     _read_open,
 )
+
+
+# ------------------------------------------------------------------------- settings that differ
+
+
+def other_settings(run: str, own: int, other: int, here: str = "", there: str = "") -> str:
+    """Return why a replica cannot join a run, in one sentence.
+
+    Args:
+        own, other: Numbers of the replica and of a member with other settings.
+        here, there: The settings and the model of the two, as JSON; "" where unknown. The sentence
+            names the first value that differs.
+    """
+    try:
+        where = (f"on replica {own}", f"on replica {other}")
+        found = difference(json.loads(here), json.loads(there), where=where)
+    except ValueError:
+        found = ""
+    found = found or f"replica {own} has another model or other settings than replica {other}"
+    return (
+        f"replica {own} cannot join run {run!r}, as {found}: start replica {own} with the model, "
+        "settings and number of workers of the members"
+    )
+
+
+def difference(
+    here: Any, there: Any, name: str = "", where: tuple[str, str] = ("here", "there")
+) -> str:
+    """Say where two values of JSON types differ first; "" if they are equal.
+
+    Args:
+        here, there: The values of this replica and of another one.
+        name: The keys that lead to the values, with dots; "" at the top.
+        where: Words for the two replicas.
+    """
+    if here == there:
+        return ""
+    if isinstance(here, dict) and isinstance(there, dict):
+        values = {key: (here.get(key, MISSING), there.get(key, MISSING)) for key in here | there}
+        key = next(key for key, (ours, theirs) in values.items() if ours != theirs)
+        return difference(*values[key], f"{name}.{key}" if name else key, where)
+    if isinstance(here, list) and isinstance(there, list):
+        longest = range(max(len(here), len(there)))
+        ours, theirs = ([*one, *[MISSING] * (len(longest) - len(one))] for one in (here, there))
+        place = next(index for index in longest if ours[index] != theirs[index])
+        return difference(ours[place], theirs[place], f"{name}[{place}]", where)
+    return f"{name} is {_shown(here)} {where[0]} and {_shown(there)} {where[1]}"
+
+
+def _shown(value: Any) -> str:
+    text = value if value == MISSING else json.dumps(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

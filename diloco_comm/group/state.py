@@ -290,7 +290,8 @@ class Refuse(End):
     """This process cannot take part as it is, now or later.
 
     Attributes:
-        other: A process that has other settings.
+        other: A member with other settings, which its driver may ask for them: with both, the
+            function ``other_settings`` names the difference.
     """
 
     other: Key | None = None

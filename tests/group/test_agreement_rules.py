@@ -368,6 +368,7 @@ def test_rule_5_other_settings_end_a_newcomer_with_one_sentence() -> None:
     core = Core(2, digest=b"z" * 16)
     core.look(TWO, members_places(TWO))
     assert core.only(st.Refuse).reason.startswith("replica 2 cannot join run 'run'")
+    assert core.only(st.Refuse).other in TWO.members
 
 
 def test_rule_5_members_that_do_not_answer_are_asked_again() -> None:

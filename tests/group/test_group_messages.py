@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco_comm.group import messages as ms
-from diloco_comm.group.messages import MAX_MESSAGE_BYTES, NO_ATTEMPT, Why, decode, encode
+from diloco_comm.group.messages import (
+    MAX_MESSAGE_BYTES,
+    NO_ATTEMPT,
+    Why,
+    decode,
+    difference,
+    encode,
+    other_settings,
+)
 from diloco_comm.group.records import MAX_RECORD_BYTES, NO_HASH, NO_RECORD, Attempt, Key
 from diloco_comm.group.streams import Rounds
 
@@ -112,3 +122,29 @@ def test_members_of_a_prepare_stand_in_the_order_of_their_numbers() -> None:
     turned = ms.Prepare(ATTEMPT, 5, b"h" * 16, KEYS[::-1], (), b"s" * 16, b"t" * 16)
     with pytest.raises(ValueError, match="damaged"):
         decode(encode(turned))
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "said"),
+    [
+        ({"a": 1}, {"a": 1}, ""),
+        ({"a": 1}, {"a": 2}, "a is 1 here and 2 there"),
+        ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, "a.b[1] is 2 here and 3 there"),
+        ({"a": [1]}, {"a": [1, "x"]}, 'a[1] is nothing here and "x" there'),
+        ({}, {"a": None}, "a is nothing here and null there"),
+    ],
+)
+def test_a_difference_is_named(here: Any, there: Any, said: str) -> None:
+    assert difference(here, there) == said
+
+
+def test_the_sentence_for_other_settings_names_the_setting_and_both_values() -> None:
+    here, there = '{"model": {"layers": 4}}', '{"model": {"layers": 2}}'
+    assert other_settings("run", 2, 0, here, there) == (
+        "replica 2 cannot join run 'run', as model.layers is 4 on replica 2 and 2 on replica 0: "
+        "start replica 2 with the model, settings and number of workers of the members"
+    )
+    for unknown in ("", "{", here):
+        assert "replica 2 has another model or other settings than replica 0" in (
+            other_settings("run", 2, 0, here, unknown)
+        )
