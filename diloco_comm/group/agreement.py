@@ -583,7 +583,8 @@ def _on_boundary(turn: Turn, event: st.Boundary) -> None:
 
 
 def _on_started(turn: Turn, event: st.Started) -> None:
-    if event.number == turn.state.number:
+    if event.number == turn.state.number and turn.state.stage is not Stage.SEALED:
+        # A process that has sealed without state has said so, and says the same to all.
         turn.change(has_state=True)
 
 

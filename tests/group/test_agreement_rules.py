@@ -154,6 +154,16 @@ def test_rule_2_a_lost_open_is_said_again_to_who_still_answers_the_attempt() -> 
     assert Record.from_bytes(core.only(ms.Open).record).attempt == attempt_of(0)
 
 
+def test_rule_2_who_has_sealed_without_state_does_not_come_to_hold_it_later() -> None:
+    core = Core(2)
+    core.look(THREE, members_places(THREE))
+    assert core.state.stage is Stage.TRAINING and not core.state.has_state
+    sealed(core, ())
+    core.tell(st.Started(1))
+    core.hear(0, prepare(THREE, 0, 2))
+    assert not core.state.has_state and core.only(ms.Sealed).positions == ()
+
+
 # ------------------------------------------------------------------- rule 3: the decision
 
 

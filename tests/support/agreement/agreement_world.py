@@ -238,7 +238,7 @@ class World:
             yield "boundary", nonce
         record = node.state.record
         if record is not None and not node.state.has_state and record.hash in self.truth:
-            if self._has_donor(record, nonce):
+            if self._has_donor(record, nonce) and not thread.is_sealed:
                 yield "start", nonce
 
     def _has_donor(self, record: Record, nonce: bytes) -> bool:
