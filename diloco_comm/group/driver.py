@@ -7,7 +7,6 @@ happens becomes an event of the core, one at a time, on the driver's own thread.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import queue
 import threading
@@ -20,7 +19,6 @@ from . import messages as ms
 from . import state as st
 from .agreement import step
 from .beats import Beat, Way, evicted, name_of, stage_of
-from .differences import difference
 from .records import NO_RECORD, Key, Record
 from .signs import Signs
 from .table import Seen, Swapped, Table, TableAway, TableThread
@@ -415,11 +413,10 @@ class Driver:
         """End this process with the difference of another process's settings."""
         if self._refused is None or self._refused[2].nonce != nonce:
             return
-        reason, _, other = self._refused
-        with contextlib.suppress(ValueError):
-            found = difference(json.loads(self._shown), shown_of(content))
-            reason += f" ({found}, on replica {other.number})" if found else ""
-        self._end("refused", reason)
+        other, state = self._refused[2], self.state
+        numbers = state.key.number, other.number
+        shown = self._shown, shown_of(content)
+        self._end("refused", ms.other_settings(state.settings.run, *numbers, *shown))
 
     # -------------------------------------------------------------------------------- actions
 
@@ -503,13 +500,9 @@ def _is_news(before: st.State, after: st.State) -> bool:
     return any(getattr(before, name) is not getattr(after, name) for name in names)
 
 
-def shown_of(content: bytes) -> object:
-    """Return the settings of another process from its answer.
-
-    Raises:
-        ValueError: If the answer is none.
-    """
+def shown_of(content: bytes) -> str:
+    """Return the settings of another process from its answer, as JSON; "" if it holds none."""
     try:
-        return json.loads(zlib.decompressobj().decompress(content, _MOST_SHOWN))
-    except (zlib.error, RecursionError) as error:
-        raise ValueError(str(error)) from None
+        return zlib.decompressobj().decompress(content, _MOST_SHOWN).decode()
+    except (zlib.error, UnicodeDecodeError):
+        return ""
