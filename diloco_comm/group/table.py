@@ -21,7 +21,10 @@ class TableAway(Exception):
     Attributes:
         is_refused: The table does not let in the key of this process.
         is_other: Another table answers than before.
+        is_lost: The connection has broken, and is not made again.
     """
+
+    is_lost = False
 
     def __init__(self, text: str, *, is_refused: bool = False, is_other: bool = False) -> None:
         super().__init__(text)
@@ -96,6 +99,7 @@ class TableThread:
         self._swaps: deque[tuple[bytes, bytes]] = deque()
         self._old_names: deque[str] = deque()
         self._news, self._is_closed = threading.Event(), False
+        self._is_left = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm table")
 
     def start(self) -> None:
@@ -115,6 +119,11 @@ class TableThread:
         self._old_names.append(name)
         self._news.set()
 
+    def leave(self) -> None:
+        """Ask the table nothing more, once a call under way has ended, and post nothing more."""
+        self._post, self._is_left = lambda _: None, True
+        self._news.set()
+
     def close(self, patience_s: float) -> None:
         """Do what was asked for, publish the last beat, and end the connection; idempotent."""
         self._is_closed = True
@@ -129,6 +138,8 @@ class TableThread:
                 self._news.wait(self._period_s)
                 self._news.clear()
                 is_last = self._is_closed
+                if self._is_left:
+                    return
                 while self._swaps:
                     self._swap(*self._swaps.popleft(), is_last=is_last)
                 self._look()

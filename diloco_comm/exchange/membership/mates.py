@@ -7,8 +7,8 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
-from .. import _C
-from ..group.beats import Way
+from ... import _C
+from ...group.beats import Way
 
 _LISTEN_S, _REACH_AGAIN_S = 0.5, 3.0
 _EPOCH = struct.Struct("<q")
