@@ -27,8 +27,6 @@ class SyncError(RuntimeError):
             the first replica of a pair does not let in the key of the second.
     """
 
-    decision = ""  # name of the decision of a meeting that formed no group
-
     def __init__(
         self,
         message: str,
@@ -152,3 +150,16 @@ def difference(name: str, values: Mapping[str, Sequence[int]]) -> str:
     """
     shown = "; ".join(f"{value} on {named(replicas)}" for value, replicas in values.items())
     return f"{name} differs between replicas: {shown}"
+
+
+def way_on(last: SyncError | None) -> str:
+    """Say what to do, after an exchange that failed or without one, where nobody is missing."""
+    if last is None:
+        return "train on without change_group, or give change_group the members themselves"
+    kind = type(last).__name__
+    cure = "train on without change_group"
+    if isinstance(last, ReplicaMismatch):
+        cure = "make that equal on all replicas, and train on without change_group"
+    elif isinstance(last, NonFiniteError):
+        cure += ", or give change_group the members whose values are good"
+    return f"the last exchange ended with {kind} ({last}): {cure}"

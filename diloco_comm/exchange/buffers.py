@@ -68,7 +68,6 @@ class ExchangeBuffers:
         self.device, self.is_streamed = device, is_streamed
         self.wire = wire
         self.error_feedback = error_feedback
-        self.applied_epoch = 0
         self.num_under_way, self._must_gather = num_under_way, must_gather
         self.residuals = Residuals(
             num_elements,
@@ -260,8 +259,6 @@ class ExchangeBuffers:
             round.advance(state)
         if round.header.kind == "all_reduce":
             return
-        if state == "applied":
-            self.applied_epoch = max(self.applied_epoch, round.epoch)
         self._ended.pop(round.key, None)
         self._ended[round.key] = Standing(state, round.epoch)
         # As many as another replica may be behind.

@@ -9,7 +9,7 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -22,27 +22,29 @@ from .. import _C
 from ..base import env
 from ..base.background import batch_threads
 from ..base.errors import SyncError
+from ..group.streams import Positions, Rounds
 from ..ops.implementations import resolve_impl
 from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
 from .membership import change as changing
-from .membership import regroup
-from .membership.change import Agreed, Change
+from .membership import group_stores
+from .membership.change import Agreed, Change, Repair
+from .membership.connecting import Groups
+from .membership.fixed_group import FixedGroup
+from .membership.follower import GroupChange, Workers
 from .membership.member import Epoch, Options, checked_members
-from .membership.own_link import LinkShare
-from .membership.plans import announce
-from .membership.regroup import Repair
-from .membership.sealing import LastRounds
+from .membership.own_link import LinkShare, OwnLink
 from .nccl.member import StreamMember
 from .round import Header, Round, Sending
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .membership.meeting.rendezvous import Groups
-
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WINDOW = 2
+# The last applied round of every fragment, or what returns that once the exchanges have ended.
+LastRounds = Mapping[int, int] | Callable[[], Mapping[int, int]]
+_POLL_S = 0.001
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
@@ -54,7 +56,6 @@ class ExchangeOptions(TypedDict, total=False):
     timeout: timedelta | float
     device: torch.device | str
     impl: str
-    epoch: int
     line_name: str | None
     join: bool
     window: int
@@ -70,6 +71,7 @@ class ExchangeOptions(TypedDict, total=False):
     relay: str | None
     proxy: str | None
     link_share: LinkShare | None
+    workers: Workers | None
 
 
 class Exchange(StreamMember):
@@ -85,7 +87,6 @@ class Exchange(StreamMember):
         device: The fragments' by default, such as "cuda:0". Only encoded bytes are copied to host
             memory, where they travel and are averaged.
         impl: Implementation of the operators; "" is the default one.
-        epoch: The first epoch is above this.
         name: Distinguishes several exchanges on one store.
         line_name: Equal for the exchanges of a replica's workers, which go on together when the
             group changes; default: ``name``.
@@ -111,6 +112,8 @@ class Exchange(StreamMember):
             exchange; default: a link by the choices above.
         board: Where replicas that wait for each other say at which name; None on a store, which
             other runs may share.
+        workers: The workers of this replica, which all call ``change_group``; worker 0 speaks for
+            them. None: this one is alone.
 
     Attributes:
         link: Description of the emulated link, or None.
@@ -133,7 +136,6 @@ class Exchange(StreamMember):
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         device: torch.device | str = "cpu",
         impl: str = "",
-        epoch: int = 0,
         name: str = "default",
         line_name: str | None = None,
         join: bool = False,
@@ -151,6 +153,7 @@ class Exchange(StreamMember):
         proxy: str | None = None,
         link_share: LinkShare | None = None,
         board: dist.Store | None = None,
+        workers: Workers | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -171,7 +174,7 @@ class Exchange(StreamMember):
             relay=relay,
             proxy=proxy,
         )
-        current = Epoch(epoch, checked_members(members, replica))
+        current = Epoch(0, checked_members(members, replica))
         with batch_threads():
             engine = _C.Engine(
                 replica,
@@ -179,11 +182,10 @@ class Exchange(StreamMember):
                 options.report_patience,
                 options.suspect_after,
                 env.gloo_interface(),
-                listens=options.collectives != "tcp",
+                listens=False,
             )
             tcp = options.make_link(name) if link_share is None else link_share.link
         super().__init__(engine, store, replica, current, options, name, line_name, tcp)
-        self.board = board
         self.link: str | None = None
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
@@ -191,10 +193,17 @@ class Exchange(StreamMember):
         self._own_share = own
         # A dropped exchange leaves its link too, after the engine has ended.
         weakref.finalize(engine, _keep, own or link_share).atexit = False
+        # Rounds that count, and that the caller has yet to apply.
+        self._repairs: list[Repair] = []
+        self._fragments: list[int] = []
+        self._group: FixedGroup | None = None
+        self._plain: LinkShare | None = None
         _open.add(self)
         try:
             if change is None:
-                self._enter(current.members, store, last_rounds=None)
+                self.use_store(store)
+                self._group = self._found(link_share or own, workers, board)
+                self._change(current.members, {})
             else:
                 change.guard(self.seal, lambda: self.epoch)
                 self.begin(*self.meet(change))
@@ -214,8 +223,8 @@ class Exchange(StreamMember):
 
         The exchange makes groups of its own: nothing interleaves with ``group``'s collectives.
         """
-        store, rank, size = regroup.store_of_group(group, name)
-        board = regroup.board_of_group(group)
+        store, rank, size = group_stores.store_of_group(group, name)
+        board = group_stores.board_of_group(group)
         return cls(store, rank, range(size), name=name, board=board, **options)
 
     def buffers(
@@ -311,6 +320,9 @@ class Exchange(StreamMember):
         self.inner_step = header.inner_step
         round = buffers.open_round(header)
         round.epoch = self.epoch
+        if self._group is not None:
+            round.blame = self._group.blame
+            self._group.has_state()
         keys = 0, 0
         if stochastic or buffers.wire.is_random:
             keys = encoding_keys(
@@ -326,8 +338,7 @@ class Exchange(StreamMember):
         if residuals.is_kept:
             of_encoding = residuals.added, residuals.new
             of_reduction = residuals.reduction(header.round)
-        if self.engine.is_store_lost:
-            self.tell_of_lost_store()
+        self.tell_of_lost_store()
         try:
             round.job = self.engine.start(
                 plan=buffers.native,
@@ -382,7 +393,7 @@ class Exchange(StreamMember):
 
     def change_group(
         self,
-        members: Sequence[int],
+        members: Sequence[int] | None,
         *,
         store: dist.Store | None = None,
         last_rounds: LastRounds,
@@ -392,55 +403,110 @@ class Exchange(StreamMember):
 
         Called by every replica of the new epoch (a newcomer constructs its Exchange with
         ``join=True``), also after an attempt that failed. Buffers are laid out anew. Once the
-        members have met, the old epoch is at an end, whether this succeeds or not.
+        members have met, the old epoch is at an end, whether this succeeds or not. Where the
+        members of an attempt before have gone on with this replica, it enters their epoch first:
+        then ``members`` of this exchange are others, and the call is to be repeated.
 
         Args:
-            members: Ids of the replicas, this one among them.
+            members: Ids of the replicas, this one among them; None for all that live.
             store: A new store when the old one died.
             last_rounds: The last applied round of every fragment on this replica; or a function
                 that returns them, called when no round of the old epoch can end any more.
             inner_step: Inner steps that this replica has counted.
 
         Returns:
-            The rounds that count and that this replica must still apply; see ``termination``.
+            The rounds that count and that this replica must still apply.
 
         Raises:
             ValueError: If the members are not ids that an exchange may have, or this replica's own
                 folder of keys binds its key to other numbers.
+            LeftBehind: If the others go on without this replica.
             SyncError: If a member does not come, or lacks a round that counts.
         """
         self.engine.check_process()
-        members = checked_members(members, self.replica)
+        if members is not None:
+            members = checked_members(members, self.replica)
         self.inner_step = inner_step
-        return self._enter(members, store, last_rounds)
-
-    def _enter(
-        self, members: tuple[int, ...], store: dist.Store | None, last_rounds: LastRounds | None
-    ) -> list[Repair]:
-        """Go from this epoch to a new one; ``last_rounds`` is None for a new exchange."""
-        if self.tcp is not None:
-            self.tcp.check_own_number(self.replica)
+        assert self._group is not None
         if store is not None:
             self.use_store(store)
-        agreement = regroup.agree(self, members, last_rounds, self.joins)
-        # Set before any member can enter the epoch: the next change of the group must know which
-        # members may have entered. But no group begins without a member that has lost the line.
-        self.newest_group = agreement.plan.epoch, members
-        groups = regroup.connect(self, agreement)
-        regroup.attach(self, agreement, groups)
-        self._enter_streams(agreement)
-        self._enter_group(agreement.plan.epoch, members)
-        self.last_error = None
-        announce(agreement.store, agreement.plan, members)
-        del groups
-        if agreement.decision.changes_rounds:
-            regroup.confirm(self, agreement.decision)
-        self._enter_epoch(agreement.epoch)
-        missed = regroup.missed_rounds(self, agreement.decision)
-        for buffers in self.all_buffers:
-            buffers.settle(missed)
-            self.plan_buffers(buffers)
-        return [Repair.of(round) for round in missed]
+            self._group.move(self.store_of(self.line_name))
+        return self._change(members, last_rounds)
+
+    def _change(self, members: Sequence[int] | None, last_rounds: LastRounds) -> list[Repair]:
+        if self.tcp is not None:
+            self.tcp.check_own_number(self.replica)
+        group = self._group
+        assert group is not None
+
+        def seal(is_patient: bool) -> tuple[Positions, int, bool]:
+            self._settle_old()
+            while is_patient and not (self.is_dead or self.is_idle):
+                time.sleep(_POLL_S)
+            changing.seal(self)
+            last = dict(last_rounds() if callable(last_rounds) else last_rounds)
+            for repair in self._repairs:
+                last[repair.fragment] = max(last.get(repair.fragment, -1), repair.round)
+            self._fragments = changing.fragments_of(self, last)
+            # A replica without fragments has a state all the same.
+            positions = changing.positions_of(self, last) or (Rounds(0, 0, 0),)
+            return positions, max(self.inner_step, 0), True
+
+        def attempt(change: GroupChange) -> None:
+            change.guard(*_weak_guards(self))
+            agreed, groups = self.meet(change)
+            group.entered(change.chosen)
+            with group.together():
+                self._repairs += self.settle(agreed, self._fragments)
+                group.has_settled()
+                self.begin(agreed, groups)
+
+        group.change(members, attempt, seal)
+        repairs, self._repairs = self._repairs, []
+        return repairs
+
+    def _settle_old(self) -> None:
+        """Settle the rounds of an epoch whose end was agreed on, and that has not gone on here."""
+        assert self._group is not None
+        unsettled = self._group.unsettled
+        if unsettled is not None:
+            self._repairs += self.settle(unsettled, self._fragments)
+            self._group.has_settled()
+
+    def _found(
+        self, share: LinkShare | None, workers: Workers | None, board: dist.Store | None
+    ) -> FixedGroup:
+        """Return the leader of this exchange's changes; over gloo, its link is a plain one."""
+        if share is None:
+            self._plain = share = LinkShare(OwnLink(None, None, None), self.name)
+        is_busy = weakref.WeakMethod(self.is_busy)
+
+        def ask() -> bool:
+            method = is_busy()
+            return method is not None and method()
+
+        group = FixedGroup(self, share, workers, self.store_of(self.line_name), board, ask)
+        # A dropped exchange leaves its group too.
+        weakref.finalize(self, group.close, -1, 1.0).atexit = False
+        return group
+
+    def has_state(self) -> None:
+        """Note that this replica holds the state of its group, which it may have been given."""
+        if self._group is not None:
+            self._group.has_state()
+
+    @property
+    def loss(self) -> str:
+        return "" if self._group is None else self._group.loss
+
+    def blame(self, error: SyncError) -> SyncError:
+        return error if self._group is None else self._group.blame(error)
+
+    @property
+    def knows_of_loss(self) -> bool:
+        """Whether this epoch has failed, or a member of it seems to be gone."""
+        is_gone = self._group is not None and not self._group.nobody_is_missing
+        return self.is_dead or is_gone
 
     def meet(self, change: Change) -> tuple[Agreed, Groups]:
         """Connect to the members of the next epoch, and hear what was agreed on.
@@ -519,6 +585,10 @@ class Exchange(StreamMember):
                 self._driver.close(deadline - time.monotonic())
             self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
         finally:
+            if self._group is not None:
+                self._group.close(self.inner_step, max(0.5, deadline - time.monotonic()))
+            if self._plain is not None:
+                self._plain.end()
             if self._own_share is not None:
                 self._own_share.end()
 
@@ -527,6 +597,22 @@ class Exchange(StreamMember):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _weak_guards(exchange: Exchange) -> tuple[Callable[[], None], Callable[[], int]]:
+    """Return functions that seal an exchange, and tell its epoch, while somebody holds it."""
+    held = weakref.ref(exchange)
+
+    def seal() -> None:
+        found = held()
+        if found is not None:
+            found.seal()
+
+    def epoch() -> int:
+        found = held()
+        return -1 if found is None else found.epoch
+
+    return seal, epoch
 
 
 def _keep(share: LinkShare | None) -> None:

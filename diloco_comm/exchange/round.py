@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from math import inf, isnan, nan
@@ -300,6 +300,7 @@ class Round:
         sending: The arguments of an encoding on streams; None elsewhere.
         encoded: The end of an encoding on streams, in a round that is held; None elsewhere.
         error: Why there is no result; set in a round that is voted, rejected or failed.
+        blame: Adds to an error which replicas are missing; None where nothing does.
     """
 
     header: Header
@@ -318,6 +319,7 @@ class Round:
     sending: Sending | None = None
     encoded: torch.Event | None = None
     error: SyncError | None = None
+    blame: Callable[[SyncError], SyncError] | None = None
     _headers: list[Header] = field(default_factory=list, init=False)
     _num_collected: int = field(default=0, init=False)  # runs of the result
     _wait_s: float = field(default=0.0, init=False)
@@ -458,6 +460,8 @@ class Round:
             self.resolve()
             self._wait_s = wait_s
         if self.error is not None:
+            if self.blame is not None:
+                self.error, self.blame = self.blame(self.error), None
             raise self.error
         assert job is not None
         job.block_caller()

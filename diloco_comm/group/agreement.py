@@ -25,6 +25,10 @@ from .state import Joint, Proposal, Stage, State
 from .streams import decide
 
 
+# Polls after which a process of a fixed group says again what its caller demands.
+_SAY_AGAIN = 2
+
+
 def step(state: State, event: st.Event) -> tuple[State, tuple[st.Action, ...]]:
     """Return the state after an event, and the actions that it leads to, in order.
 
@@ -150,6 +154,8 @@ def _may_answer(turn: Turn, proposer: Key, prepare: ms.Prepare) -> bool:
     if is_joiner and (state.has_state or state.follows is None):
         # Its state must not be taken for lost; and a newcomer comes when it is ready.
         return False
+    if prepare.settings != state.settings.digest and state.settings.is_fixed:
+        return False
     if prepare.settings != state.settings.digest:
         refuse = _refuse(state, proposer)
         turn.act(st.Send(proposer.nonce, ms.No(attempt, Why.SETTINGS, text=refuse.reason)))
@@ -260,9 +266,20 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
             turn.forget(joint, f"replica {sender.number}: {no.text}")
         elif sender == joint.proposer:
             turn.forget(joint, no.text)
+    elif is_own and no.why is Why.CUT and turn.state.settings.is_fixed:
+        assert joint is not None and proposal is not None
+        turn.note(nonce, no.cut)
+        turn.forget(joint, _cut_off(proposal.draft.members, nonce, no.cut))
     elif is_own and no.why is not Why.FAILED:
         turn.note(nonce, no.cut if no.why is Why.CUT else (turn.state.nonce,))
         turn.drop()
+
+
+def _cut_off(members: Iterable[Key], nonce: bytes, cut: Iterable[bytes]) -> str:
+    """Say which members cannot reach each other."""
+    numbers = {key.nonce: key.number for key in members}
+    away = sorted(numbers[other] for other in cut if other in numbers)
+    return f"replica {numbers.get(nonce)} cannot reach replicas {away}"
 
 
 def _missing(proposal: Proposal) -> list[Key]:
@@ -512,7 +529,9 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
     if turn.state.num_cut_polls == 3 * limit:
         # A process that could not be reached once may be reached after a while.
         turn.change(cuts=frozenset())
-    is_due = turn.state.num_waits % max(1, limit // 2) == 0
+    # A demand is said again soon: the one that leads may have begun to demand since.
+    often = _SAY_AGAIN if state.settings.is_fixed and state.demand is not None else limit // 2
+    is_due = turn.state.num_waits % max(1, often) == 0
     proposal = state.proposal
     if proposal is not None and not proposal.is_swapping:
         members = proposal.draft.members if is_due else _missing(proposal)
@@ -562,7 +581,10 @@ def _on_connected(turn: Turn, event: st.Connected) -> None:
         _say_ready(turn)
     elif event.attempt.proposer == state.nonce:
         turn.note(state.nonce, event.cut)
-        turn.drop()
+        if state.settings.is_fixed:
+            turn.forget(joint, _cut_off(joint.members, state.nonce, event.cut))
+        else:
+            turn.drop()
     else:
         turn.note(state.nonce, event.cut)
         turn.change(joint=None)
@@ -589,7 +611,8 @@ def _on_started(turn: Turn, event: st.Started) -> None:
 
 
 def _on_demanded(turn: Turn, event: st.Demanded) -> None:
-    turn.change(demand=tuple(sorted(event.members)), told=b"")
+    turn.change(demand=tuple(sorted(event.members)), may_found=event.may_found, told=b"")
+    turn.change(failure="", num_failures=0, num_waits=0)
     if turn.state.record is None:
         turn.change(follows=NO_RECORD)
     # The group may have gone on already: then this process enters, or ends, first.
@@ -597,7 +620,7 @@ def _on_demanded(turn: Turn, event: st.Demanded) -> None:
 
 
 def _on_given_up(turn: Turn, _: st.GivenUp) -> None:
-    turn.change(demand=None, here=(), proposal=None, failure="")
+    turn.change(demand=None, here=(), proposal=None, joint=None, failure="")
 
 
 def _on_joiner_ready(turn: Turn, event: st.JoinerReady) -> None:
@@ -649,6 +672,8 @@ def _go_on(turn: Turn) -> None:
             return
         turn.seal()
     if state.stage is Stage.NEWCOMER and _cannot_come(turn):
+        return
+    if state.demand is not None and _differs(turn):
         return
     plan = plan_of(turn.state)
     if plan.is_over:
@@ -714,11 +739,28 @@ def _has_left(turn: Turn) -> bool:
 def _cannot_come(turn: Turn) -> bool:
     """Refuse to come to a group with other settings (rule 5)."""
     state = turn.state
+    if state.settings.is_fixed:
+        return False
     members = () if state.in_table is None else state.in_table.members
     for place in state.places:
         if place.key in members and place.is_fresh and place.settings != state.settings.digest:
             turn.end(_refuse(state, place.key))
             return True
+    return False
+
+
+def _differs(turn: Turn) -> bool:
+    """End a demand for a process with other settings (rule 5)."""
+    state = turn.state
+    base = () if state.record is None else state.record.members
+    for place in state.places:
+        key = place.key
+        is_meant = key != state.key and key.number in (state.demand or ()) and key not in base
+        if is_meant and place.is_fresh and place.settings != state.settings.digest:
+            if key.nonce not in state.life.dead | state.life.suspected and not place.is_finished:
+                turn.change(demand=None, here=(), proposal=None, failure="")
+                turn.act(st.Fail(_refuse(state, key).reason, key))
+                return True
     return False
 
 

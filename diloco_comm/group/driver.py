@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,10 +36,12 @@ _KEY_WAIT_S = 10.0
 _LISTEN_S = 0.5
 # Messages that may wait for the driver; more are dropped, and their senders repeat them.
 _MOST_HEARD = 4096
+# Frames of unknown processes that are kept until the table is read.
+_MOST_UNKNOWN = 64
 # Seconds to wait for another process's settings, to name the one that differs.
 _ASK_S = 3.0
 # The first byte of a frame behind the nonce of its sender.
-_MESSAGE, _ASK, _SHOWN = range(3)
+_MESSAGE, _ASK, _SHOWN, _LEFT = range(4)
 _MOST_SHOWN = 1 << 20
 
 
@@ -121,7 +124,9 @@ class Driver:
         self._line_at = self._loss_since = 0.0
         self._has_warned = self._is_closing = False
         # A refusal that waits for another process's settings, until when, and whose.
-        self._refused: tuple[str, float, Key] | None = None
+        self._refused: tuple[st.Refuse | st.Fail, float, Key] | None = None
+        # Frames of processes whose beats are yet to be read.
+        self._unknown: deque[_Frame] = deque(maxlen=_MOST_UNKNOWN)
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
         self._listener = threading.Thread(
             target=self._listen, daemon=True, name="diloco_comm messages"
@@ -147,6 +152,8 @@ class Driver:
 
     def tell(self, event: st.Event) -> None:
         """Tell the core what has happened to the training thread."""
+        if isinstance(event, st.Demanded):
+            self._orders.pop(st.Fail, None)
         if isinstance(event, st.Broke | st.Boundary):
             self.is_change_wanted = self.is_broken = False
         self._events.put(event)
@@ -188,6 +195,14 @@ class Driver:
             self._has_warned = True
             logger.error("this replica trains on until its group changes: %s", self._ended.reason)
 
+    def move(self, table: Table) -> None:
+        """Go on with another table, for instance where the present one has died."""
+        self._table.leave()
+        self._table = TableThread(table, self._period_s, self._own_beat, self._events.put)
+        self.loss = None
+        self._table.start()
+        self._table.look()
+
     def look(self) -> None:
         """Read the table soon."""
         self._table.look()
@@ -218,6 +233,9 @@ class Driver:
             self._end("failed", f"{type(error).__name__}: {error}")
         finally:
             self._is_closing = True
+            step = self.inner_step.to_bytes(8, "little", signed=True)
+            for key in self._base():
+                self._send(key.nonce, _LEFT, step)
             self._table.close(self._period_s + 5.0 + 5.0)
             self.signs.close()
 
@@ -247,7 +265,7 @@ class Driver:
         now, before = time.monotonic(), self._last_poll
         self._last_poll = now
         if self._refused is not None and now > self._refused[1]:
-            self._end("refused", self._refused[0])
+            self._refuse(self._refused[0].reason)
         if now - before > _LATE * self._period_s:
             # This process stood still: that is no silence of the others.
             self.signs.stood_still(now - before)
@@ -346,6 +364,10 @@ class Driver:
         evict = frozenset(key.number for key in known if name_of(key) in leaving)
         self._look_after_others()
         self._step(st.Looked(seen.record, seen.table, places, evict))
+        unknown, self._unknown = self._unknown, deque(maxlen=_MOST_UNKNOWN)
+        for frame in unknown:
+            if frame.content[:16] in self._by_link.get(frame.link, ()):
+                self._hear(frame)
 
     def _place_in(self, beat: Beat) -> st.Place:
         return replace(beat.place, is_fresh=self.signs.is_fresh(beat.key.nonce))
@@ -386,6 +408,7 @@ class Driver:
         nonce, kind, content = frame.content[:16], frame.content[16:17], frame.content[17:]
         if nonce not in self._by_link.get(frame.link, ()):
             # The table has the place of this process, or the process is none of this group.
+            self._unknown.append(frame)
             self._table.look()
             return
         if kind == bytes([_ASK]):
@@ -393,6 +416,9 @@ class Driver:
             self._send(nonce, _SHOWN, shown if len(shown) < ms.MAX_MESSAGE_BYTES else b"")
         elif kind == bytes([_SHOWN]):
             self._take_shown(nonce, content)
+        elif kind == bytes([_LEFT]) and len(content) == 8:
+            self.signs.has_left(nonce, int.from_bytes(content, "little", signed=True))
+            self._look_after_others()
         else:
             try:
                 message = ms.decode(content)
@@ -413,10 +439,21 @@ class Driver:
         """End this process with the difference of another process's settings."""
         if self._refused is None or self._refused[2].nonce != nonce:
             return
-        other, state = self._refused[2], self.state
-        numbers = state.key.number, other.number
-        shown = self._shown, shown_of(content)
-        self._end("refused", ms.other_settings(state.settings.run, *numbers, *shown))
+        self._refuse(self._words_of_difference(self._refused[2].number, shown_of(content)))
+
+    def _refuse(self, reason: str) -> None:
+        """End this process, or its caller's demand, as settings differ."""
+        assert self._refused is not None
+        if isinstance(self._refused[0], st.Fail):
+            self._order(replace(self._refused[0], reason=reason))
+        else:
+            self._end("refused", reason)
+        self._refused = None
+
+    def _words_of_difference(self, other: int, shown: str) -> str:
+        """Say how the settings of another process differ from the own ones."""
+        numbers = self.state.key.number, other
+        return ms.other_settings(self.state.settings.run, *numbers, self._shown, shown)
 
     # -------------------------------------------------------------------------------- actions
 
@@ -445,6 +482,9 @@ class Driver:
             self.is_change_wanted = self.is_broken = False
             self._has_entered(action.record)
             self._order(action, drops=(st.Seal, st.Connect, st.Fail))
+        elif isinstance(action, st.Refuse | st.Fail) and action.other is not None:
+            self._refused = action, time.monotonic() + _ASK_S, action.other
+            self._send(action.other.nonce, _ASK, b"")
         elif isinstance(action, st.Connect | st.Fail):
             self._order(action)
         elif isinstance(action, st.Pend):
@@ -452,9 +492,6 @@ class Driver:
         elif isinstance(action, st.Wait):
             self.waiting_for = action.reason
             self._say_waiting(action.reason)
-        elif isinstance(action, st.Refuse) and action.other is not None:
-            self._refused = action.reason, time.monotonic() + _ASK_S, action.other
-            self._send(action.other.nonce, _ASK, b"")
         elif isinstance(action, st.End):
             self._end(_KINDS[type(action)], action.reason)
 

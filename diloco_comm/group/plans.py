@@ -339,15 +339,18 @@ def _demanded(state: State, roster: Roster) -> Plan:
     group = [known[number] for number in demand if number in known] or roster.connected(living)
     missing = [number for number in demand if number not in known]
     holders = [key for key in group if key in roster.holders]
+    if state.record is None and not (state.may_found or holders):
+        return Plan(reason=f"until the group of replicas {list(demand)} trains")
     if state.key not in group or (roster.may_hold() and not (holders or missing)):
         return Plan(
             reason=f"until the group of replicas {_numbers(living)} has ended, which runs already: "
             'a newcomer, also a replica that was started again, attaches with init="join", while '
             f"the others call change_group with replica {state.key.number} among the members"
         )
-    if missing:
-        return Plan(reason=f"until replicas {missing} come")
     leader = min(holders or set(group) & set(roster.base) or group)
+    if missing:
+        # Another caller may demand other members.
+        return Plan(leader=leader, reason=f"until replicas {missing} come")
     if leader != state.key:
         return Plan(leader=leader, reason=f"until replica {leader.number} leads the change")
     here = dict(state.here)

@@ -77,6 +77,10 @@ class Signs:
         self._lives: dict[bytes, _C.PeerLife] = {}
         self._unheard: frozenset[bytes] = frozenset()
         self._ended: set[bytes] = set()
+        # Processes that have said that they end, with the inner step that they have reached.
+        self._left: dict[bytes, int] = {}
+        # Processes that were waited for in vain, and how often each has beaten then.
+        self._given_up: dict[bytes, int] = {}
         self._mutex = threading.Lock()
         self._wanted: tuple[tuple[str, ...], ...] = ()
         self._news, self._is_closed = threading.Event(), False
@@ -126,6 +130,24 @@ class Signs:
         """Note that this process stood still: that is no silence of the others."""
         for sight in self._sights.values():
             sight.since += seconds
+
+    def has_left(self, nonce: bytes, inner_step: int) -> None:
+        """Note that a process has said that it ends."""
+        self._left[nonce] = inner_step
+
+    def left(self) -> dict[bytes, int]:
+        """Return the processes that have said that they end, each with its inner step."""
+        gone = [sight.beat for sight in list(self._sights.values()) if sight.beat.is_gone]
+        return {**self._left, **{beat.key.nonce: beat.place.inner_step for beat in gone}}
+
+    def counters(self) -> dict[bytes, int]:
+        """Return the counter of the last beat of each process."""
+        return {nonce: sight.counter for nonce, sight in list(self._sights.items())}
+
+    def give_up(self, nonces: Iterable[bytes]) -> None:
+        """Suspect processes that were waited for in vain, until they are heard again."""
+        counters = self.counters()
+        self._given_up = {nonce: counters.get(nonce, 0) for nonce in nonces}
 
     def way_to(self, nonce: bytes) -> Way | None:
         """Return where the link of a process is found; None where that is not known."""
@@ -178,8 +200,8 @@ class Signs:
         members = {key.nonce for key in base}
         # A process that has ended stays so when the link is not asked for it any more.
         self._ended |= {nonce for nonce, life in self._lives.items() if life.is_refused}
-        self._ended |= {nonce for nonce, sight in self._sights.items() if sight.beat.is_gone}
         self._ended -= {nonce for nonce in self._lives if self._is_heard(nonce)}
+        self._ended |= self.left().keys()
         self._ended &= set(self._sights) | members
         suspected = {nonce for nonce in self._sights if self._is_suspected(nonce, members)}
         cut = {nonce for nonce, sight in self._sights.items() if self._is_cut(nonce, sight)}
@@ -199,6 +221,12 @@ class Signs:
     def _is_suspected(self, nonce: bytes, members: set[bytes]) -> bool:
         sight = self._sights[nonce]
         silence = self._silence(sight)
+        if nonce in self._given_up:
+            life = self._lives.get(nonce)
+            is_heard = life is not None and life.silent_s < _LOST_S and not life.is_refused
+            if sight.counter == self._given_up[nonce] and not is_heard:
+                return True
+            del self._given_up[nonce]
         if self._is_heard(nonce):
             # A process that takes part, and does not reach the table, stays.
             still = min(silence, self._lives[nonce].still_s)

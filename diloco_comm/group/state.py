@@ -169,9 +169,11 @@ class Demanded:
 
     Attributes:
         members: Numbers; () for all members that live.
+        may_found: A newcomer may found the group; else it waits for members that let it in.
     """
 
     members: tuple[int, ...] = ()
+    may_found: bool = True
 
 
 @dataclass(frozen=True)
@@ -269,9 +271,14 @@ class Pend:
 
 @dataclass(frozen=True)
 class Fail:
-    """The demand of this process's caller comes to nothing; the caller may demand again."""
+    """The demand of this process's caller comes to nothing; the caller may demand again.
+
+    Attributes:
+        other: A process with other settings, see ``Refuse``; None where callers contradict.
+    """
 
     reason: str
+    other: Key | None = None
 
 
 @dataclass(frozen=True)
@@ -424,6 +431,7 @@ class State:
         here: Demands of other processes by nonce, as their HERE in this base says.
         cuts: Pairs of nonces that cannot reach each other, as messages have said.
         demand: Numbers that the caller demands; () for all that live, None for no demand.
+        may_found: See ``Demanded``.
         told: The process that was told HERE last.
         opened: The last record with this newcomer as a member, as an OPEN said.
         bound: Members of the attempt for a new table to which this process has given SEALED.
@@ -459,6 +467,7 @@ class State:
     here: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
     cuts: frozenset[tuple[bytes, bytes]] = frozenset()
     demand: tuple[int, ...] | None = None
+    may_found: bool = True
     told: bytes = b""
     opened: bytes = b""
     bound: tuple[Key, ...] = ()

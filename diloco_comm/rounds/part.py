@@ -18,7 +18,7 @@ from .. import _C, ops
 from ..base.memory import device_of, memory_order, page_locked, paired, persistent, round_as
 from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
-from ..exchange.membership.regroup import Repair
+from ..exchange.membership.change import Repair
 from ..exchange.round import Kind, Mean, Round, decode_terms
 from ..methods.outer import OuterOptimizer, Update
 from ..methods.overlap import Own

@@ -23,7 +23,7 @@ from ..base.interrupts import Uninterruptible
 from ..base.memory import Reading
 from ..base.trace import exchanged, has_nvtx, span
 from ..exchange.exchange import Exchange
-from ..exchange.membership.regroup import Repair
+from ..exchange.membership.change import Repair
 from ..exchange.round import Header, Kind, Mean
 from ..methods.outer import Update
 from ..methods.settings import Settings

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..base.memory import Reading
-from ..exchange.membership.regroup import Repair
+from ..exchange.membership.change import Repair
 from ..exchange.round import Kind, Mean
 from ..methods.outer import Update
 from ..methods.overlap import Own, Terms

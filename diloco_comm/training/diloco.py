@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import unwrap
@@ -17,8 +17,7 @@ from typing_extensions import Unpack, overload
 from .. import ops
 from ..base import recording
 from ..base.checks import choice, flag, integer, refuse_copy
-from ..base.errors import LeftBehind, NonFiniteError, PeerLeft
-from ..exchange.membership import verdicts
+from ..base.errors import LeftBehind, NonFiniteError, PeerLeft, way_on
 from ..methods.outer import OuterOptimizer
 from ..methods.overlap import Blocking
 from ..ops.digests import digest_of
@@ -409,7 +408,7 @@ class DiLoCo:
             raise
 
     def _count_step(self, is_skipped: bool) -> None:
-        if self.exchange.engine.is_store_lost:
+        if self.exchange.loss:
             self.exchange.tell_of_lost_store()
         self._skipped.observe(is_skipped=is_skipped)
         self._watch.stepped()
@@ -539,24 +538,50 @@ class DiLoCo:
     ) -> None:
         self._refuse_if_alone()
         self._refuse_if_unfit()
-        unreported: list[NonFiniteError] = []
         self._watch.forget_writes()
-        with self._recorder.deferred_callbacks(), self._rounds.all_workers(self.parts):
+        exchange = self.exchange
+        with self._rounds.all_workers(self.parts):
             self._refuse_changes(self.parts)
-            repairs = self.exchange.change_group(
-                verdicts.chosen_members(self.exchange, members, self._workers),
-                store=handshake.connected_store(
-                    store, self.exchange.join_timeout, self.exchange.link_keys, self.exchange.proxy
-                ),
+            names = exchange.join_timeout, exchange.link_keys, exchange.proxy
+            there = handshake.connected_store(store, *names)
+        chosen = self._chosen_members(members)
+        unreported: list[NonFiniteError] = []
+        while True:
+            repairs = exchange.change_group(
+                chosen,
+                store=there,
                 last_rounds=partial(self._rounds.last_rounds, self.inner_step, unreported),
                 inner_step=self.inner_step,
             )
-            with self._rounds.uninterruptible():
-                self._rounds.settle(repairs, self.inner_step, self.exchange.agreed_step)
-                self.inner_step = self.exchange.agreed_step
-            self.inner_step = self._agreement.renew(self.inner_step)
+            with self._recorder.deferred_callbacks(), self._rounds.all_workers(self.parts):
+                with self._rounds.uninterruptible():
+                    self._rounds.settle(repairs, self.inner_step, exchange.agreed_step)
+                    self.inner_step = exchange.agreed_step
+                self.inner_step = self._agreement.renew(self.inner_step)
+                exchange.has_state()
+            if chosen is None or tuple(chosen) == exchange.members:
+                break
+            there = None
         if unreported:
             raise unreported[0]
+
+    def _chosen_members(self, members: Iterable[int] | str) -> list[int] | None:
+        """Return the members with which ``change_group`` goes on; None for all that live."""
+        if not isinstance(members, str):
+            return sorted(members) if isinstance(members, Set) else list(members)
+        if members != "survivors":
+            raise ValueError(f'members must be replicas or "survivors", got {members!r}')
+        knows = [self.exchange.knows_of_loss]
+        if self._workers is not None:
+            knows = self._workers.any(knows)
+        if not knows[0]:
+            exchange = self.exchange
+            raise ValueError(
+                'change_group("survivors") follows the loss of a replica, but none is known in '
+                f"epoch {exchange.epoch} of replicas {list(exchange.members)}: nobody is missing; "
+                + way_on(exchange.last_error)
+            )
+        return None
 
     @property
     def _leasing(self) -> Leasing | None:

@@ -182,6 +182,7 @@ def join(replica: Replica, place: Place) -> Joined:
         agreement = Agreement(replica, rounds, place.beside, place.inner)
         with rounds.all_workers(plan.parts):
             inner_step = agreement.start(place)
+        exchange.has_state()
     except BaseException:
         exchange.close()
         raise
@@ -275,6 +276,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         num_under_way=max(1, settings.overlap.rounds),
         change=place.change,
         link_share=place.link_share if place.backend == "tcp" else None,
+        workers=replica.workers,
     )
 
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
 from ...base.errors import SyncError
 from ...group.streams import Positions, Rounds
-from ..round import Round
-from .meeting import rendezvous
+from ...ops.wire import Layout
+from ..round import Header, Round, Terms
+from . import connecting
+from .connecting import Groups
 from .member import Epoch, Member
 from .own_link import Dial
-
-if TYPE_CHECKING:
-    from .meeting.rendezvous import Groups
 
 # Seconds in which the members of an epoch connect: hosts that reach each other take milliseconds.
 LIMIT_S = 30.0
@@ -40,6 +39,29 @@ class Agreed:
 
     epoch: Epoch
     decision: Positions = ()
+
+
+@dataclass
+class Repair:
+    """A round that counts and that this replica has not applied.
+
+    ``terms`` are laid out as ``layout``, that of a mean in the group at the time. A round counts
+    only when all survivors have voted, and a replica that votes has the whole result: the terms are
+    this replica's own, kept since its exchange ended. ``headers`` are those of that group, in rank
+    order; the own header alone where streams were given up before the others had come.
+    """
+
+    fragment: int
+    round: int
+    terms: Terms
+    layout: Layout
+    headers: list[Header]
+    digest: int
+
+    @classmethod
+    def of(cls, round: Round) -> Repair:
+        headers = round.headers or [round.header]
+        return cls(*round.key, round.terms, round.mean_layout, headers, round.digest)
 
 
 class Change(Protocol):
@@ -95,7 +117,7 @@ def connect(member: Member, change: Change) -> Groups:
     deadline, store = time.monotonic() + limit, change.store
     assert store is not None
     return [
-        rendezvous.connect(
+        connecting.connect(
             dist.PrefixStore(f"{member.name}/{number}", store),
             rank,
             size,
@@ -104,6 +126,24 @@ def connect(member: Member, change: Change) -> Groups:
         )
         for number in range(2 * member.lanes)
     ]
+
+
+def seal(member: Member) -> None:
+    """End what is under way for good: no vote leaves this replica or is heard any more. Idempotent.
+
+    Raises:
+        SyncError: If this replica's own device or engine does not come to an end.
+    """
+    try:
+        member.seal()
+    except RuntimeError as error:
+        raise SyncError(str(error), stage="seal") from error
+
+
+def fragments_of(member: Member, last_rounds: Mapping[int, int]) -> list[int]:
+    """Return the index of each fragment of which ``positions_of`` tells, rising."""
+    held = [key[0] for buffers in member.all_buffers for key in buffers.standings()]
+    return sorted({*last_rounds, *held})
 
 
 def positions_of(member: Member, last_rounds: Mapping[int, int]) -> Positions:
@@ -138,7 +178,10 @@ def missed_in(member: Member, fragments: Sequence[int], decision: Positions) -> 
     Args:
         fragments: The index of each fragment in the decision.
     """
-    missed = []
+    missed: list[Round] = []
+    if len(fragments) != len(decision):
+        # A replica without state, or without fragments, has no rounds.
+        return missed
     for fragment, rounds in zip(fragments, decision, strict=True):
         for number in range(rounds.first, rounds.end):
             if rounds.holds(number):

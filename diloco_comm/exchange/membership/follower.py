@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -49,6 +50,10 @@ class Workers(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all workers; a collective call."""
+        ...
+
+    def all_workers(self) -> AbstractContextManager[None]:
+        """Return a context in which an error of one worker is that of all."""
         ...
 
 

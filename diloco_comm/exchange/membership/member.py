@@ -142,17 +142,13 @@ class Epoch:
 
     Attributes:
         joined: Members that came new in this epoch.
-        agreed_rounds: Last applied round of each fragment in this epoch's members, after repair.
         agreed_step: The least of the inner steps that members came with, newcomers aside.
-        lineage: The newest epoch whose rounds are in this replica's state.
     """
 
     number: int
     members: tuple[int, ...]
     joined: tuple[int, ...] = ()
-    agreed_rounds: Mapping[int, int] = field(default_factory=dict)
     agreed_step: int = -1
-    lineage: int = 0
 
 
 class Member:
@@ -161,12 +157,11 @@ class Member:
     Attributes:
         epoch, members: Number of the present epoch, and its replicas in rank order.
         rank, size: This replica's place among the members, and their number.
-        joined, agreed_rounds, agreed_step, lineage: See ``Epoch``.
+        joined, agreed_step: See ``Epoch``.
         store: The part of the user's store that belongs to the exchanges of this name.
         board: See ``Exchange``.
         impl: Implementation of the operators.
         joins: This replica came to a group that was there already.
-        newest_group: The newest epoch that this replica has agreed to enter, and its members.
         inner_step: The newest inner step that this replica has counted in an exchange.
         last_error: The error of this epoch, until an exchange succeeds.
         tcp: The link that has all connections to the peers; None over gloo and NCCL.
@@ -193,13 +188,13 @@ class Member:
         self.collectives, self.device = options.collectives, options.device
         self.impl, self.joins = options.impl, options.joins
         self.timeout, self.join_timeout = options.timeout, options.join_timeout
-        self.suspect_after = options.suspect_after
+        self.suspect_after, self.report_patience = options.suspect_after, options.report_patience
         self.link_keys, self.proxy = options.link_keys, options.proxy
-        self.newest_group: tuple[int, tuple[int, ...]] = (0, ())
         self.inner_step = -1
         self.last_error: SyncError | None = None
         self._all_buffers: weakref.WeakSet[ExchangeBuffers] = weakref.WeakSet()
         self._logged_epoch = -1  # the last epoch whose store was logged as lost
+        self._is_sending_blob = False
         self._enter_epoch(current)
 
     # --------------------------------------------------------------------------- the epoch
@@ -210,13 +205,16 @@ class Member:
 
     def _enter_epoch(self, epoch: Epoch) -> None:
         self._enter_group(epoch.number, epoch.members)
-        self.joined, self.agreed_rounds = epoch.joined, epoch.agreed_rounds
-        self.agreed_step, self.lineage = epoch.agreed_step, epoch.lineage
+        self.joined, self.agreed_step = epoch.joined, epoch.agreed_step
 
     @property
-    def address(self) -> str:
-        """Where peers may try to reach this replica; empty where that is not known."""
-        return self.engine.address if self.tcp is None else self.tcp.address
+    def loss(self) -> str:
+        """Why the store of the group is lost; "" where it is not."""
+        return ""
+
+    def blame(self, error: SyncError) -> SyncError:
+        """Return the error of a failure with the replicas that are missing, and that live."""
+        return error
 
     @property
     def is_dead(self) -> bool:
@@ -231,6 +229,13 @@ class Member:
     @property
     def all_buffers(self) -> list[ExchangeBuffers]:
         return list(self._all_buffers)
+
+    def is_busy(self) -> bool:
+        """Whether exchanges are under way; from any thread."""
+        try:
+            return self._is_sending_blob or not self.is_idle
+        except RuntimeError:  # Buffers were made meanwhile.
+            return True
 
     @property
     def is_idle(self) -> bool:
@@ -258,7 +263,7 @@ class Member:
 
     def tell_of_lost_store(self) -> None:
         """Log once in an epoch that the connection to its store has broken."""
-        if self._logged_epoch == self.epoch or not self.engine.is_store_lost:
+        if self._logged_epoch == self.epoch or not self.loss:
             return
         self._logged_epoch = self.epoch
         _log.warning(
@@ -281,7 +286,7 @@ class Member:
             self.engine.check_process()
             return [bytes(blob)]
         job = self._submit_blob(blob, is_end=is_end)
-        _finish(job)
+        self._finish(job)
         return [received.numpy().tobytes() for received in job.blobs]
 
     def _submit_blob(self, blob: bytes, *, is_end: bool = False) -> _C.Job:
@@ -338,7 +343,7 @@ class Member:
             sends=sends if is_source else [],
             recvs=recvs if is_target else [],
         )
-        _finish(job)
+        self._finish(job)
         if is_target:
             for tensor, buffer in zip(tensors, buffers, strict=True):
                 _write_back(tensor, buffer)
@@ -347,6 +352,15 @@ class Member:
         """Begin to exchange and compare headers of a round whose payload travels on streams."""
         native = header.native(buffers.layout, buffers.num_chunks, stochastic)
         return self._begin(self.engine.submit, native, of=header)
+
+    def _finish(self, job: _C.Job) -> None:
+        self._is_sending_blob = True
+        try:
+            wait_for_job(job, inf)
+        finally:
+            self._is_sending_blob = False
+        if job.failure is not None:
+            raise self.blame(error_from(job.failure, headers=job.headers))
 
     def _begin(
         self,
@@ -370,7 +384,8 @@ class Member:
         failure = self.engine.dead_failure if self.engine.dead_reason else None
         more = {} if failure is None else verdict_of(failure)
         kind = LeftBehind if "went_on_in" in more else SyncError
-        return kind(message, fragment=fragment, round=round, stage="start", **more)
+        error = kind(message, fragment=fragment, round=round, stage="start", **more)
+        return self.blame(error)
 
 
 def checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
@@ -387,12 +402,6 @@ def checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
     if len(result) > _C.MAX_REPLICAS:
         raise ValueError(f"members must be at most {_C.MAX_REPLICAS} replicas, got {len(result)}")
     return result
-
-
-def _finish(job: _C.Job) -> None:
-    wait_for_job(job, inf)
-    if job.failure is not None:
-        raise error_from(job.failure, headers=job.headers)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from ... import _C
 from ...base.errors import NonFiniteError, SyncError
 from ..buffers import ExchangeBuffers
-from ..membership import regroup
 from ..membership.member import Member
 from ..round import Header, Round, Sending
 from . import group as nccl_group
@@ -47,22 +46,6 @@ class StreamMember(Member):
         if self._driver is not None:
             self._driver.seal("a change of the group has begun")
         super().seal()
-
-    def _enter_streams(self, agreement: regroup.Agreement) -> None:
-        """Leave the streams of the last epoch for those of the next one."""
-        if self.collectives != "nccl":
-            return
-        store = dist.PrefixStore(f"{agreement.plan.epoch}/streams", self.store)
-        limit = self._streams_limit()
-
-        def connect() -> None:
-            self._open_streams(agreement.members, store, limit)
-
-        def leave(reason: str) -> None:
-            if self._driver is not None:
-                self._driver.abort(reason)
-
-        regroup.connect_streams(self, agreement, connect, leave, limit)
 
     def _connect_streams(self, members: tuple[int, ...], store: dist.Store | None) -> None:
         """Leave the streams of the last epoch; connect this device with the members' devices.

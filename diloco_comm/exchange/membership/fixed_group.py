@@ -1,0 +1,511 @@
+"""A group whose members change when their callers demand so: ``change_group``.
+
+The driver of the agreement runs at worker 0 of each replica; its table is on the replicas' store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ...base import extension
+from ...base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError, difference
+from ...group import driver as group
+from ...group import state as st
+from ...group.driver import Driver, Ended
+from ...group.plans import Roster
+from ...group.records import Key, Record
+from ...group.signs import Signs
+from ...group.state import Settings, Stage, start
+from ..waiting import ANOTHER_STORE, describe_store
+from .follower import Attempt, Chosen, Follower, Seal, T, Void, Workers, attempt_text, way_of
+from .member import Epoch, Member
+from .names import Names
+from .own_link import LinkShare
+from .store_table import StoreTable
+from .verdict import Verdict, judge
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two polls of the driver.
+PERIOD_S = 0.25
+# A store answers in milliseconds; a change fails where the store is silent for so long.
+STORE_LIMIT_S = 10.0
+# Callers that retry with other members do so one after the other; a difference that lasts is real.
+_MISMATCH_PATIENCE_S = 3.0
+# Seconds for which a replica with other settings still answers the others.
+_LINGER_S = 1.0
+_LONGEST_LOOK_S = 2.0
+# How a replica that was left behind may take part again.
+WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
+_VERSION = "diloco_comm"
+
+
+@dataclass(frozen=True)
+class _GivenUp(Ended):
+    """Why a caller waits no longer, and who was there."""
+
+    missing: tuple[int, ...] = ()
+    survivors: tuple[int, ...] = ()
+
+
+class FixedDriver(group.Driver):
+    """Carry out the decisions of the core for a member of a fixed group.
+
+    Args:
+        is_busy: Whether rounds of the training thread are under way.
+    """
+
+    def __init__(self, *arguments: Any, is_busy: Callable[[], bool], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._is_busy, self._busy_since = is_busy, 0.0
+
+    @property
+    def table_silence(self) -> float:
+        """Seconds since the table has answered."""
+        return time.monotonic() - self._last_seen
+
+    @property
+    def fence(self) -> Ended | None:
+        """The end of this process's part in the group; None while it takes part."""
+        return self._ended
+
+    def again(self, members: tuple[int, ...], *, may_found: bool) -> None:
+        """Demand a group."""
+        self.tell(st.Demanded(members, may_found))
+
+    def _break_off_silent_round(self) -> None:
+        """Let rounds fail that wait for a member that has ended, or of which nothing is heard."""
+        if not self._is_busy():
+            self._busy_since = 0.0
+            return
+        now, life = time.monotonic(), self.state.life
+        self._busy_since = self._busy_since or now
+        members = {key.nonce for key in self._base()}
+        lost = (life.suspected | life.dead) & members - self.signs.left().keys()
+        is_inside = self.state.stage in (Stage.TRAINING, Stage.SEALING)
+        if lost and is_inside and now - self._busy_since > 2 * self._period_s:
+            self._break_off()
+
+    @property
+    def _waited(self) -> float:
+        return time.monotonic() - self._busy_since if self._busy_since else 0.0
+
+    def _note_loss(self, error: Any) -> None:
+        """Note that the store is away; the training thread says so when it matters."""
+        self.loss = error
+        self._say_whether_cut_off()
+
+    def _words_of_difference(self, other: int, shown: str) -> str:
+        own, theirs = json.loads(self._shown), json.loads(shown or "{}")
+        number = self.state.key.number
+        spoken = own[extension.HANDSHAKE_NAME], theirs.get(extension.HANDSHAKE_NAME)
+        for name in (_VERSION, *own, *theirs):
+            values: dict[str, list[int]] = {}
+            for replica, each in sorted([(number, own), (other, theirs)]):
+                value = each.get(name)
+                text = value if name == _VERSION and value else json.dumps(value)
+                values.setdefault(text, []).append(replica)
+            if len(values) > 1 and (name != _VERSION or spoken[0] != spoken[1]):
+                cure = ": install the same version on all replicas" if name == _VERSION else ""
+                return difference(name, values) + cure
+        return f"replicas {sorted([number, other])} have other settings"
+
+
+class FixedGroup(Follower):
+    """Lead one replica, or one worker of it, through the groups that its callers demand.
+
+    Args:
+        member: The exchange.
+        share: A part in the link over which the driver speaks.
+        workers: The other workers of this replica; None without any.
+        store: Of the exchange; that of worker 0 has the table.
+        board: See ``Exchange``.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        share: LinkShare,
+        workers: Workers | None,
+        store: dist.Store,
+        board: dist.Store | None,
+        is_busy: Callable[[], bool],
+    ) -> None:
+        name = f"fixed/{member.line_name}"
+        super().__init__(workers, share, name, uses_store=member.tcp is None)
+        self.replica, self._store = member.replica, store
+        self._joins, self._shown = member.joins, _shown(member)
+        self._timeout, self._join_timeout = member.timeout, member.join_timeout
+        self._suspect_after, self._patience = member.suspect_after, member.report_patience
+        self._board, self._name_of_object = board, member.name
+        self._names: Names | None = None
+        self._is_busy = is_busy
+        self._demand: tuple[int, ...] = ()
+        self._conflict_since = 0.0
+        self._attendance = Attendance(())
+        # The peers of this worker in the present record: number, process, and link.
+        self._peers: tuple[tuple[Key, str], ...] = ()
+        self._verdict: Verdict | None = None
+        self._driver: FixedDriver | None = None
+
+    @property
+    def driver(self) -> FixedDriver | None:
+        """The driver; None at other workers than worker 0, and before the first group."""
+        return self._driver
+
+    # ------------------------------------------------------------------------------ changing
+
+    def change(self, members: Sequence[int] | None, attempt: Attempt[T], seal: Seal) -> T:
+        """Go on with these members; None for all that live. Return the result of ``attempt``.
+
+        Raises:
+            ReplicaMismatch: If a member has other settings, or its caller demands other members.
+            LeftBehind: If the others went on without this replica.
+            SyncError: If a member did not come in time or cannot be reached, or the store does not
+                answer.
+        """
+        began = time.monotonic()
+        self._demand = tuple(members or ())
+        self._conflict_since = 0.0
+        is_first = self.view is None and not self._joins
+        unheard = self._timeout if is_first else min(self._join_timeout, self._timeout)
+        silence = min(self._suspect_after, unheard)
+        self._attendance = Attendance(self._demand, self._timeout, unheard, silence, self.replica)
+        if is_first and self._board is not None:
+            self._names = Names(self._board, self.replica, self._demand, self._name_of_object)
+        if self._speaks and self._driver is None:
+            self._driver = self._open()
+            self._driver.again(self._demand, may_found=not self._joins)
+            self._driver.start()
+        elif self._driver is not None:
+            self._driver.again(self._demand, may_found=not self._joins)
+        try:
+            return self._attempt_until_done(attempt, seal, began)[0]
+        except BaseException as error:
+            self._tell(st.GivenUp())
+            if isinstance(error, SyncError):
+                error.seconds = time.monotonic() - began
+            raise
+
+    def _open(self) -> FixedDriver:
+        link, way = self._share.link.link, way_of(self._share)
+        digest = hashlib.blake2b(_alike(self._shown).encode(), digest_size=16).digest()
+        polls = max(2, round(self._suspect_after / PERIOD_S))
+        settings = Settings(self._name_of_object, digest, suspect_after=polls, is_fixed=True)
+        nonce = uuid.uuid4().bytes
+        limits = self._suspect_after, self._timeout
+        driver = FixedDriver(
+            StoreTable(self._store),
+            start(settings, Key(self.replica, nonce)),
+            Signs(nonce, link, way, f"{self._name}/members", *limits),
+            period_s=min(PERIOD_S, self._suspect_after / 4),
+            shown=self._shown,
+            is_busy=self._is_busy,
+        )
+        driver.ways, driver.store = self._ways, own_place()
+        return driver
+
+    def move(self, store: dist.Store) -> None:
+        """Go on at another store."""
+        self._store = store
+        if self._driver is not None:
+            self._driver.move(StoreTable(store))
+
+    def close(self, inner_step: int, patience_s: float) -> None:
+        """Tell the others that this replica has left; idempotent."""
+        if self._driver is not None:
+            self._driver.inner_step = max(inner_step, -1)
+            self._driver.close(patience_s)
+        if self._mates is not None:
+            self._mates.close()
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context in which an error of one worker of this replica is that of all."""
+        return nullcontext() if self._workers is None else self._workers.all_workers()
+
+    def has_state(self) -> None:
+        """Note that this replica holds the state of its group."""
+        if self.view is not None:
+            self._tell(st.Started(self.view.number))
+
+    # --------------------------------------------------------------------------------- orders
+
+    def _wait_for_order(self, driver: Driver) -> Any:
+        assert isinstance(driver, FixedDriver)
+        order = driver.next_order(self._attendance.look_s)
+        if not isinstance(order, st.Fail):
+            return order
+        now = time.monotonic()
+        self._conflict_since = self._conflict_since or now
+        if order.other is None and now - self._conflict_since < _MISMATCH_PATIENCE_S:
+            time.sleep(PERIOD_S)
+            driver.again(self._demand, may_found=not self._joins)
+            return None
+        time.sleep(_LINGER_S)
+        return Ended("mismatch", order.reason)
+
+    def _end_of_wait(self, driver: Driver, began: float) -> Ended | None:
+        assert isinstance(driver, FixedDriver)
+        if self._names is not None:
+            try:
+                self._names.look()
+            except ReplicaMismatch as error:
+                return Ended("mismatch", str(error))
+        lost = driver.loss is not None and driver.loss.is_lost
+        if lost or driver.table_silence > min(STORE_LIMIT_S, self._timeout):
+            return self._store_is_away(driver)
+        if driver.state.failure:
+            return Ended("connect", f"{self._subject()} cannot form a group: {driver.state.failure}")
+        if taken := self._is_taken(driver):
+            return taken
+        return self._attendance.end(driver, self._subject())
+
+    def _store_is_away(self, driver: FixedDriver) -> Ended:
+        loss = driver.loss
+        why = "no answer in time" if loss is None else str(loss)
+        cure = ANOTHER_STORE
+        if loss is None or not loss.is_lost:
+            cure = f"call again; if the store stays silent, {ANOTHER_STORE}"
+        text = f"the store did not answer while {self._subject()} were to form a group: {why}"
+        return Ended("store", f"{text}; {cure}")
+
+    def _subject(self) -> str:
+        members = self._demand
+        if not members and self._driver is not None:
+            members = tuple(sorted(_living(self._driver.state)))
+        return f"replicas {list(members)}"
+
+    def _is_taken(self, driver: FixedDriver) -> Ended | None:
+        """Return why this process ends, where another one has its number."""
+        if self.view is not None or driver.beats is None:
+            return None
+        own, counters = driver.state.key, driver.signs.counters()
+        for beat in driver.beats:
+            number, nonce = beat.key
+            if number != own.number or nonce == own.nonce or beat.is_gone:
+                continue
+            place = next((one for one in driver.state.places if one.key == beat.key), None)
+            gone = driver.state.life.dead | driver.state.life.suspected
+            if place is None or not place.is_fresh or nonce in gone or nonce not in counters:
+                continue
+            is_older = beat.place.entered or counters[nonce] > driver._counter
+            if is_older or (counters[nonce] == driver._counter and nonce < own.nonce):
+                return Ended("taken", _number_is_taken(number, beat.store, beat.place.entered))
+        return None
+
+    def _awaited(self, waiting: str) -> str:
+        after = "" if self.view is None else f" after epoch {self.view.number}"
+        place = describe_store(self._store)
+        where = f"at the rendezvous of {self._subject()}{after} on {place}"
+        who = "" if self._driver is None else self._attendance.describe(self._driver)
+        return f"{who or waiting} {where}" if who or waiting else ""
+
+    def _error_of(self, end: Ended) -> SyncError:
+        if end.kind in ("mismatch", "refused"):
+            return ReplicaMismatch(end.reason, stage="rendezvous")
+        if end.kind == "fenced":
+            return self._left_behind(end)
+        if isinstance(end, _GivenUp):
+            known = {"missing": end.missing, "survivors": end.survivors}
+            return SyncError(end.reason, stage="rendezvous", **known)
+        return SyncError(end.reason, stage="connect" if end.kind == "connect" else "rendezvous")
+
+    def _left_behind(self, end: Ended) -> LeftBehind:
+        record = None if self._driver is None else self._driver.state.in_table
+        survivors = () if record is None else record.numbers
+        return LeftBehind(
+            f"{end.reason}, which {WAY_BACK}",
+            stage="rendezvous",
+            missing=[self.replica],
+            survivors=survivors,
+            went_on_in=None if record is None else record.number,
+        )
+
+    def _has_failed(self, error: Void) -> None:
+        if error.stage == "connect":
+            raise SyncError(str(error), stage="connect", cuts=error.cuts)
+
+    def _meeting_place(self, chosen: Chosen) -> dist.Store:
+        return dist.PrefixStore(f"groups/{attempt_text(chosen.name)}", self._store)
+
+    def _epoch_of(self, record: Record) -> Epoch:
+        # A newcomer that founds has no state to be given, and one that joins finds none.
+        epoch = super()._epoch_of(record)
+        if record.source is None or self._joins:
+            return epoch
+        return Epoch(epoch.number, epoch.members, agreed_step=epoch.agreed_step)
+
+    def entered(self, chosen: Chosen) -> None:
+        """Note the members of an attempt that is about to begin."""
+        nonces = [ways[self._rank].nonce if self._rank < len(ways) else "" for ways in chosen.ways]
+        self._peers = tuple(zip(chosen.members, nonces, strict=True))
+        self._verdict = None
+
+    def _begun(self, record: Record, before: Record | None, began: float) -> None:
+        self._names = None
+        if record.source is not None and not self._joins:
+            self._tell(st.Started(record.number))
+
+    # ---------------------------------------------------------------------------------- errors
+
+    @property
+    def loss(self) -> str:
+        """Why the store of this group has not answered lately; "" where it has."""
+        loss = None if self._driver is None else self._driver.loss
+        return "" if loss is None or not loss.is_lost else str(loss)
+
+    def blame(self, error: SyncError) -> SyncError:
+        """Return the error of a failed round with the replicas that are missing, and that live.
+
+        The first error of an epoch is judged, and the same is said of the others.
+        """
+        if isinstance(error, NonFiniteError | ReplicaMismatch | LeftBehind) or not self._peers:
+            return error
+        if self._verdict is None:
+            driver = self._driver
+            who = self._peers, self.replica, self._share.link
+            self._verdict = judge(*who, driver, error, self._patience)
+            if driver is not None and self.view is not None:
+                driver.signs.give_up(self._verdict.unheard)
+                self._broke(self.view, self._verdict.told(error))
+        fence = None if self._driver is None else self._driver.fence
+        if fence is not None and fence.kind == "fenced":
+            left = self._left_behind(fence)
+            left.fragment, left.round, left.seconds = error.fragment, error.round, error.seconds
+            return left
+        return self._verdict.told(error)
+
+    @property
+    def nobody_is_missing(self) -> bool:
+        """Whether all members of the present record live, as far as this replica knows."""
+        driver = self._driver
+        if driver is None or driver.state.record is None:
+            return True
+        return set(driver.state.record.numbers) <= _living(driver.state)
+
+
+class Attendance:
+    """For how long a caller waits for each of the members that it demands.
+
+    Args:
+        timeout: Seconds for all.
+        unheard: For a member of which nothing is heard.
+        silence: For a member that was here, and is heard no more.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        timeout: float = 0.0,
+        unheard: float = 0.0,
+        silence: float = 0.0,
+        replica: int = -1,
+    ) -> None:
+        self.timeout, self.unheard, self.silence = timeout, unheard, silence
+        self.look_s = min(1.0, max(0.05, min(timeout, unheard) / 4))
+        self._away = {member: 0.0 for member in members if member != replica}
+        self._came: set[int] = set()
+        self._replica = replica
+        self._total, self._last = 0.0, time.monotonic()
+
+    def end(self, driver: FixedDriver, subject: str) -> Ended | None:
+        """Return why the caller waits no longer."""
+        now = time.monotonic()
+        # A stop of any length counts little.
+        passed, self._last = min(now - self._last, _LONGEST_LOOK_S), now
+        self._total += passed
+        here = _living(driver.state)
+        for member in self._away:
+            self._away[member] = 0.0 if member in here else self._away[member] + passed
+        self._came |= here
+        reasons: dict[str, list[int]] = {}
+        is_over = self._total > self.timeout
+        for member, away in self._away.items():
+            has_come = member in self._came
+            limit = self.silence if has_come else self.unheard
+            if away and (is_over or away >= limit):
+                text = f"came, and was silent for {limit:g} s then" if has_come else ""
+                text = text or f"did not come within {min(limit, self.timeout):g} s"
+                reasons.setdefault(text, []).append(member)
+        if not (reasons or is_over):
+            return None
+        missing = sorted(member for members in reasons.values() for member in members)
+        why = ", ".join(f"{members} {text}" for text, members in reasons.items())
+        why = why or f"did not agree in time: {driver.waiting_for or 'no answer'}"
+        base = () if driver.state.record is None else driver.state.record.numbers
+        wanted = set(self._away) | {self._replica} if self._away else here
+        survivors = tuple(sorted((set(base) or wanted) & wanted - set(missing)))
+        return _GivenUp(
+            "late", f"{subject} were to form a group, but {why}", tuple(missing), survivors
+        )
+
+    def describe(self, driver: FixedDriver) -> str:
+        """Name the members that are waited for."""
+        here, parts = _living(driver.state), []
+        for member, away in self._away.items():
+            if member not in here:
+                is_known = member in self._came
+                state = f"last heard of {away:.0f} s ago" if is_known else "never heard of"
+                parts.append(f"replica {member} ({state})")
+            elif match := re.search(rf"until replicas \[[\d, ]*\b{member}\b", driver.waiting_for):
+                assert match
+                parts.append(f"replica {member} (it lives, and has not come yet)")
+        return ", ".join(parts)
+
+
+def _living(state: st.State) -> set[int]:
+    """Return the numbers of the members, and of newcomers, that live."""
+    roster = Roster(state)
+    living = {key.number for key in roster.base if roster.lives(key)}
+    if state.record is None and not roster.may_hold() and state.in_table is not None:
+        # Members of an old group say nothing of their successors.
+        living = {key.number for key in roster.base if roster.lives(key)}
+    return living | {key.number for key in (*roster.newcomers, *roster.coming)}
+
+
+def own_place() -> str:
+    """Return where this process runs, as host:pid."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _number_is_taken(replica: int, place: str, epoch: int) -> str:
+    where = f", which is in the group of epoch {epoch}" if epoch else ""
+    who, cure = f"process {place} (host:pid)", "give each replica a number of its own"
+    if place == own_place():
+        who = f"this process, {place} (host:pid)"
+        cure = "close the DiLoCo of this process first, or give the second one another name"
+    return f"replica number {replica} is already taken by {who}{where}: {cure}"
+
+
+def _shown(member: Member) -> str:
+    settings: dict[str, Any] = {
+        extension.HANDSHAKE_NAME: extension.HANDSHAKE,
+        "collectives": member.collectives,
+        "lanes": member.lanes,
+        "chunk_bytes": member.chunk_bytes,
+        "window": member.window,
+    }
+    if member.tcp is not None:
+        settings["Link(keys=)"] = "given" if member.tcp.public_key else "none"
+    version = f"{extension.package_version()} (handshake {extension.HANDSHAKE})"
+    return json.dumps({**settings, _VERSION: version})
+
+
+def _alike(shown: str) -> str:
+    """Return the settings that must be equal on all members."""
+    settings = json.loads(shown)
+    del settings[_VERSION]
+    return json.dumps(settings, sort_keys=True)

@@ -1,1 +1,0 @@
-"""Replicas meet on a store, find out which of them live, and agree on the next group."""

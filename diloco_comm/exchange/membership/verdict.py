@@ -1,0 +1,185 @@
+"""Who is missing, and who lives, after a round has failed: as the link and the beats tell."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...base.errors import LeftBehind, PeerLeft, SyncError, named
+from ...group.beats import CHANGING
+from ...group.driver import Driver
+from ...group.reach import largest_connected
+from ...group.records import Key
+from .own_link import OwnLink
+
+_POLL_S = 0.02
+# Seconds in which a peer that has closed the connection says that it has left, or ends.
+_CLOSED_S = 1.5
+_SEALED = "a change of the group has begun"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a replica knows of the other members of its group after a failure.
+
+    Attributes:
+        left: Numbers of members that said that they leave, each with its inner step.
+        ended: That have ended.
+        silent: Of which nothing was heard within ``patience``.
+        unheard: The nonces of those.
+        cuts: Pairs of replicas that live and cannot reach each other.
+        survivors: All that live and reach each other.
+    """
+
+    replica: int
+    members: tuple[int, ...]
+    left: dict[int, int] = field(default_factory=dict)
+    ended: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    unheard: tuple[bytes, ...] = ()
+    cuts: tuple[tuple[int, int], ...] = ()
+    survivors: tuple[int, ...] = ()
+    patience: float = 0.0
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple([one for one in self.members if one not in self.survivors])
+
+    def told(self, error: SyncError) -> SyncError:
+        """Return an error with this verdict."""
+        text = str(error)
+        where, _, cause = text.partition(" s: ")
+        if re.search(r"failed at \S+ after [\d.]+$", where):
+            cause = "" if _SEALED in cause else f" ({cause})"
+            text = f"{where} s{cause}"
+        kind: type[SyncError] = type(error)
+        if self.left and error.stage == "header":
+            kind = PeerLeft
+        if self.replica in self.missing:
+            kind = LeftBehind
+        # A call in an epoch that has failed before repeats the first error.
+        found = kind(str(error) if error.stage == "start" else f"{text}: {self._findings()}")
+        vars(found).update({**vars(error)})
+        found.missing, found.survivors, found.cuts = self.missing, self.survivors, self.cuts
+        if isinstance(found, PeerLeft):
+            found.replicas, found.inner_steps = tuple(self.left), tuple(self.left.values())
+        if isinstance(found, LeftBehind):
+            found.went_on_in = None
+        found.__cause__ = error.__cause__
+        return found
+
+    def _findings(self) -> str:
+        parts = []
+        if self.left:
+            words = "closed its DiLoCo and left, at inner step"
+            if len(self.left) > 1:
+                words = "closed their DiLoCo and left, at inner steps"
+            steps = ", ".join(map(str, self.left.values()))
+            parts.append(f"{named(list(self.left))} {words} {steps}")
+        if self.ended:
+            parts.append(f"{named(self.ended)} {'has' if len(self.ended) == 1 else 'have'} ended")
+        if self.silent:
+            parts.append(f"{named(self.silent)} did not report within {self.patience:.1f} s")
+        if self.cuts:
+            pairs = [f"replicas {a} and {b} live but cannot reach each other" for a, b in self.cuts]
+            parts.append(", and ".join(pairs))
+        text = "; ".join(parts) or "all other replicas live and have reported"
+        if self.replica in self.missing:
+            own = f"replica {self.replica}"
+            return (
+                f"{text}; the others have decided to go on without {own}: {own} may come back as a "
+                'newcomer: close this DiLoCo, then make a new one with init="join"'
+            )
+        return text + (f"; the others go on without {named(self.missing)}" if self.cuts else "")
+
+
+def judge(
+    peers: Sequence[tuple[Key, str]],
+    replica: int,
+    link: OwnLink,
+    driver: Driver | None,
+    error: SyncError,
+    patience: float,
+) -> Verdict:
+    """Find out who is missing after a failure; wait ``patience`` seconds at most.
+
+    Args:
+        peers: The process and the link of each member's worker, this replica's among them.
+        driver: At worker 0; the other workers have the link alone.
+    """
+    began = time.monotonic()
+    members = tuple([key.number for key, _ in peers])
+    others = [(key, nonce) for key, nonce in peers if key.number != replica]
+    counters = {} if driver is None else driver.signs.counters()
+    while True:
+        elapsed = time.monotonic() - began
+        left, ended, open_ = {}, [], []
+        lives = link.life()
+        known = {} if driver is None else driver.signs.left()
+        dead = frozenset() if driver is None else driver.state.life.dead
+        silent = frozenset() if driver is None else driver.state.life.suspected
+        has_failed = _that_have_failed(driver)
+        for key, nonce in others:
+            life = lives.get(nonce)
+            if key.nonce in known:
+                left[key.number] = known[key.nonce]
+            elif key.nonce in dead or (life is not None and life.is_refused):
+                ended.append(key.number)
+            elif key.nonce in silent or life is None or not life.is_connected:
+                open_.append(key)
+            elif not life.silent_s < elapsed:
+                open_.append(key)
+            elif key.number in error.missing and elapsed < min(_CLOSED_S, patience):
+                # It has closed a connection: it says why, or it has failed itself.
+                open_ += [key] if key not in has_failed else []
+        if not open_ or elapsed >= patience:
+            break
+        if driver is not None:
+            driver.look()
+        time.sleep(_POLL_S)
+    beaten = {} if driver is None else driver.signs.counters()
+    lone = [key for key in open_ if beaten.get(key.nonce, 0) > counters.get(key.nonce, 0)]
+    cuts = {_pair(replica, key.number) for key in lone} | _told_cuts(driver, dict(others))
+    gone = {*left, *ended, *[key.number for key in open_ if key not in lone]}
+    alive = [number for number in members if number not in gone]
+    place = {number: index for index, number in enumerate(alive)}
+    pairs = sorted(pair for pair in cuts if pair[0] in place and pair[1] in place)
+    whole = largest_connected(len(alive), [(place[a], place[b]) for a, b in pairs])
+    return Verdict(
+        replica,
+        members,
+        left=dict(sorted(left.items())),
+        ended=tuple(sorted(ended)),
+        silent=tuple(sorted(key.number for key in open_ if key not in lone)),
+        unheard=tuple([key.nonce for key in open_ if key not in lone]),
+        cuts=tuple(pairs),
+        survivors=tuple(alive[index] for index in whole),
+        patience=patience,
+    )
+
+
+def _pair(one: int, other: int) -> tuple[int, int]:
+    return (min(one, other), max(one, other))
+
+
+def _that_have_failed(driver: Driver | None) -> set[Key]:
+    """Return the members that say that their rounds have ended, too."""
+    beats = () if driver is None else driver.beats or ()
+    return {beat.key for beat in beats if beat.stage == CHANGING}
+
+
+def _told_cuts(driver: Driver | None, others: dict[Key, str]) -> set[tuple[int, int]]:
+    """Return the pairs that members say to be cut."""
+    if driver is None:
+        return set()
+    numbers = {key.nonce: key.number for key in others}
+    numbers[driver.state.nonce] = driver.state.key.number
+    return {
+        _pair(place.key.number, numbers[other])
+        for place in driver.state.places
+        if place.key in others and place.is_fresh
+        for other in place.cut
+        if other in numbers
+    }
