@@ -24,7 +24,6 @@ from .records import NO_HASH, NO_RECORD, Attempt, Key, Record, cause_of
 from .state import Joint, Proposal, Stage, State
 from .streams import decide
 
-
 # Polls after which a process of a fixed group says again what its caller demands.
 _SAY_AGAIN = 2
 

@@ -18,9 +18,9 @@ from ..base.service.keys import link_keys
 from ..elastic.options import Elastic
 from ..elastic.phases import FLUSHES, Event, Loop, Phase, Repetition, Report
 from ..exchange.exchange import Exchange
-from ..exchange.membership.change import Agreed, positions_of
+from ..exchange.membership.change import Agreed, positions_of, seal
+from ..exchange.membership.follower import GroupChange
 from ..exchange.membership.own_link import LinkShare, OwnLink
-from ..exchange.membership.sealing import seal
 from ..group.records import Record
 from ..group.streams import Positions
 from ..methods.settings import Settings
@@ -31,7 +31,7 @@ from ..rounds.part import SyncedPart
 from ..rounds.round_log import can_replay
 from ..rounds.runner import RoundRunner
 from ..rounds.step_timed import StepTimed
-from .elastic_group import ElasticGroup, ViewChange, is_about_group
+from .elastic_group import ElasticGroup, is_about_group
 from .group import Agreement, Joined, Place, Replica, join
 from .inner_state import InnerStates, warn_of_schedules
 from .leasing import Leasing
@@ -177,7 +177,7 @@ class ElasticTraining:
         if self._inner is not None:
             self._inner.forget()
 
-    def _join(self, place: Place, change: ViewChange) -> Joined:
+    def _join(self, place: Place, change: GroupChange) -> Joined:
         """Take part in an attempt to begin a view, with a new exchange."""
         self._repetition = Repetition()
         group = self.group
@@ -438,7 +438,7 @@ class ElasticTraining:
         self.group.meter.discarded(len({(part.index, n) for part, n in sent if n >= part.round}))
         self._failed = []
 
-    def _change(self, diloco: Trained, change: ViewChange) -> None:
+    def _change(self, diloco: Trained, change: GroupChange) -> None:
         self._repetition = Repetition()
         rounds, exchange = diloco._rounds, diloco.exchange
         rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
@@ -507,7 +507,7 @@ class JoinChange:
     A copy of an earlier view's state goes where all begin with one member's state.
     """
 
-    def __init__(self, change: ViewChange, transfer: StateTransfer | None) -> None:
+    def __init__(self, change: GroupChange, transfer: StateTransfer | None) -> None:
         self._change, self._transfer = change, transfer
 
     def __getattr__(self, name: str) -> Any:

@@ -268,7 +268,9 @@ class FixedGroup(Follower):
         if lost or driver.table_silence > min(STORE_LIMIT_S, self._timeout):
             return self._store_is_away(driver)
         if driver.state.failure:
-            return Ended("connect", f"{self._subject()} cannot form a group: {driver.state.failure}")
+            return Ended(
+                "connect", f"{self._subject()} cannot form a group: {driver.state.failure}"
+            )
         if taken := self._is_taken(driver):
             return taken
         return self._attendance.end(driver, self._subject())

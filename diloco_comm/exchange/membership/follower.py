@@ -37,7 +37,7 @@ Attempt = Callable[["GroupChange"], T]
 # says so. Returns how far they are, the inner step, and whether all have all votes and good ones.
 Seal = Callable[[bool], tuple[Positions, int, bool]]
 # How often the workers of a replica hear from worker 0, which speaks for the replica.
-_HEAR_S = 1.0
+HEAR_S = 1.0
 # Seconds to wait for the place of a member whose beat this process has not read yet.
 _PLACES_S, _POLL_S = 5.0, 0.02
 
@@ -322,7 +322,7 @@ class Follower:
 
     def _wait_for_order(self, driver: Driver) -> Any:
         """Wait a moment for an order."""
-        return driver.next_order(_HEAR_S)
+        return driver.next_order(HEAR_S)
 
     def _chosen(self, driver: Driver, order: st.Connect | st.Enter) -> Chosen:
         """Return an attempt with the places of its members."""
