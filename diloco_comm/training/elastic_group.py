@@ -293,6 +293,7 @@ class ElasticGroup(Follower):
         self._note("copying")
         until = time.monotonic() + HEAR_S
         while not driver.has_order and time.monotonic() < until:
+            assert isinstance(driver, Driver)
             self._transfer.turn(driver)
         return driver.next_order(0.0)
 

@@ -321,8 +321,8 @@ class FixedGroup(Follower):
         if end.kind == "fenced":
             return self._left_behind(end)
         if isinstance(end, _GivenUp):
-            known = {"missing": end.missing, "survivors": end.survivors}
-            return SyncError(end.reason, stage="rendezvous", **known)
+            missing, survivors = end.missing, end.survivors
+            return SyncError(end.reason, stage="rendezvous", missing=missing, survivors=survivors)
         return SyncError(end.reason, stage="connect" if end.kind == "connect" else "rendezvous")
 
     def _left_behind(self, end: Ended) -> LeftBehind:

@@ -52,6 +52,10 @@ class Workers(Protocol):
         """Return the values of all workers; a collective call."""
         ...
 
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """Say for each flag whether any worker has set the flag; a collective call."""
+        ...
+
     def all_workers(self) -> AbstractContextManager[None]:
         """Return a context in which an error of one worker is that of all."""
         ...

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from diloco_comm import DiLoCo, LeftBehind, Nesterov, SyncError
 from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
 from diloco_comm.elastic.options import Elastic
-from diloco_comm.exchange.membership import regroup, sealing
+from diloco_comm.exchange.membership import change
 from diloco_comm.training.elastic_group import ElasticGroup
 
 # Long enough for a process on a loaded machine to beat meanwhile.
