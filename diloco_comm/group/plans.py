@@ -68,6 +68,7 @@ class Roster:
     """The other processes, as one process sees them now.
 
     Attributes:
+        record: The record that is entered or, for a newcomer, in the table.
         base: Members of the record that is entered or, for a newcomer, in the table.
         here: Members of the base that live and stay.
         leaving: Members of the base that live and are to leave.
@@ -80,11 +81,11 @@ class Roster:
     def __init__(self, state: State) -> None:
         self._state = state
         self.places = {place.key.nonce: place for place in state.places}
-        self._record = state.record or state.in_table
-        self.base = () if self._record is None else self._record.members
+        self.record = state.record or state.in_table
+        self.base = () if self.record is None else self.record.members
         self._members = frozenset(self.base)
         self.nonces = [key.nonce for key in self.base]
-        self._joined = frozenset(() if self._record is None else self._record.joined)
+        self._joined = frozenset(() if self.record is None else self.record.joined)
         living = [key for key in self.base if self.lives(key)]
         self.leaving = [key for key in living if self._leaves(key)]
         self.here = sorted(set(living) - set(self.leaving))
@@ -127,7 +128,7 @@ class Roster:
         return leaves or key.number in self._state.evict
 
     def _holds(self, key: Key) -> bool:
-        record, place = self._record, self.places.get(key.nonce)
+        record, place = self.record, self.places.get(key.nonce)
         if key == self._state.key or record is None:
             return self._state.has_state
         # Neither the source nor another member may have said yet that it has entered.
@@ -341,9 +342,12 @@ def _demanded(state: State, roster: Roster) -> Plan:
     holders = [key for key in group if key in roster.holders]
     if state.record is None and not (state.may_found or holders):
         return Plan(reason=f"until the group of replicas {list(demand)} trains")
-    if state.key not in group or (roster.may_hold() and not (holders or missing)):
+    is_founder = state.record is None and state.may_found and state.key not in roster.base
+    is_late = is_founder and bool(holders)
+    if is_late or state.key not in group or (roster.may_hold() and not (holders or missing)):
         return Plan(
-            reason=f"until the group of replicas {_numbers(living)} has ended, which runs already: "
+            reason=f"until the group of replicas {_numbers(living)} has ended, which runs already"
+            f"{_in_epoch(roster)}: "
             'a newcomer, also a replica that was started again, attaches with init="join", while '
             f"the others call change_group with replica {state.key.number} among the members"
         )
@@ -360,6 +364,10 @@ def _demanded(state: State, roster: Roster) -> Plan:
     joined = [key for key in group if key not in roster.base]
     draft = _draft(state, state.record or state.in_table, group, joined if holders else group)
     return Plan(draft if holders else replace(draft, source=leader.number), leader)
+
+
+def _in_epoch(roster: Roster) -> str:
+    return "" if roster.record is None else f", in epoch {roster.record.number}"
 
 
 # ---------------------------------------------------------------------------------- the record

@@ -15,13 +15,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from ...base import extension
-from ...base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError, difference
+from ...base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError, difference, named
 from ...group import driver as group
 from ...group import state as st
 from ...group.driver import Driver, Ended
@@ -66,11 +66,17 @@ class FixedDriver(group.Driver):
 
     Args:
         is_busy: Whether rounds of the training thread are under way.
+        suspect_after: Seconds of silence after which a member is suspected.
     """
 
-    def __init__(self, *arguments: Any, is_busy: Callable[[], bool], **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(
+        self, *arguments: Any, is_busy: Callable[[], bool], suspect_after: float, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._suspect_after = suspect_after
         self._is_busy, self._busy_since = is_busy, 0.0
+        # Why the rounds of the present record were broken off.
+        self.cause = ""
 
     @property
     def table_silence(self) -> float:
@@ -97,6 +103,9 @@ class FixedDriver(group.Driver):
         lost = (life.suspected | life.dead) & members - self.signs.left().keys()
         is_inside = self.state.stage in (Stage.TRAINING, Stage.SEALING)
         if lost and is_inside and now - self._busy_since > 2 * self._period_s:
+            silent = [key.number for key in self._base() if key.nonce in lost - life.dead]
+            limit = f"{self._suspect_after:g} s"
+            self.cause = f"nothing was heard of {named(silent)} for {limit}" if silent else ""
             self._break_off()
 
     @property
@@ -154,7 +163,7 @@ class FixedGroup(Follower):
         self._names: Names | None = None
         self._is_busy = is_busy
         self._demand: tuple[int, ...] = ()
-        self._conflict_since = 0.0
+        self._conflict_since = self._runs_since = 0.0
         self._attendance = Attendance(())
         # The peers of this worker in the present record: number, process, and link.
         self._peers: tuple[tuple[Key, str], ...] = ()
@@ -214,6 +223,7 @@ class FixedGroup(Follower):
             period_s=min(PERIOD_S, self._suspect_after / 4),
             shown=self._shown,
             is_busy=self._is_busy,
+            suspect_after=self._suspect_after,
         )
         driver.ways, driver.store = self._ways, own_place()
         return driver
@@ -271,8 +281,9 @@ class FixedGroup(Follower):
             return Ended(
                 "connect", f"{self._subject()} cannot form a group: {driver.state.failure}"
             )
-        if taken := self._is_taken(driver):
-            return taken
+        ends = self._is_taken(driver) or self._runs_already(driver)
+        if ends is not None:
+            return ends
         return self._attendance.end(driver, self._subject())
 
     def _store_is_away(self, driver: FixedDriver) -> Ended:
@@ -307,6 +318,17 @@ class FixedGroup(Follower):
             if is_older or (counters[nonce] == driver._counter and nonce < own.nonce):
                 return Ended("taken", _number_is_taken(number, beat.store, beat.place.entered))
         return None
+
+    def _runs_already(self, driver: FixedDriver) -> Ended | None:
+        """Return why a founder ends, whose group trains already."""
+        why, now = driver.waiting_for, time.monotonic()
+        if self.view is not None or self._joins or "runs already" not in why:
+            self._runs_since = 0.0
+            return None
+        self._runs_since = self._runs_since or now
+        if now - self._runs_since < min(self._suspect_after, self._timeout / 2):
+            return None
+        return Ended("runs", re.sub(r"^until (.*) has ended, which (runs already)", r"\1 \2", why))
 
     def _awaited(self, waiting: str) -> str:
         after = "" if self.view is None else f" after epoch {self.view.number}"
@@ -355,6 +377,8 @@ class FixedGroup(Follower):
         nonces = [ways[self._rank].nonce if self._rank < len(ways) else "" for ways in chosen.ways]
         self._peers = tuple(zip(chosen.members, nonces, strict=True))
         self._verdict = None
+        if self._driver is not None:
+            self._driver.cause = ""
 
     def _begun(self, record: Record, before: Record | None, began: float) -> None:
         self._names = None
@@ -379,7 +403,8 @@ class FixedGroup(Follower):
         if self._verdict is None:
             driver = self._driver
             who = self._peers, self.replica, self._share.link
-            self._verdict = judge(*who, driver, error, self._patience)
+            found = judge(*who, driver, error, self._patience)
+            self._verdict = replace(found, cause="" if driver is None else driver.cause)
             if driver is not None and self.view is not None:
                 driver.signs.give_up(self._verdict.unheard)
                 self._broke(self.view, self._verdict.told(error))

@@ -31,6 +31,7 @@ class Verdict:
         unheard: The nonces of those.
         cuts: Pairs of replicas that live and cannot reach each other.
         survivors: All that live and reach each other.
+        cause: Why the rounds were broken off here; "" for another end.
     """
 
     replica: int
@@ -42,6 +43,7 @@ class Verdict:
     cuts: tuple[tuple[int, int], ...] = ()
     survivors: tuple[int, ...] = ()
     patience: float = 0.0
+    cause: str = ""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -52,8 +54,8 @@ class Verdict:
         text = str(error)
         where, _, cause = text.partition(" s: ")
         if re.search(r"failed at \S+ after [\d.]+$", where):
-            cause = "" if _SEALED in cause else f" ({cause})"
-            text = f"{where} s{cause}"
+            cause = self.cause if _SEALED in cause else cause
+            text = f"{where} s ({cause})" if cause else f"{where} s"
         kind: type[SyncError] = type(error)
         if self.left and error.stage == "header":
             kind = PeerLeft
