@@ -496,6 +496,12 @@ class Exchange(StreamMember):
             self._group.has_state()
 
     @property
+    def address(self) -> str:
+        """Where peers reach the link of this process; "" where nobody can dial it."""
+        link = self.tcp if self._plain is None else self._plain.link
+        return "" if link is None else link.address
+
+    @property
     def loss(self) -> str:
         return "" if self._group is None else self._group.loss
 

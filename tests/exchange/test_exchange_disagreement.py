@@ -13,7 +13,6 @@ from workers import Pool
 from diloco_comm import __version__
 from diloco_comm.base import extension
 from diloco_comm.base.errors import NonFiniteError, ReplicaMismatch, SyncError
-from diloco_comm.exchange.membership.meeting import meetings, rendezvous
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
 
@@ -148,12 +147,10 @@ def _members_differ(rank: int, world: int, address: Address) -> str:
 def test_members_that_differ(fresh_workers: Fresh) -> None:
     pool = fresh_workers(2, init_group=False)
     for message in pool.run(_members_differ, pool.store):
-        assert "members differs between replicas: [0, 1] on replica 0; [0, 1, 2] on" in message
+        assert "was told to go on with replicas [0, 1" in message
 
 
 def _meets(rank: int, world: int, address: Address, odd: str) -> str:
-    if rank == 0 and odd == "older":
-        _speak_as_before_versions()
     if rank == 0 and odd == "newer":
         extension.HANDSHAKE += 1
         extension.package_version = lambda: "0.9.0"
@@ -162,31 +159,12 @@ def _meets(rank: int, world: int, address: Address, odd: str) -> str:
     return str(caught.value)
 
 
-def _speak_as_before_versions() -> None:
-    """Give this process the hello and the comparison that were there before the versions."""
-    arrive = rendezvous.arrive
-
-    def arrive_without(store: Any, key: str, hello: dict[str, Any]) -> str:
-        del hello["version"], hello["settings"][extension.HANDSHAKE_NAME]
-        return arrive(store, key, hello)
-
-    rendezvous.arrive = arrive_without
-    meetings._find_version = lambda hellos: ""
-
-
-@pytest.mark.parametrize("odd", ["older", "newer"])
+@pytest.mark.parametrize("odd", ["newer"])
 def test_replicas_of_two_versions_name_both(fresh_workers: Fresh, odd: str) -> None:
     pool = fresh_workers(2, init_group=False)
     at_odd, at_own = pool.run(_meets, pool.store, odd)
     own = f"{__version__} (handshake {extension.HANDSHAKE}) on replica 1"
     remedy = "install the same version on all replicas"
-    if odd == "older":
-        first = "a version before 0.2 (handshake 1) on replica 0"
-        assert at_odd == (
-            "handshake version of diloco_comm differs between replicas: "
-            f"null on replica 0; {extension.HANDSHAKE} on replica 1"
-        )
-    else:
-        first = f"0.9.0 (handshake {extension.HANDSHAKE + 1}) on replica 0"
-        assert at_odd == at_own
+    first = f"0.9.0 (handshake {extension.HANDSHAKE + 1}) on replica 0"
+    assert at_odd == at_own
     assert at_own == f"diloco_comm differs between replicas: {first}; {own}: {remedy}"

@@ -98,7 +98,7 @@ def test_sigkill_of_a_peer(
         assert num_hashes == 1
         assert error.missing == (victim,), str(error)
         assert error.fragment == 0 and error.round == 2 and error.stage
-        assert f"replica {victim} did not report" in str(error)
+        assert f"replica {victim} has ended" in str(error)
         assert "gloo" not in str(error) and "the connection was closed" in str(error)
         assert going_on
 
@@ -207,7 +207,7 @@ def test_a_replica_that_closes_early(fresh_workers: Fresh) -> None:
     for rank in (0, 2):
         error = results[rank]
         assert 1 in error.replicas and error.inner_steps[error.replicas.index(1)] == 70
-        assert "replica 1" in str(error) and "left" in str(error)
+        assert "closed " in str(error) and " left, at inner step" in str(error)
 
 
 def _join(rank: int, world: int, address: Address, collectives: str) -> Any:
@@ -236,20 +236,6 @@ def test_a_joiner(fresh_workers: Fresh, collectives: str) -> None:
     assert all(result == results[0] for result in results)
     joined, state, fine, _ = results[0]
     assert joined == (2,) and state == [7.0] and fine
-
-
-def _two_behind(rank: int, world: int, address: Address) -> str:
-    ex = connect_replica(address, rank, [0, 1])
-    with pytest.raises(SyncError) as caught:
-        ex.change_group([0, 1], last_rounds={0: 5, 3: 4 + 2 * rank})
-    ex.close()
-    return str(caught.value)
-
-
-def test_more_than_one_round_behind_is_an_error(fresh_workers: Fresh) -> None:
-    pool = fresh_workers(2, init_group=False)
-    for message in pool.run(_two_behind, pool.store):
-        assert "fragment 3: the group is at round 6, but replica 0 at 4" in message
 
 
 def _retry(rank: int, world: int, address: Address) -> bool:

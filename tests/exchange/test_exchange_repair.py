@@ -13,7 +13,7 @@ from exchange_helpers import CHUNK_BYTES, decode, sync, values
 from torch import Tensor
 from workers import Pool
 
-from diloco_comm.base.errors import NonFiniteError, SyncError
+from diloco_comm.base.errors import LeftBehind, NonFiniteError, SyncError
 from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header, Mean
@@ -121,21 +121,6 @@ def test_a_repaired_mean_is_on_the_wire_of_its_owners(
     assert float(found @ exact / (exact @ exact)) == pytest.approx(1, abs=0.2)
 
 
-def _not_voted(rank: int, world: int, address: tuple[str, int]) -> str:
-    """Replica 0 says that it has not applied a round which it never saw."""
-    ex, _ = _connect(address, rank, world)
-    with pytest.raises(SyncError) as caught:
-        ex.change_group(range(world), last_rounds={0: min(rank, 1)})
-    ex.close()
-    return str(caught.value)
-
-
-def test_behind_without_a_vote_is_an_error_everywhere(fresh_workers: Callable[..., Pool]) -> None:
-    pool = fresh_workers(3, init_group=False)
-    for message in pool.run(_not_voted, pool.store):
-        assert "replica 0 lacks round 1 of fragment 0" in message
-
-
 def _residuals(buffers: ExchangeBuffers) -> list[Tensor]:
     return [r.clone() for r in (buffers.residual, *buffers.residuals.reductions()) if r is not None]
 
@@ -194,10 +179,16 @@ def _left_behind(rank: int, world: int, address: tuple[str, int]) -> str:
         ex.change_group(range(world - 1), last_rounds={0: 0})
         sync(ex, buffers, [values(1, rank, N)], round=1)
         buffers.commit()
+        ex.store.set(f"went on/{rank}", "")
+        ex.store.wait(["left behind"])
+        ex.close()
+        return ""
+    ex.store.wait(["went on/0", "went on/1"])
     # Its round 1 would be another one.
-    with pytest.raises(SyncError) as caught:
+    with pytest.raises(LeftBehind) as caught:
         ex.change_group(range(world), last_rounds={0: 1})
     assert caught.value.missing == (world - 1,)
+    ex.store.set("left behind", "")
     ex.close()
     return str(caught.value)
 
@@ -206,5 +197,5 @@ def test_a_replica_that_was_left_behind_must_join_anew(
     fresh_workers: Callable[..., Pool],
 ) -> None:
     pool = fresh_workers(3, init_group=False)
-    for message in pool.run(_left_behind, pool.store):
-        assert "replica 2 went on apart from the others" in message and "join anew" in message
+    message = pool.run(_left_behind, pool.store)[2]
+    assert "went on in epoch 2 without replica 2" in message and 'init="join"' in message

@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from fault_ends import Address, End, Fresh, H, end
-from fault_replicas import Replica, Setup, check_agreement, connect, wait_for
-from workers import Pool
+from fault_replicas import Replica, Setup, check_agreement, wait_for
 
-from diloco_comm import _C, LeftBehind, NonFiniteError, SyncError
-from diloco_comm.exchange.membership import connecting, regroup, sealing
-from diloco_comm.exchange.membership.stores import decide_once
-from diloco_comm.exchange.membership.termination import Ack, Progress
+from diloco_comm import LeftBehind, NonFiniteError, SyncError
+from diloco_comm.exchange.membership import change
 
 # ------------------------------------------------------------------------- one and two deaths
 
@@ -158,15 +153,15 @@ def take_time_before_the_next_try(rank: int, world: int, address: Address, setup
 
 def lose_one_connection(rank: int) -> None:
     """Let the next group fail while it connects, on replica 0; the others wait for it briefly."""
-    limit, build = connecting.LIMIT_S, regroup.rendezvous.build_groups
+    limit, connect = change.LIMIT_S, change.connect
 
-    def build_once(*arguments: Any) -> Any:
-        connecting.LIMIT_S, regroup.rendezvous.build_groups = limit, build
+    def connect_once(*arguments: Any) -> Any:
+        change.LIMIT_S, change.connect = limit, connect
         if rank == 0:
             raise SyncError("lost on purpose", stage="connect")
-        return build(*arguments)
+        return connect(*arguments)
 
-    connecting.LIMIT_S, regroup.rendezvous.build_groups = 2.0, build_once
+    change.LIMIT_S, change.connect = 2.0, connect_once
 
 
 @pytest.mark.nightly("18 s; the explored models have tries that fail")
@@ -183,41 +178,6 @@ def test_a_try_that_failed_does_not_hide_who_lives(fresh_workers: Fresh) -> None
     epoch = results[0][1].epoch
     assert failure.kind == "LeftBehind" and failure.details["went_on_in"] == epoch, failure
     assert error.went_on_in == epoch and error.survivors == (0, 1)
-
-
-def come_with_an_old_state(rank: int, world: int, address: Address, setup: Setup) -> Any:
-    """Replica 3 dies; replica 2 has the state of long ago, as one that was restored."""
-    replica = Replica(address, rank, range(world), setup)
-    replica.train_to(6 * H - 1)
-    if rank == 3:
-        replica.fault("kill", "reduce")
-    failure = replica.train_until_failure(1)
-    assert failure.details["survivors"] == (0, 1, 2), failure
-    if rank == 2:
-        sealing.ack_of = lambda exchange, last: Ack(
-            exchange.epoch, exchange.members, exchange.epoch, {0: Progress(0)}
-        )
-    with pytest.raises(SyncError, match="at most 1 missing can be repaired") as caught:
-        replica.diloco.change_group("survivors")
-    if rank == 2:
-        with pytest.raises(LeftBehind):
-            replica.diloco.change_group("survivors")
-        replica.diloco.close()
-        return caught.value, None
-    replica.diloco.change_group("survivors")
-    replica.train_to(8 * H)
-    return caught.value, replica.result()
-
-
-def test_who_cannot_go_on_with_the_others_is_no_survivor(fresh_workers: Fresh) -> None:
-    pool = fresh_workers(4, init_group=False)
-    setup = Setup("int8", 1, H, timeout=1800.0)
-    results: list[Any] = pool.run(
-        come_with_an_old_state, pool.store, setup, expect_exit={3}, timeout=40
-    )
-    for error, _ in results[:3]:
-        assert error.missing == (2,) and error.survivors == (0, 1), error
-    check_agreement(result for _, result in results[:2])
 
 
 # ------------------------------------------------------------------------- what a handler sees
@@ -302,16 +262,3 @@ def ask_for_nonsense(rank: int, world: int, address: Address) -> int:
         diloco.change_group("survivors")
     diloco.close()
     return 1
-
-
-def propose_at_once(rank: int, world: int, address: Address) -> list[str]:
-    """All decide about the same keys at the same time; one of them wins each."""
-    store = dist.PrefixStore("decisions", _C.bounded_store(connect(address), 10.0))
-    return [decide_once(store, f"key {n}", f"{rank}") for n in range(50)]
-
-
-def test_a_decision_is_made_once(workers: Callable[[int], Pool]) -> None:
-    pool = workers(4)
-    results = pool.run(propose_at_once, pool.store)
-    assert all(result == results[0] for result in results)
-    assert decide_once(pool.crew.store, "decisions/key 0", "x") == results[0][0]

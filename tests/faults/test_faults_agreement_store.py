@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +15,8 @@ from fault_replicas import Replica, Setup, check_agreement, connect, wait_for
 from test_faults_store import STORE
 from zygote import Job, Zygote
 
-from diloco_comm import _C, SyncError
-from diloco_comm.base.store_host import dial_store, open_store
-from diloco_comm.exchange.membership.verdicts import decide_once
+from diloco_comm import SyncError
+from diloco_comm.exchange.membership.store_table import StoreTable
 
 # --------------------------------------------------------------------------------- the store
 
@@ -104,112 +99,15 @@ def test_every_store_decides(kind: str, tmp_path: Path) -> None:
         "plain": PlainStore,
     }
     store = stores[kind]()
-    ways = [store]
-    if kind != "plain":
-        ways += [dist.PrefixStore("p", store), _C.bounded_store(dist.PrefixStore("q", store), 10.0)]
+    ways = [store] if kind == "plain" else [store, dist.PrefixStore("p", store)]
     for way in ways:
-        assert decide_once(way, "fate", "first") == "first"
-        assert decide_once(way, "fate", "second") == "first"
-        assert way.get("fate") == b"first"
-
-
-@pytest.mark.parametrize("kind", ["tcp", "tcp without libuv", "diloco"])
-def test_threads_that_share_a_connection_wait_beside_each_other(kind: str) -> None:
-    """Two processes wait for a key of each other, each in one of its two threads."""
-    if kind == "diloco":
-        hosted = open_store("127.0.0.1", 0)
-        connections: list[dist.Store] = [
-            dial_store("127.0.0.1", hosted.port, 10.0) for _ in range(2)
-        ]
-    else:
-        options: dict[str, Any] = {"wait_for_workers": False, "use_libuv": kind == "tcp"}
-        options["timeout"] = timedelta(seconds=15.0)
-        here = dist.TCPStore("127.0.0.1", 0, is_master=True, **options)
-        connections = [here, dist.TCPStore("127.0.0.1", here.port, **options)]
-    begin, limit_s = time.monotonic(), 5.0
-    with ThreadPoolExecutor(2) as threads:
-        waits = [
-            threads.submit(_C.bounded_store(store, limit_s).wait, [f"key/{1 - i}"])
-            for i, store in enumerate(connections)
-        ]
-        # Both wait by now.
-        time.sleep(0.5)
-        for i, store in enumerate(connections):
-            _C.bounded_store(store, limit_s).set(f"key/{i}", "there")
-        for wait in waits:
-            wait.result()
-    assert time.monotonic() - begin < limit_s
-
-
-class Forgetful(dist.Store):
-    """A way to a store on which one notice is lost, once ``forget`` names a part of its key."""
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self.way, self.forget = store, ""
-
-    def _is_lost(self, key: str) -> bool:
-        is_lost = bool(self.forget) and re.search(self.forget, key) is not None
-        self.forget = "" if is_lost else self.forget
-        return is_lost
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        if self._is_lost(key):
-            # As a call that was not answered in time: what we wait for next gets its answers.
-            raise dist.DistStoreError("the store did not answer, on purpose")
-        self.way.set(key, value)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:  # type: ignore[override]
-        if self._is_lost(key):
-            raise dist.DistStoreError("the store did not answer, on purpose")
-        texts = (text if isinstance(text, str) else text.decode() for text in (expected, desired))
-        return self.way.compare_set(key, *texts)
-
-    def get(self, key: str) -> bytes:
-        return self.way.get(key)
-
-    def add(self, key: str, value: int) -> int:
-        return self.way.add(key, value)
-
-    def check(self, keys: list[str]) -> bool:  # type: ignore[override]
-        return self.way.check(keys)
-
-    def wait(self, keys: list[str], timeout: Any = None) -> None:  # type: ignore[override]
-        self.way.wait(keys) if timeout is None else self.way.wait(keys, timeout)
-
-
-def lose_a_notice(rank: int, world: int, address: Address, setup: Setup, notice: str) -> Any:
-    """Replica 1 dies, and what replica 0 says of it is lost at first. Replica 2 is in training."""
-    way = Forgetful(connect(address))
-    if rank == 0:
-        fault_replicas.connect = lambda address: way
-    replica = Replica(address, rank, range(world), setup)
-    replica.train_to(2 * H - 1)
-    if rank == 1:
-        replica.fault("kill", "header")
-    if rank == 2:
-        replica.store.wait(["decided"])
-    way.forget = notice
-    failure = replica.train_until_failure(1)
-    assert rank != 0 or way.forget == ""
-    way.forget = ""
-    replica.store.set("decided", "")
-    replica.diloco.change_group("survivors")
-    replica.train_to(4 * H)
-    return end(replica, failure)
-
-
-@pytest.mark.nightly("3 s each", but=["any_failed"])
-@pytest.mark.parametrize("notice", ["any_failed", r"board/(failed|report)/0"])
-def test_a_notice_that_is_lost_is_sent_again(fresh_workers: Fresh, notice: str) -> None:
-    pool = fresh_workers(3, init_group=False)
-    setup = Setup("int8", 1, H, timeout=1800.0)
-    results: list[Any] = pool.run(
-        lose_a_notice, pool.store, setup, notice, expect_exit={1}, timeout=40
-    )
-    for one in (results[0], results[2]):
-        assert one.missing == (1,) and one.survivors == one.members == (0, 2), one
-    check_agreement([results[0].result, results[2].result])
+        first, second = StoreTable(way), StoreTable(way)
+        assert first.beat("a", b"1") == {"a": b"1"} and second.beat("", b"") == {"a": b"1"}
+        assert second.beat("b", b"2") == {"a": b"1", "b": b"2"}
+        assert first.id == second.id and len(first.id) == 16
+        assert first.read() == b"" and not first.swap(b"x", b"y") and first.swap(b"", b"one")
+        assert not second.swap(b"", b"other") and second.swap(b"one", b"two")
+        assert first.read() == b"two"
 
 
 def die_on_a_file(rank: int, world: int, path: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from fault_simulation import Simulation
 from workers import Pool
 
 from diloco_comm import SyncError
-from diloco_comm.exchange.membership import regroup
+from diloco_comm.exchange.membership import change
 
 H = 4
 
@@ -142,18 +143,18 @@ def die_while_regrouping(
         replica.fault("kill", "vote", num_peers=1)
     failure = replica.train_until_failure(H + 1)
     if rank == 2:
-        if where == "hello":
-            regroup.rendezvous._wait_for_plan = die_in_connect
+        if where == "seal":
+            change.seal = die_in_connect
         elif where == "connect":
-            regroup.rendezvous.build_groups = die_in_connect
+            change.connect = die_in_connect
         else:
             replica.diloco.exchange.exchange_objects = die_in_connect
     failures = change_group_until_it_works(replica, [[0, 1, 2], [0, 1]])
     return finish(replica, 5 * H, [failure, *failures])
 
 
-@pytest.mark.nightly("9 s; the explorer of termination has it at every step")
-@pytest.mark.parametrize("where", ["hello", "connect", "repair"])
+@pytest.mark.nightly("9 s; the explored models have it at every step")
+@pytest.mark.parametrize("where", ["seal", "connect", "repair"])
 def test_second_death_while_the_group_is_formed(
     fresh_workers: Callable[..., Pool], where: str
 ) -> None:
@@ -176,12 +177,13 @@ def test_second_death_while_the_group_is_formed(
         simulation.check(number, results[number])
 
 
-def die_with_a_hello_on_the_store(
+def die_with_a_beat_on_the_store(
     rank: int, world: int, address: tuple[str, int], setup: Setup
 ) -> Result | None:
-    """Rank 3 says hello as replica 2 and dies; rank 2 comes later under the same number."""
+    """Rank 3 beats as replica 2 and dies; rank 2 comes later under the same number."""
     if rank == 3:
-        regroup.rendezvous._wait_for_plan = die_in_connect
+        die = threading.Timer(1.0, die_in_connect)
+        die.start()
         Replica(address, 2, range(3), setup)
         return None
     store = dist.TCPStore(*address, is_master=False)
@@ -193,12 +195,12 @@ def die_with_a_hello_on_the_store(
     return finish(Replica(address, rank, range(3), setup), 2 * H)
 
 
-def test_hello_of_a_dead_process_does_not_stand_for_its_successor(
+def test_beat_of_a_dead_process_does_not_stand_for_its_successor(
     fresh_workers: Callable[..., Pool],
 ) -> None:
     setup = Setup("int8", 1, H, timeout=8.0)
     pool = fresh_workers(4, init_group=False)
-    pool.submit(die_with_a_hello_on_the_store, pool.store, setup)
+    pool.submit(die_with_a_beat_on_the_store, pool.store, setup)
     pool.workers[3].exit_code()
     pool.crew.store.set("dead", "")
     pool.busy.discard(3)

@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from fault_ends import HALF_AN_HOUR, Address, Fresh, finish, wait_until_stopped
 from fault_replicas import (
     Replica,
@@ -22,13 +21,9 @@ from fault_replicas import (
 )
 
 from diloco_comm import SyncError
-from diloco_comm.exchange.membership import regroup
-from diloco_comm.exchange.membership.meeting import attendance
-from diloco_comm.exchange.membership.meeting.attendance import Attendance, Limits, OwnTime, Pulses
-from diloco_comm.exchange.membership.stores import read_known
+from diloco_comm.exchange.membership import change
 
 H = 4
-PREFIX = "run/diloco_comm/default"
 
 
 def kill_ourselves(*_: Any) -> None:
@@ -43,24 +38,23 @@ def stop_ourselves(*_: Any) -> None:
 
 
 def wait_for_a_newcomer(rank: int, world: int, address: Address, when: str) -> Any:
-    """Replica 2 is to join 0 and 1, and dies before it has said hello, or soon after."""
+    """Replica 2 is to join 0 and 1, and dies before it has come, or while it connects."""
     limits = {"join_timeout": 3.0, "suspect_after": 20.0}
-    if when == "after its hello":
+    if when == "while it connects":
         limits = {"join_timeout": 60.0, "suspect_after": 3.0}
     if rank == 2:
-        # Who is there sees it come.
-        connect(address).wait([f"{PREFIX}/meeting/{r}" for r in (0, 1)])
-        if when == "before its hello":
+        connect(address).wait([f"meeting/{r}" for r in (0, 1)])
+        if when == "before it has come":
             kill_ourselves()
-        regroup.rendezvous._wait_for_plan = kill_ourselves
+        change.connect = kill_ourselves
         Replica(address, 2, range(3), HALF_AN_HOUR, init="join", **limits)
     replica = Replica(address, rank, [0, 1], HALF_AN_HOUR, **limits)
     replica.train_to(H)
-    tell_when_here(replica)
+    replica.store.set(f"meeting/{rank}", "")
     with pytest.raises(SyncError) as caught:
         replica.diloco.change_group([0, 1, 2])
     error = caught.value
-    if when == "before its hello":
+    if when == "before it has come":
         # Nothing has happened to the old group: it goes on.
         with pytest.raises(ValueError, match="none is known"):
             replica.diloco.change_group("survivors")
@@ -71,19 +65,8 @@ def wait_for_a_newcomer(rank: int, world: int, address: Address, when: str) -> A
     return str(error), error.missing, error.survivors, finish(replica, 3 * H)
 
 
-def tell_when_here(replica: Replica) -> None:
-    """Set a key when this replica has looked for the others of a meeting."""
-    see = Attendance.see
-
-    def see_and_tell(here: Attendance, marks: dict[int, attendance.Mark]) -> None:
-        see(here, marks)
-        replica.store.set(f"{PREFIX}/meeting/{replica.number}", "")
-
-    Attendance.see = see_and_tell  # type: ignore[method-assign]
-
-
-@pytest.mark.nightly("4 s each", but=["after its hello"])
-@pytest.mark.parametrize("when", ["before its hello", "after its hello"])
+@pytest.mark.nightly("4 s each", but=["while it connects"])
+@pytest.mark.parametrize("when", ["before it has come", "while it connects"])
 def test_a_newcomer_that_dies_does_not_cost_the_timeout(fresh_workers: Fresh, when: str) -> None:
     pool = fresh_workers(3, init_group=False)
     results: list[Any] = pool.run(
@@ -133,7 +116,7 @@ def meet_for_the_first_time(rank: int, world: int, address: Address) -> Any:
 def test_who_was_there_and_is_silent_ends_the_first_meeting(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     pool.submit(meet_for_the_first_time, pool.store)
-    wait_for(pool, [f"{PREFIX}/hello/{rank}" for rank in (0, 1)])
+    time.sleep(1.0)
     # Who has not come at all is waited for longer than the time for joining.
     time.sleep(2.0)
     assert len(pool.busy) == 3
@@ -150,7 +133,7 @@ def test_who_was_there_and_is_silent_ends_the_first_meeting(fresh_workers: Fresh
 
 def meet_and_die_connecting(rank: int, world: int, address: Address) -> Any:
     if rank == 1:
-        regroup.rendezvous.build_groups = kill_ourselves
+        change.connect = kill_ourselves
     setup = Setup("int8", 1, H, timeout=3.0)
     with pytest.raises(SyncError) as caught:
         Replica(address, rank, range(3), setup)
@@ -227,142 +210,3 @@ def hold_the_lock(rank: int, world: int, address: Address) -> Result:
 def test_a_busy_peer_is_not_suspected(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     check_agreement(pool.run(hold_the_lock, pool.store, timeout=40))
-
-
-# --------------------------------------------------------------------------------- own time
-
-
-def test_own_standstills_count_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped for an hour neither gives up its peers nor its meeting."""
-    now = [100.0]
-    monkeypatch.setattr(attendance.time, "monotonic", lambda: now[0])
-    store = dist.HashStore()
-    limits = Limits(timeout=60.0, unheard=20.0, silence=5.0)
-    pulses = Pulses(store, lambda: (0, []), limits.silence)
-    here = Attendance(0, [0, 1, 2], limits, pulses, time=OwnTime())
-    here.see({})
-    here.see({1: ("nonce", 0)})
-    now[0] += 3600.0
-    here.see({1: ("nonce", 0)})
-    assert here.given_up() == {} and not here.is_over
-    for _ in range(4):
-        now[0] += 1.0
-        here.see({1: ("nonce", 0)})
-    assert here.given_up() == {1: "came, and was silent for 5 s then"}
-    here.see({1: ("nonce", 1)})
-    assert here.given_up() == {} and here.heard == {1}
-    for beat in range(20):
-        now[0] += 1.0
-        here.see({1: ("nonce", beat)})
-    assert here.given_up() == {2: "did not come within 20 s"}
-    assert here.describe() == "replica 2 (never heard of)"
-
-
-class FarStore:
-    """A store whose answers take a while, by a clock of the test's own."""
-
-    def __init__(self, now: list[float], delay_s: float) -> None:
-        self.store, self.now, self.delay_s = dist.HashStore(), now, delay_s
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.store, name)
-
-        def call(*arguments: Any) -> Any:
-            self.now[0] += self.delay_s
-            return method(*arguments)
-
-        return call
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3])
-def test_a_far_store_does_not_stretch_the_limits(
-    monkeypatch: pytest.MonkeyPatch, delay_s: float
-) -> None:
-    now = [100.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(attendance.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(attendance.time, "sleep", sleep)
-    store: Any = FarStore(now, delay_s)
-    for replica in range(1, 16):
-        # They have been in an epoch with us, and all have died.
-        store.store.set(f"1/board/beat/{replica}", "7")
-    with pytest.raises(SyncError, match="did not come within 6 s"):
-        regroup.rendezvous.agree(
-            store,
-            0,
-            range(16),
-            former=range(16),
-            epoch=1,
-            newest=1,
-            settings={},
-            say=lambda all_are_here: {"address": ""},
-            limits=Limits(timeout=600.0, unheard=6.0, silence=6.0),
-        )
-    # To come and to go costs a call for each member, and a look a few, however many there are.
-    assert 6.0 <= now[0] - 100.0 <= 6.0 + (16 + 16 + 20) * delay_s + 0.1
-
-
-def test_keys_that_exist_are_read_though_others_are_absent() -> None:
-    """A replica that has come is seen before all have, and a key is looked for once."""
-    now = [0.0]
-    store: Any = FarStore(now, 1.0)
-    known: set[str] = set()
-    keys = [f"accepted/{replica}" for replica in range(4)]
-    assert read_known(store, keys, known) == {} and known == set()
-    for replica in (3, 1):
-        store.store.set(f"accepted/{replica}", str(replica))
-    assert read_known(store, keys, known) == {"accepted/1": b"1", "accepted/3": b"3"}
-    for replica in (0, 2):
-        store.store.set(f"accepted/{replica}", str(replica))
-    before = now[0]
-    found = read_known(store, keys, known)
-    assert list(found.items()) == [(key, str(i).encode()) for i, key in enumerate(keys)]
-    # One check of the two new keys, and one read of all; then one read.
-    assert now[0] - before == 2.0
-    assert read_known(store, keys, known) == found and now[0] - before == 3.0
-
-
-def test_a_counter_is_a_sign_of_life_though_another_replica_never_beat(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(attendance.time, "monotonic", lambda: now[0])
-    store = dist.HashStore()
-    pulses = Pulses(store, lambda: (3, [1, 2]), 4.0)
-    for beat in range(3):
-        store.set("3/board/beat/1", str(beat))
-        now[0] += 1.0
-        pulses.look([1, 2])
-    assert pulses.lives(1) and not pulses.lives(2)
-
-
-def test_a_hello_from_before_is_no_sign_of_life() -> None:
-    limits = Limits(timeout=60.0, unheard=60.0, silence=5.0)
-    pulses = Pulses(dist.HashStore(), lambda: (0, []), limits.silence)
-    here = Attendance(0, [0, 1], limits, pulses)
-    here.see({1: ("dead", 7)})
-    assert here.heard == set()
-    here.see({1: ("successor", 0)})
-    assert here.heard == {1}
-    here.see({})
-    assert here.heard == set() and here.describe() == "replica 1 (it has left again)"
-
-
-def test_counters_that_rise_are_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(attendance.time, "monotonic", lambda: now[0])
-    store = dist.HashStore()
-    pulses = Pulses(store, lambda: (3, [1, 2]), 4.0)
-    for beat in range(3):
-        store.set("3/board/beat/1", str(beat))
-        store.set("3/board/beat/2", "7")
-        now[0] += 1.0
-        pulses.look([1, 2, 9])
-    assert [pulses.lives(replica) for replica in (1, 2, 9)] == [True, False, False]
-    for _ in range(5):
-        now[0] += 1.0
-        pulses.look([1, 2, 9])
-    assert not pulses.lives(1)

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from fault_replicas import Failure, Replica, Result, Setup, check_agreement, wai
 from torch import Tensor
 from workers import Pool
 
-from diloco_comm import Delayed, Eager, HeavyBall, Streaming, SyncError
-from diloco_comm.exchange.membership import regroup
+from diloco_comm import Delayed, Eager, HeavyBall, Streaming
 
 H = 4
 LR = 0.5
@@ -210,109 +208,6 @@ def test_what_a_woken_replica_applies_the_others_have(fresh_workers: Callable[..
         assert woken.rounds == [1] and woken.failure.is_state_kept
 
 
-# ------------------------------------------------------------------ a change that fails half-way
-
-
-@dataclass
-class Comeback:
-    """What replica 1 or 2 saw of a change that failed for all but replica 0, and where it ended."""
-
-    failure: Failure
-    newest_group: tuple[int, tuple[int, ...]]
-    epoch: int
-    refusal: str
-    missing: tuple[int, ...]
-    refused_at: list[int]
-    outer_hash: str
-    end: Result
-
-
-def let_one_member_enter(replica: Replica, stage: str) -> None:
-    """Replica 0 enters group [0, 1] and dies; replica 1 agrees to it, and fails at ``stage``."""
-    diloco, confirm = replica.diloco, regroup.confirm
-
-    def die(*_: Any) -> None:
-        replica.store.set("hash", diloco.outer_hash())
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def fail(*args: Any) -> None:
-        if stage == "confirm":
-            confirm(*args)
-        replica.store.wait(["hash"])
-        raise SyncError("as a test wants it", stage=stage)
-
-    if replica.number == 1:
-        with mock.patch.object(regroup, stage, fail), pytest.raises(SyncError, match="a test"):
-            diloco.change_group([0, 1])
-    elif stage == "attach":
-        # Replica 0 would wait in vain for replica 1 to confirm.
-        with mock.patch.object(regroup, "confirm", die):
-            diloco.change_group([0, 1])
-    else:
-        # What comes after the rounds have been applied.
-        with mock.patch.object(diloco._agreement, "renew", die):
-            diloco.change_group([0, 1])
-
-
-def come_back_to_a_change_that_failed(
-    rank: int, world: int, address: tuple[str, int], setup: Setup, stage: str
-) -> Comeback:
-    """Replica 2 stops before its vote, is left out, and comes back when the change has failed."""
-    replica = Replica(address, rank, range(world), setup)
-    diloco = replica.diloco
-    replica.train_to(2 * H - 1)
-    diloco.exchange.exchange_objects(b"")
-    if rank == 2:
-        replica.fault("stop", "vote")
-    failure = replica.train_until_failure(1)
-    if rank < 2:
-        let_one_member_enter(replica, stage)
-        replica.store.set("change failed", "")
-    newest_group, epoch = diloco.exchange.newest_group, diloco.exchange.epoch
-    with pytest.raises(SyncError) as refused:
-        diloco.change_group([1, 2])
-    refused_at = [part.round for part in diloco.parts]
-    if rank == 1:
-        diloco.change_group([1])
-        outer_hash = diloco.outer_hash()
-        diloco.change_group([1, 2])
-    else:
-        diloco.close()
-        replica = Replica(address, rank, [1, 2], setup, init="join")
-        outer_hash = replica.diloco.outer_hash()
-    replica.train_to(4 * H)
-    end = replica.result()
-    replica.diloco.close()
-    error = refused.value
-    seen = newest_group, epoch, str(error), error.missing, refused_at
-    return Comeback(failure, *seen, outer_hash, end)
-
-
-@pytest.mark.nightly("7 s; the explorer of termination has it")
-@pytest.mark.parametrize("stage", ["attach", "confirm"])
-def test_who_was_left_out_of_a_change_that_failed_has_no_say(
-    fresh_workers: Callable[..., Pool], stage: str
-) -> None:
-    """The round counts, for replica 0 may have applied it; replica 2 would have it discarded."""
-    pool = fresh_workers(3, init_group=False)
-    setup = Setup("int8", 1, H, timeout=4.0, name="half-way")
-    pool.submit(come_back_to_a_change_that_failed, pool.store, setup, stage)
-    wait_for(pool, ["change failed"], timeout=60)
-    pool.kill(2, signal.SIGCONT)
-    results: list[Any] = pool.collect(timeout=60, expect_exit={0})
-    first, left_out = results[1:]
-    assert first.failure.stage == "vote", first.failure
-    assert first.newest_group == (2, (0, 1)) and first.epoch == (1 if stage == "attach" else 2)
-    assert left_out.newest_group == (1, (0, 1, 2)) and left_out.epoch == 1
-    for one in (first, left_out):
-        assert one.missing == (2,) and one.refused_at == [1]
-        assert "replica 2 lacks round 1 of fragment 0" in one.refusal
-    if stage == "confirm":
-        assert first.outer_hash == pool.crew.store.get("hash").decode()
-    assert first.outer_hash == left_out.outer_hash
-    check_agreement([first.end, left_out.end])
-
-
 # ------------------------------------------------------------------ rounds that were voted down
 
 
@@ -349,7 +244,7 @@ def stop_after_a_bad_round(
     return before, after, end
 
 
-@pytest.mark.nightly("7 s; the explorer of termination has rounds that are voted down")
+@pytest.mark.nightly("7 s; the explored models have rounds that are voted down")
 def test_a_round_that_was_voted_down_is_no_gap(fresh_workers: Callable[..., Pool]) -> None:
     options = {"overlap": Delayed(2), "on_nonfinite": "skip", "error_feedback": True}
     setup = Setup("int8", 1, H, timeout=4.0, name="gap", options=options)
@@ -386,7 +281,7 @@ def die_with_a_bad_vote(
     return seen, is_finite
 
 
-@pytest.mark.nightly("3 s; the explorer of termination has bad votes")
+@pytest.mark.nightly("3 s; the explored models have bad votes")
 @pytest.mark.parametrize("wire", ["int8", "fp32"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_bad_vote_that_nobody_heard_leaves_finite_values(

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from agreement_mutants import with_change
 from agreement_walks import demand, first_group, settle
 from agreement_world import Broken, Name, World, settings_of
-from termination_mutants import with_change
 
 from diloco_comm.group import agreement
 from diloco_comm.group import state as st

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from problems import attach, train_step
 
 from diloco_comm import Nesterov, NonFiniteError, PeerLeft, ReplicaMismatch
-from diloco_comm.exchange.membership import line
+from diloco_comm.exchange.membership import change
 
 # Between two sends.
 NUM_STEPS = 5
@@ -134,12 +134,12 @@ def left_out(rank: int, world: int) -> str:
     """Replica 1 ends its block while the others, who have left its group, make the next one."""
     model, optimizer, diloco = attach(sync_every=3, timeout=30)
     store = dist.distributed_c10d._get_default_store()
-    claim_line = line.claim_line
+    connect = change.connect
 
-    def claim_late(*arguments: Any) -> None:
+    def connect_late(*arguments: Any) -> Any:
         store.set("the old group is closed", "")
         store.wait(["replica 1 has ended"])
-        claim_line(*arguments)
+        return connect(*arguments)
 
     with diloco:
         for step in range(NUM_STEPS):
@@ -148,7 +148,7 @@ def left_out(rank: int, world: int) -> str:
         if rank == 1:
             store.wait(["the old group is closed"])
         else:
-            with mock.patch.object(line, "claim_line", claim_late):
+            with mock.patch.object(change, "connect", connect_late):
                 diloco.change_group([0, 2])
             train_step(model, optimizer, rank, NUM_STEPS)
     if rank == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -10,9 +11,17 @@ from typing import Any
 from unittest import mock
 
 from agreement_walks import DURABLE_FAULTS, FORGETTING_FAULTS
-from termination_mutants import with_change
 
 from diloco_comm.group import agreement, plans, streams
+
+
+def with_change(module: ModuleType, old: str, new: str) -> dict[str, Any]:
+    """Return what a module would hold if its text were another."""
+    text = inspect.getsource(module)
+    assert text.count(old) == 1, f"{module.__name__} has {text.count(old)} times: {old}"
+    names: dict[str, Any] = {"__name__": module.__name__, "__package__": module.__package__}
+    exec(compile(text.replace(old, new), f"{module.__name__} with a mistake", "exec"), names)
+    return names
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from diloco_comm import DiLoCo, LeftBehind, Nesterov, SyncError
 from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
 from diloco_comm.elastic.options import Elastic
 from diloco_comm.exchange.membership import change
-from diloco_comm.training.elastic_group import ElasticGroup
+from diloco_comm.exchange.membership.follower import Follower
 
 # Long enough for a process on a loaded machine to beat meanwhile.
 SUSPECT_AFTER_S = 6.0
@@ -345,9 +345,9 @@ def die_in_change(stage: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     places: dict[str, tuple[Any, str]] = {
-        "seal": (sealing, "ack_of"),
-        "connect": (regroup, "connect"),
-        "open": (ElasticGroup, "admit"),
+        "seal": (change, "positions_of"),
+        "connect": (change, "connect"),
+        "open": (Follower, "wait_until_entered"),
     }
     setattr(*places[stage], die)
 
