@@ -156,6 +156,10 @@ class Driver:
             self._orders.pop(st.Fail, None)
         if isinstance(event, st.Broke | st.Boundary):
             self.is_change_wanted = self.is_broken = False
+            record = self.state.record
+            if record is not None and event.number < record.number:
+                # A Ctrl-C has lost the order to enter.
+                self._order(st.Enter(record))
         self._events.put(event)
 
     def lost(self, numbers: Collection[int]) -> None:

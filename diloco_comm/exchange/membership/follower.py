@@ -254,6 +254,9 @@ class Follower:
                 logger.warning("view %s could not begin: %s", number, error)
                 continue
             except BaseException:
+                if change.record is None:
+                    # A Ctrl-C: the next call of the program goes on with this attempt.
+                    self._next = order, chosen
                 self._broke(change.record, None)
                 raise
             assert change.record is not None
