@@ -66,10 +66,18 @@ std::vector<link::Place> places_of(const Places& peers) {
 
 std::vector<c10::intrusive_ptr<LinkGroup>> make_groups(Link& link, const std::string& token,
                                                        int rank, const Places& peers, int lanes,
-                                                       double limit_s) {
+                                                       double limit_s,
+                                                       const std::optional<py::function>& is_void) {
     const auto places = places_of(peers);
+    const auto check = [&is_void] {
+        check_signals();
+        const py::gil_scoped_acquire gil;
+        if (is_void && (*is_void)().cast<bool>()) {
+            throw std::runtime_error("another attempt has begun");
+        }
+    };
     const WithoutGil no_gil;
-    return connect_groups(link, token, rank, places, lanes, from_seconds(limit_s), check_signals);
+    return connect_groups(link, token, rank, places, lanes, from_seconds(limit_s), check);
 }
 
 // The bytes of a seed or of a public key.
@@ -269,9 +277,10 @@ void register_link(py::module_& m) {
         .def("allow", &allow<Link>, py::arg("keys"),
              "Replaces the public keys that may connect; connections of other keys end.")
         .def("groups", &make_groups, py::arg("token"), py::arg("rank"), py::arg("peers"),
-             py::arg("lanes"), py::arg("limit_s"),
+             py::arg("lanes"), py::arg("limit_s"), py::arg("is_void") = py::none(),
              "Two groups for each lane, once all peers have called it: (nonce, address, public key "
-             "as hexadecimal digits, address of a relay) of each rank.")
+             "as hexadecimal digits, address of a relay) of each rank. Gives up when is_void says "
+             "so.")
         .def(
             "adopt", [](Link& link, int fd) { link.adopt(Descriptor([fd] { return fd; })); },
             py::arg("fd"), release(), "Takes a connection that a peer has dialled at a relay.")

@@ -23,7 +23,8 @@ from .member import Epoch, Member
 from .own_link import Dial
 
 # Seconds in which the members of an epoch connect: hosts that reach each other take milliseconds.
-LIMIT_S = 30.0
+# Groups of gloo cannot be given up before.
+LIMIT_S, GLOO_LIMIT_S = 30.0, 10.0
 # Rounds of a fragment that a replica names; all before have ended on all members.
 _NAMED = 16
 _HELD = ("voted", "agreed", "applied")
@@ -89,6 +90,10 @@ class Change(Protocol):
         """Take functions for any thread: one ends the present epoch, one returns its number."""
         ...
 
+    def is_void(self) -> bool:
+        """Whether this attempt comes to nothing, as another one has begun; from any thread."""
+        ...
+
     def entered(self, failure: SyncError | None) -> Agreed:
         """Say that all members are connected here, or why not; wait until the epoch may begin.
 
@@ -113,8 +118,8 @@ def connect(member: Member, change: Change) -> Groups:
         return []
     if member.tcp is not None:
         dial = Dial(member.tcp, f"{member.name}/{change.token}", members, change.ways)
-        return dial.groups(rank, member.lanes, limit, name)
-    deadline, store = time.monotonic() + limit, change.store
+        return dial.groups(rank, member.lanes, limit, name, change.is_void)
+    deadline, store = time.monotonic() + min(limit, GLOO_LIMIT_S), change.store
     assert store is not None
     return [
         connecting.connect(

@@ -142,6 +142,10 @@ class GroupChange:
         """Call ``seal`` when rounds under way are to fail; see ``Change``."""
         self._group.guard(seal, epoch)
 
+    def is_void(self) -> bool:
+        """Whether another attempt has begun; see ``Change``."""
+        return self._group.is_void()
+
     def entered(self, failure: SyncError | None) -> Agreed:
         """Wait until the members have agreed; see ``Change``."""
         self.record = self._group.wait_until_entered(self.chosen, self._failure or failure)
@@ -358,6 +362,8 @@ class Follower:
                 store = self._meeting_place(chosen)
             except SyncError as error:
                 failure = error
+        if self._mates is not None:
+            self._mates.is_void = False
         return GroupChange(self, chosen, self._rank, store, failure)
 
     # -------------------------------------------------------------------------- an attempt
@@ -376,7 +382,8 @@ class Follower:
         if self._driver is not None and chosen.record is None:
             nonces = tuple(sorted({nonce for cut, _ in told for nonce in cut}))
             error = "" if nonces else text
-            self._driver.tell(st.Connected(chosen.name, nonces, error))
+            if not (text and self._driver.has_order):
+                self._driver.tell(st.Connected(chosen.name, nonces, error))
         if text:
             self._refuse(text, failure)
         if text and chosen.record is None:
@@ -391,6 +398,15 @@ class Follower:
 
     def _refuse(self, text: str, failure: SyncError | None) -> None:
         """Raise where an attempt is to end all attempts."""
+
+    def is_void(self) -> bool:
+        """Whether the attempt under way comes to nothing."""
+        driver, mates = self._driver, self._mates
+        if driver is None:
+            return mates is not None and mates.is_void
+        if driver.has_order and mates is not None:
+            mates.give_up()
+        return driver.has_order
 
     def _wait_for_record(self, chosen: Chosen) -> Record:
         log = WaitLog()

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -290,11 +290,19 @@ class Dial:
     members: Sequence[int]
     ways: Sequence[Mapping[str, Any]]
 
-    def groups(self, rank: int, lanes: int, timeout: float, name: str) -> list[_C.LinkGroup]:
+    def groups(
+        self,
+        rank: int,
+        lanes: int,
+        timeout: float,
+        name: str,
+        is_void: Callable[[], bool] | None = None,
+    ) -> list[_C.LinkGroup]:
         """Connect groups over the link; its connections of an older epoch stay.
 
         Args:
             name: For the error.
+            is_void: Asked again and again; True: give up.
 
         Raises:
             SyncError: If a peer did not connect in time, or is not let in.
@@ -308,7 +316,7 @@ class Dial:
         why, refused = self.own.refusal_of(replica, self.members, keys)
         if not why:
             try:
-                return self.own.link.groups(self.token, rank, peers, lanes, timeout)
+                return self.own.link.groups(self.token, rank, peers, lanes, timeout, is_void)
             except (RuntimeError, ValueError) as error:
                 why, cause = with_replicas(str(error), self.members), error
         raise SyncError(
