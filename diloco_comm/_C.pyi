@@ -1,6 +1,6 @@
 """The C++ extension. Importing it registers ``torch.ops.diloco_comm.*`` (see ``ops.py``)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor

@@ -13,9 +13,10 @@ from fault_replicas import make_model, make_optimizer, take_inner_step
 from registries import Host
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, Streaming
+from diloco_comm import DiLoCo, Elastic, Streaming, SyncError
+from diloco_comm.group.records import Record
 from diloco_comm.rounds.round_log import Standing
-from diloco_comm.training.elastic_group import ElasticGroup
+from diloco_comm.training.elastic_group import Chosen, ElasticGroup
 
 H = 4
 
@@ -25,17 +26,16 @@ def peers_of(registry: str, **options: Any) -> Elastic:
 
 
 def _founder(rank: int, world: int, registry: str) -> tuple[tuple[int, ...], int, str]:
-    admit, calls = ElasticGroup.admit, []
+    wait, calls = ElasticGroup.wait_until_entered, []
 
-    def refused_once(self: ElasticGroup, inner_step: int) -> None:
-        """As where the registry does not open the first view."""
-        calls.append(inner_step)
+    def fail_once(self: ElasticGroup, chosen: Chosen, failure: SyncError | None) -> Record:
+        """As where devices do not connect."""
+        calls.append(chosen)
         if len(calls) == 1:
-            assert self._form is not None
-            raise self._given_up(self._form.view.number)
-        admit(self, inner_step)
+            failure = SyncError("the devices did not connect", stage="connect", cuts=[(7, 8)])
+        return wait(self, chosen, failure)
 
-    ElasticGroup.admit = refused_once  # type: ignore[method-assign]
+    ElasticGroup.wait_until_entered = fail_once  # type: ignore[method-assign]
     model = make_model()
     optimizer = make_optimizer(model)
     peers = peers_of(registry, founding_wait=0.5)
@@ -50,7 +50,7 @@ def test_a_second_attempt_begins_over_the_same_link(
 ) -> None:
     pool = fresh_workers(2, init_group=False)
     ends = pool.run(_founder, registry.address, timeout=80)
-    assert [end[:2] for end in ends] == [((0, 1), 2)] * 2
+    assert [end[0] for end in ends] == [(0, 1)] * 2 and all(end[1] > 1 for end in ends)
     assert ends[0][2] == ends[1][2]
 
 

@@ -33,10 +33,11 @@ from support_paths import FOLDERS
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, ReplicaMismatch, RunEnded, Streaming, SyncError
-from diloco_comm.elastic import driver, options
+from diloco_comm.elastic import options
 from diloco_comm.elastic.exits import MISFIT, status_of
 from diloco_comm.elastic.registry import connect as registry_at
 from diloco_comm.elastic.state_folder import StateFolder
+from diloco_comm.group import driver
 from diloco_comm.group.records import NO_RECORD, Key
 
 OPTIONS: dict[str, Any] = {"sync_every": 4, "block_size": BLOCK, "chunk_bytes": 512}
@@ -314,7 +315,7 @@ def test_a_group_trains_on_while_its_registry_is_another_one(
 def test_a_replica_whose_key_is_removed_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "KEY_WAIT_S", 0.5)
+    monkeypatch.setattr(driver, "_KEY_WAIT_S", 0.5)
     make_registry_keys(tmp_path, "paris")
     with serving(keys=tmp_path / "server.key_secret") as server:
         diloco, model, optimizer = attach(server.address, 0, key=tmp_path / "paris.key_secret")

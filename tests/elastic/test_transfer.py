@@ -266,7 +266,7 @@ def test_garbage_on_the_port_harms_nobody(content: bytes) -> None:
 
 def asked(group: Group, content: bytes, service: str = SERVICE) -> tuple[bytes, bytes]:
     """Ask the first donor for anything, over the connection that is there; return the answer."""
-    link, way = group.fresh.link, group.places["0"].way
+    link, way = group.fresh.link, group.places["0"].words
     group.turn_until(lambda: any(donor.status for donor in group.newcomer._usable()))
     number = link.request(way, service, content, 1 << 20)
     assert number > 0
@@ -370,7 +370,7 @@ def test_a_connection_that_ends_is_made_anew() -> None:
 def test_a_source_that_ends_answers_what_waits() -> None:
     """No request stays open, and a connection outlives many sources."""
     with training(SGD, 1, width=32) as group:
-        donor, fresh, way = group.replicas[0].link, group.fresh.link, group.places["0"].way
+        donor, fresh, way = group.replicas[0].link, group.fresh.link, group.places["0"].words
         group.turn_until(lambda: any(one.status for one in group.newcomer._usable()))
         for _ in range(20):
             source = _C.StateSource([state_tensors(part) for part in group.replicas[0].parts])
@@ -387,7 +387,7 @@ def test_a_source_that_ends_answers_what_waits() -> None:
 
 def test_requests_of_connections_that_have_ended_cost_no_answer() -> None:
     with training(Nesterov, 1) as group:
-        way, wanted = group.places["0"].way, Wanted(Kind.STATE, 0, 0, 0, 1).to_bytes()
+        way, wanted = group.places["0"].words, Wanted(Kind.STATE, 0, 0, 0, 1).to_bytes()
         before = len(group.replicas[0].log.rounds())
         for _ in range(20):
             stranger = _C.Link("", "")
@@ -412,7 +412,7 @@ def test_a_forked_child_ends_with_a_source() -> None:
 
 def test_wrong_places_are_a_trouble_of_their_own_peer() -> None:
     with training(SGD, 1, width=32) as group:
-        fresh, good = group.fresh.link, group.places["0"].way
+        fresh, good = group.fresh.link, group.places["0"].words
         nonce = "ab" * 16
         wrong = [("x", "", "", ""), (nonce, "h:1", "ab" * 32, ""), (nonce, "", "", "")]
         wrong.append((nonce, "no-such-host.invalid:5", "", ""))
