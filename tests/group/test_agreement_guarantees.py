@@ -117,7 +117,7 @@ def test_a_newcomer_waits_while_the_process_before_it_lives() -> None:
     again = (*members_places(TWO), place_of(1, 1, follows=1))
     core.look(TWO, again)
     assert not core.state.is_pending
-    at_boundary(core)
+    at_boundary(core).poll(2)
     assert Record.from_bytes(core.only(st.Swap).new).members == TWO.members
 
 
