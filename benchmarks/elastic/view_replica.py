@@ -1,7 +1,7 @@
 """A replica that goes from view to view: each time its view breaks off, and the members meet again.
 
 Nobody dies, and there is one round in each view. So the time of a change is that of its own steps:
-the others hear of it, two swaps of the registry, the seal, the meeting, the connections, and the
+the others hear of it, the seals, the answers of all members, one swap of the registry, and the
 settling.
 """
 
@@ -42,7 +42,6 @@ class Formed:
     Attributes:
         seconds: From the end of the last view to the beginning of this one, here.
         cpu_s: Of processor time that this process has taken, all its threads together.
-        num_keys: In the store that this process hosts for meetings, before it forgets old views.
     """
 
     at: float
@@ -50,7 +49,6 @@ class Formed:
     members: tuple[int, ...]
     seconds: float
     cpu_s: float
-    num_keys: int
 
 
 def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings) -> None:
@@ -62,10 +60,8 @@ def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings)
         if isinstance(happening, ViewChanged):
             who = happening.number, happening.members
             seconds = happening.seconds, time.process_time()
-            num_keys = 0 if diloco is None else keys_of(diloco)
-            pipe.send(Formed(time.monotonic(), *who, *seconds, num_keys))
+            pipe.send(Formed(time.monotonic(), *who, *seconds))
 
-    diloco: DiLoCo | None = None
     diloco = DiLoCo(
         model,
         optimizer,
@@ -92,10 +88,3 @@ def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings)
             elastic._go_on(diloco, SyncError("this view is to end", stage="view"))
     diloco.close()
     pipe.send(Ended(time.monotonic(), DONE))
-
-
-def keys_of(diloco: DiLoCo) -> int:
-    """Return how many keys the store holds that this process hosts for meetings."""
-    place = None if diloco._elastic is None else diloco._elastic.group._place
-    assert place is not None and place._store is not None
-    return len(place._store.list_keys())

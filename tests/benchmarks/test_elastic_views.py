@@ -23,8 +23,8 @@ def test_nothing_is_left_of_many_views(tmp_path: Path) -> None:
     assert views.samples.keys() == {"the registry", "replica 0", "replica 1", "replica 2"}
 
 
-def formed(number: int, num_keys: int = 20, members: tuple[int, ...] = (0, 1)) -> Formed:
-    return Formed(0.0, number, members, 0.1, 0.01 * number, num_keys)
+def formed(number: int, members: tuple[int, ...] = (0, 1)) -> Formed:
+    return Formed(0.0, number, members, 0.1, 0.01 * number)
 
 
 def test_what_is_wrong_is_named() -> None:
@@ -33,14 +33,13 @@ def test_what_is_wrong_is_named() -> None:
     for name in ("replica 0", "replica 1", "the registry"):
         views.samples[name] = [Resources(2, 40, 9, 100.0)] * 29
     assert violations(views, RSS_MIB) == []
-    views.formed[1] = [formed(n, num_keys=10 * n) for n in range(30)]
+    views.formed[1] = [formed(n) for n in range(30)]
     views.formed[0][3] = formed(3, members=(0,))
     views.samples["replica 0"] = [Resources(2, 40 + n, 9, 100.0) for n in range(60)]
     views.samples["the registry"].pop()
     assert [line.split(" ")[0] for line in violations(views, RSS_MIB)] == [
         "a",
         "replica",
-        "keys",
         "I7:",
         "28",
     ]
