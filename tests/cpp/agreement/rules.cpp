@@ -40,7 +40,7 @@ bool Rules::may_enter(const State& s, int i, int record) const {
     const Process& p = s.processes[i];
     const Record& next = s.records[record];
     if (p.entered != kNone) return next.parent == p.entered;
-    if (c.by_id && next.parent != kNone && next.kind != kRevival) {
+    if (next.parent != kNone && next.kind != kRevival) {
         // Before a member of the base knows of the record, the table may forget, and the base may
         // go on in another table.
         const Set base = s.records[next.parent].members;
@@ -51,24 +51,14 @@ bool Rules::may_enter(const State& s, int i, int record) const {
     return next.kind != kPlanned || p.follows == next.parent || c.is(Mutant::kStaleFollower);
 }
 
-// Rule 2: whether process j, which is bound to attempt a, may answer another because the proposer
-// of a has ended: the swap of a was not made, for the table shows the base, and has not forgotten
-// since.
-bool Rules::is_released(const State& s, int a, int j) const {
-    const Attempt& attempt = s.attempts[a];
-    if (s.processes[attempt.proposer].is_up() || c.is(Mutant::kReleaseWithdrawn)) return false;
-    if (c.is(Mutant::kReleaseUnread)) return true;
-    return table_of(s, j) == attempt.base && !s.processes[j].has_seen_forgetting();
-}
-
-// By id: a swap into an empty table of another id needs the SEALED of every member of the base.
+// Rule 13: a swap into an empty table of another id needs the SEALED of every member of the base.
 bool Rules::has_all_for_new_table(const State& s, const Attempt& attempt) const {
     const Set base = s.records[attempt.base].members;
     Set needed = base;
     if (c.is(Mutant::kNewTableLiving)) needed &= up(s);
     // The callers of change_group vouch that the others are dead.
     if (c.demands > 0) needed &= Set(attempt.members | up(s));
-    if (c.is(Mutant::kNewTableMajority)) return is_majority(Set(attempt.seals & base), base);
+    if (c.is(Mutant::kNewTableMajority)) return 2 * size(attempt.seals & base) > size(base);
     return contains(attempt.seals, needed);
 }
 
@@ -76,8 +66,8 @@ bool Rules::has_all_for_new_table(const State& s, const Attempt& attempt) const 
 bool Rules::may_swap(const State& s, const Attempt& attempt) const {
     const int table = s.tables[attempt.place];
     if (c.is(Mutant::kBlindSwap)) return true;
-    if (!c.by_id) return table == attempt.base;
-    if (attempt.table_id != id_of(s, attempt.place)) return false;
+    const bool is_lost = attempt.table_id != id_of(s, attempt.place);
+    if (is_lost && !c.is(Mutant::kRequestsSurvive)) return false;
     const bool is_founding = attempt.kind == kFounding || attempt.kind == kRevival;
     if (!is_founding && is_other_table(s, attempt.place, attempt.base)) return table == kNone;
     return table == attempt.base;
@@ -101,10 +91,9 @@ int Rules::free_record(const State& s, int number) const {
 
 bool Rules::is_own_open(const State& s, int i) const {
     for (const Attempt& attempt : s.attempts) {
-        const bool is_own = attempt.stage != kFree && attempt.proposer == i;
-        const bool is_here =
-            s.processes[i].entered == attempt.base || s.processes[i].entered == kNone;
-        if (is_own && is_here && !attempt.is_withdrawn) return true;
+        const bool is_own = attempt.stage == kCollecting && attempt.proposer == i;
+        const int entered = s.processes[i].entered;
+        if (is_own && (entered == attempt.base || entered == kNone)) return true;
     }
     return false;
 }
@@ -131,17 +120,13 @@ void Rules::seal(State& n, int i, int a) const {
     for (Attempt& own : n.attempts) {
         // Whoever seals for a new table no longer hears of a swap in the former one.
         const bool is_former = own.stage != kFree && own.proposer == i && &own != &attempt;
-        if (c.by_id && is_former && own.table_id != attempt.table_id &&
-            !c.is(Mutant::kLateAnswer)) {
+        if (is_former && own.table_id != attempt.table_id && !c.is(Mutant::kLateAnswer)) {
             own = Attempt{};
         }
     }
-    // By id: whoever has sealed for a new table hears no more of the former one.
     const bool is_new_table =
-        c.by_id && attempt.base != kNone && n.records[attempt.base].table_id != attempt.table_id;
-    if (is_new_table) p.flags |= kForgotten;
-    if (binds() && p.bound == 0) p.flags &= Set(~kForgotten);
-    if (binds()) p.bound |= bit(a);
+        attempt.base != kNone && n.records[attempt.base].table_id != attempt.table_id;
+    if (is_new_table) p.flags |= kOnNewTable;
     if (p.entered == kNone) return;
     p.flags |= kSealed;
     if (p.has_state()) attempt.with_state |= bit(i);
@@ -174,10 +159,6 @@ void Rules::decide(const State& s, const Attempt& attempt, uint8_t& commits,
 // The table makes the swap of attempt a; false where no slot for a record is free.
 bool Rules::swap(State& n, int a, const char*& broken) const {
     Attempt& attempt = n.attempts[a];
-    if (attempt.record != kNone) {
-        n.tables[attempt.place] = attempt.record;
-        return true;
-    }
     const int number = attempt.base == kNone ? 0 : n.records[attempt.base].number + 1;
     const int slot = free_record(n, number);
     if (slot < 0) {
@@ -247,7 +228,7 @@ bool Rules::swap(State& n, int a, const char*& broken) const {
 bool Rules::may_ask(const State& s, int a) const {
     const Attempt& attempt = s.attempts[a];
     const Process& p = s.processes[attempt.proposer];
-    if (attempt.stage != kCollecting || attempt.is_withdrawn) return false;
+    if (attempt.stage != kCollecting) return false;
     if (!p.is_up() || p.entered != attempt.base || !has(attempt.seals, attempt.proposer))
         return false;
     // A newcomer of a planned change has been ready before.
@@ -259,7 +240,8 @@ bool Rules::may_ask(const State& s, int a) const {
     const bool is_ready =
         !c.ready || contains(attempt.readies, attempt.members) || c.is(Mutant::kNoReady);
     if (!is_sealed || !is_ready) return false;
-    if (c.by_id && is_other_table(s, attempt.place, attempt.base) &&
+    if (is_other_table(s, attempt.place, attempt.base) &&
+        !(attempt.kind == kPlanned && c.is(Mutant::kPlannedUnsealed)) &&
         !has_all_for_new_table(s, attempt)) {
         return false;
     }
@@ -327,17 +309,16 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     for (int q = 0; q < kRecords; ++q) {
         const Record& other = n.records[q];
         // A table that forgot a record all of whose members died cannot know of that record.
-        const bool is_vouched = c.by_id && c.demands > 0;
-        const bool may_fork = !c.is_durable() && (record.source != kNone || is_vouched);
+        const bool may_fork = !c.is_durable() && (record.source != kNone || c.demands > 0);
         const Set entered_by = may_fork ? Set(other.entered_by & up(n)) : other.entered_by;
         if (q == r || other.kind == kNoRecord || entered_by == 0) continue;
         if (other.number == record.number && other.parent == record.parent) {
             broken = "I4: two records that follow one record are entered";
         }
     }
-    // Without binding, a set of an earlier call may win; the later call goes on from there.
-    const bool was_named = c.demands == 0 || p.told == numbers(n, record.members);
-    if (!c.by_id && record.kind == kUnplanned && !was_named) {
+    // The set of an earlier call may win; the later call goes on from there.
+    const Set set = numbers(n, record.members);
+    if (c.demands > 0 && record.kind == kUnplanned && !has(p.named, set)) {
         broken = "I9: a process is in a group that its caller did not name";
     }
     if (record.source != kNone) {
@@ -349,25 +330,15 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
         }
         if (record.kind != kUnplanned) p.flags |= kHasState;
     }
-    p.flags &= Set(~(kSealed | kForgotten));
-    for (int a = 0; a < kAttempts; ++a) {
-        Attempt& attempt = n.attempts[a];
-        if (attempt.stage == kFree || attempt.proposer != i) continue;
-        if (attempt.record == r) {
-            // The proposer knows; bound processes read the table or hear OPEN.
-            attempt.stage = kCollecting;
-            attempt.seals = attempt.readies = 0;
-        } else if ((attempt.stage == kCollecting && attempt.record == kNone) ||
-                   attempt.stage == kRefused) {
-            // The process's own swap was not made, so the process withdraws.
-            attempt.stage = kCollecting;
-            attempt.is_withdrawn = 1;
-        }
+    p.flags &= Set(~(kSealed | kOnNewTable));
+    for (Attempt& attempt : n.attempts) {
+        const bool is_over = attempt.stage != kRequested && attempt.stage != kFree;
+        if (is_over && attempt.proposer == i) attempt = Attempt{};
     }
     p.entered = uint8_t(r);
     p.follows = kNone;
-    p.bound = 0;
-    if (was_named || !c.by_id) p.told = 0;
+    if (p.told == set) p.told = 0;
+    p.named = p.told == 0 ? 0 : bit(p.told);
     p.checkpoint = 0;
     record.entered_by |= bit(i);
     record.open_to &= Set(~bit(i));
@@ -386,51 +357,26 @@ void Rules::normalise(State& n) const {
         p.number = number;
         p.entered = p.follows = kNone;
     }
-    for (Process& p : n.processes) {
-        if (p.bound == 0 && !c.by_id) p.flags &= Set(~kForgotten);
-    }
     prune_attempts(n);
     prune_records(n);
     sort_attempts(n);
 }
 
-// Attempts that can no longer become a record, and to which nobody is bound.
+// Attempts that can no longer become a record. PREPARE that come later are as those that are lost.
 void Rules::prune_attempts(State& n) const {
     const Set living = up(n);
-    for (int a = 0; a < kAttempts; ++a) {
-        Attempt& attempt = n.attempts[a];
+    for (Attempt& attempt : n.attempts) {
         if (attempt.stage == kFree) continue;
         const Process& p = n.processes[attempt.proposer];
         if (!c.is(Mutant::kNoNonce)) attempt.prepares &= living;
         const bool is_in_base = p.is_up() && (p.entered == attempt.base ||
                                               (p.entered == kNone && attempt.kind != kUnplanned));
-        const bool has_learnt = attempt.stage == kCollecting && attempt.record != kNone;
-        if (attempt.stage != kRequested && (!is_in_base || has_learnt)) {
-            attempt.stage = kCollecting;
-            attempt.seals = attempt.readies = 0;
-            attempt.voted = {};
-            attempt.with_state = 0;
-            if (!p.is_up()) attempt.record = kNone;
-        }
-        if (attempt.is_withdrawn && attempt.stage == kCollecting && !c.is(Mutant::kOldAttempt)) {
-            attempt.seals = attempt.readies = 0;
-            attempt.voted = {};
-            attempt.with_state = 0;
-        }
-        Set bound = 0;
-        for (int i = 0; i < kProcesses; ++i) {
-            if (n.processes[i].is_up() && has(n.processes[i].bound, a)) bound |= bit(i);
-        }
-        const bool is_asleep =
-            attempt.stage == kCollecting && (attempt.seals == 0 || attempt.is_withdrawn);
-        const bool is_over = is_asleep && bound == 0 && attempt.prepares == 0;
+        const bool is_over = attempt.stage != kRequested && !is_in_base;
         // A durable table never goes back, so a swap on another base can only be refused.
         const bool is_refused =
             c.is_durable() && attempt.base != n.tables[0] &&
             !(attempt.stage == kDone && attempt.record == n.tables[0] && is_in_base);
-        if (!is_over && !is_refused) continue;
-        attempt = Attempt{};
-        for (Process& q : n.processes) q.bound &= Set(~bit(a));
+        if (is_over || is_refused) attempt = Attempt{};
     }
 }
 
@@ -485,11 +431,6 @@ void Rules::sort_attempts(State& n) const {
             Attempt &left = n.attempts[b - 1], &right = n.attempts[b];
             if (std::memcmp(&left, &right, sizeof left) >= 0) break;
             std::swap(left, right);
-            for (Process& p : n.processes) {
-                const Set low = has(p.bound, b - 1) ? bit(b) : 0,
-                          high = has(p.bound, b) ? bit(b - 1) : 0;
-                p.bound = Set((p.bound & ~(bit(b) | bit(b - 1))) | low | high);
-            }
         }
     }
 }
@@ -520,16 +461,13 @@ uint64_t Rules::outcome(const State& s) const {
 }
 
 bool Rules::is_settled(const State& s) const {
-    if (c.by_id) {
-        // Members that train do not notice an empty table.
-        for (int r = 0; r < kRecords; ++r) {
-            const bool is_last = s.records[r].kind != kNoRecord && s.records[r].number == c.last;
-            const bool is_known = is_in_table(s, r) || is_last || s.tables[0] == kNone;
-            if (s.records[r].kind != kNoRecord && is_known && is_settled_in(s, r)) return true;
-        }
-        return false;
+    // Members that train do not notice an empty table.
+    for (int r = 0; r < kRecords; ++r) {
+        const bool is_last = s.records[r].kind != kNoRecord && s.records[r].number == c.last;
+        const bool is_known = is_in_table(s, r) || is_last || s.tables[0] == kNone;
+        if (s.records[r].kind != kNoRecord && is_known && is_settled_in(s, r)) return true;
     }
-    return is_settled_in(s, s.tables[0]) || (c.moves && is_settled_in(s, s.tables[1]));
+    return false;
 }
 
 bool Rules::is_settled_in(const State& s, int table) const {
@@ -565,7 +503,7 @@ bool Rules::is_excused(const State& s) const {
     }
     const Record& record = s.records[newest];
     const Set members = record.members & living;
-    if (c.by_id && !c.is_durable()) {
+    if (!c.is_durable()) {
         const bool is_there = record.table_id == id_of(s, 0) || (c.moves && record.table_id == 7);
         bool has_moved = false;
         for (const Process& p : s.processes) has_moved |= p.is_up() && p.place() != 0;
@@ -573,21 +511,6 @@ bool Rules::is_excused(const State& s) const {
         if (is_there && is_in_table(s, newest) && !is_left) return members == 0;
         // The table is gone: all members must seal.
         return members != record.members;
-    }
-    if (!c.is_durable()) {
-        // The proposer has ended and the table has forgotten: nobody knows whether its swap was
-        // made.
-        Set waiting = 0;
-        for (int i = 0; i < kProcesses; ++i) {
-            const Process& p = s.processes[i];
-            bool waits = false;
-            for (int a = 0; a < kAttempts; ++a) {
-                const bool has_ended = !s.processes[s.attempts[a].proposer].is_up();
-                waits = waits || (has(p.bound, a) && has_ended && p.has_seen_forgetting());
-            }
-            if (waits) waiting |= bit(i);
-        }
-        return !is_majority(Set(members & ~waiting), record.members);
     }
     if (members != 0) return false;
     if (!c.revival || record.kind == kFinish || record.number >= c.last) return true;
@@ -600,12 +523,10 @@ const char* name_of(Act act) {
         "starts",         "votes",      "applies",   "reads",
         "is-fenced",      "hears-open", "proposes",  "seals",
         "says-no",        "is-ready",   "asks",      "swaps",
-        "refuses",        "learns",     "withdraws", "hears-withdrawal",
-        "sees-end",       "plans",      "follows",   "copies",
-        "is-told",        "founds",     "revives",   "ends",
-        "puts-back",      "puts-newer", "moves",     "dies",
+        "refuses",        "learns",     "withdraws", "plans",
+        "follows",        "copies",     "is-told",   "founds",
+        "revives",        "ends",       "moves",     "dies",
         "wants-to-leave", "forgets",    "loses",     "is-cut",
-        "suspects",
     };
     static_assert(sizeof names / sizeof names[0] == kActs);
     return names[int(act)];
@@ -659,10 +580,6 @@ std::string sentence(const Event& event) {
             return process + " learns the outcome of its swap";
         case Act::kWithdraws:
             return process + " withdraws " + set;
-        case Act::kHearsWithdrawal:
-            return process + " hears that " + x + " has withdrawn " + set;
-        case Act::kSeesEnd:
-            return process + " sees that " + x + " has ended";
         case Act::kPlans:
             return process + " swaps for a planned change to " + set;
         case Act::kFollows:
@@ -677,10 +594,6 @@ std::string sentence(const Event& event) {
             return process + " swaps over record " + x + " of the dead for " + set;
         case Act::kEnds:
             return process + " ends";
-        case Act::kPutsBack:
-            return process + " puts record " + x + " back";
-        case Act::kReplays:
-            return process + " puts record " + x + " over the one before";
         case Act::kMoves:
             return process + " is told of another store";
         case Act::kDies:
@@ -693,8 +606,6 @@ std::string sentence(const Event& event) {
             return "a message of or to " + i + " is lost (kind " + x + ")";
         case Act::kIsCut:
             return "the way between the last two members is cut";
-        case Act::kSuspects:
-            return process + " takes " + x + " for dead";
     }
     return "";
 }

@@ -4,10 +4,9 @@
 // suspects; a message that is sent may arrive at any later moment or never. So patience, ranks and
 // the choice of the largest group (rules 1, 7, 8) appear here as "some process proposes some set".
 //
-// Two simplifications make the states few, and hide nothing:
-// * Votes, SEALED and READY are heard at the moment of use: all that were sent, or none. A message
-//   that was heard earlier would change nothing but what its receiver may do at that moment.
-// * WITHDRAW may be heard as long as somebody is bound: a bound process asks its proposer again.
+// Votes, SEALED and READY are heard at the moment of use: all that were sent, or none. A message that
+// was heard earlier would change nothing but what its receiver may do at that moment. So the states
+// are fewer, and nothing is hidden.
 #pragma once
 
 #include "state.h"
@@ -30,8 +29,6 @@ enum class Act : uint8_t {
     kTableRefuses,
     kLearns,
     kWithdraws,
-    kHearsWithdrawal,
-    kSeesEnd,
     kPlans,
     kFollows,
     kCopies,
@@ -39,8 +36,6 @@ enum class Act : uint8_t {
     kFounds,
     kRevives,
     kEnds,
-    kPutsBack,
-    kReplays,
     kMoves,
     // Faults and wishes, on which nobody may rely:
     kDies,
@@ -48,9 +43,8 @@ enum class Act : uint8_t {
     kForgets,
     kLoses,
     kIsCut,
-    kSuspects,
 };
-constexpr int kActs = int(Act::kSuspects) + 1;
+constexpr int kActs = int(Act::kIsCut) + 1;
 
 struct Event {
     Act act;
@@ -153,22 +147,12 @@ class Rules {
         const int low = c.members - 2, high = c.members - 1;
         return !(s.is_cut && ((i == low && j == high) || (i == high && j == low)));
     }
-    // Rule 13: more than half of the base, or exactly half with the lowest member of the base.
-    // The order of the slots stands for the order of (number, nonce).
-    bool is_majority(Set set, Set base) const {
-        const int part = size(set & base);
-        return 2 * part > size(base) || (2 * part == size(base) && has(set, lowest(base)));
-    }
-    bool needs_majority() const {
-        return (c.forgets > 0 || c.moves) && !c.by_id && !c.is(Mutant::kNoMajority);
-    }
     // A table that forgot, and the table of another store, have another id.
     int id_of(const State& s, int place) const { return place == 0 ? c.forgets - s.forgets : 7; }
     bool is_other_table(const State& s, int place, int record) const {
         return s.records[record].table_id != id_of(s, place);
     }
     bool has_all_for_new_table(const State& s, const Attempt& attempt) const;
-    bool binds() const { return !c.by_id && !c.is(Mutant::kNoBinding); }
     int best_checkpoint(const State& s, Set set) const {
         int best = kNone;
         for (int i = 0; i < kProcesses; ++i) {
@@ -179,15 +163,15 @@ class Rules {
         return best;
     }
 
-    // On a table that forgets a planned change needs SEALED of a majority, too.
+    // On another table a planned change needs SEALED, too.
     bool seals_planned(const State& s, int i) const {
-        if (c.by_id) return is_other_table(s, s.processes[i].place(), s.processes[i].entered);
-        return (c.forgets > 0 || c.moves) && !c.is(Mutant::kPlannedUnsealed);
+        return is_other_table(s, s.processes[i].place(), s.processes[i].entered) &&
+               !c.is(Mutant::kPlannedUnsealed);
     }
     Attempt new_attempt(const State& s, Kind kind, int proposer, int base, Set members) const {
         Attempt attempt{};
         attempt.place = uint8_t(s.processes[proposer].place());
-        attempt.table_id = c.by_id ? uint8_t(id_of(s, attempt.place)) : 0;
+        attempt.table_id = uint8_t(id_of(s, attempt.place));
         attempt.stage = kCollecting;
         attempt.kind = kind;
         attempt.proposer = uint8_t(proposer);
@@ -205,7 +189,6 @@ class Rules {
     void end(State& n, int i) const;
     void seal(State& n, int i, int a) const;
     bool may_enter(const State& s, int i, int record) const;
-    bool is_released(const State& s, int a, int j) const;
     int free_attempt(const State& s) const;
     int free_record(const State& s, int number) const;
     void decide(const State& s, const Attempt& attempt, uint8_t& commits, uint8_t& decides) const;
@@ -287,7 +270,7 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
     for (int q = 0; q < kRecords; ++q) {
         // OPEN, also of a record that the table no longer holds. A newcomer takes OPEN only as a
         // hint to read: by a late OPEN a newcomer would enter a record of long ago.
-        const bool is_former = c.by_id && p.has_seen_forgetting() &&
+        const bool is_former = p.is_on_new_table() &&
                                s.records[q].table_id != id_of(s, p.place()) &&
                                !c.is(Mutant::kLateAnswer);
         const bool may_hear = (r != kNone && !is_former) || c.is(Mutant::kNewcomerHearsOpen);
@@ -296,7 +279,7 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
                  [&](State& n, const char*& broken) { enter(n, i, q, broken); });
         }
     }
-    for (int j = 0; j < kProcesses && c.by_id && t == kNone && r != kNone; ++j) {
+    for (int j = 0; j < kProcesses && t == kNone && r != kNone; ++j) {
         // The table is empty, and a place key says that process j is in a newer record: i asks j.
         const Process& q = s.processes[j];
         if (!q.is_up() || q.entered == kNone || s.records[q.entered].line != s.records[r].line)
@@ -313,15 +296,7 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
                  }
              });
     }
-    if (t == kNone) {
-        // Rule 13: a process that has entered a record puts the record back, also when sealed.
-        if (r != kNone && !c.by_id) {
-            step(s, {Act::kPutsBack, uint8_t(i), uint8_t(r)}, emit,
-                 [&](State& n, const char*&) { n.tables[p.place()] = uint8_t(r); });
-        }
-        return;
-    }
-    if (t == r) return;
+    if (t == kNone || t == r) return;
     const Record& record = s.records[t];
     if (has(record.members, i)) {
         if (may_enter(s, i, t)) {
@@ -333,16 +308,10 @@ void Rules::table_events(const State& s, int i, Emit&& emit) const {
             });
         }
     } else if (r != kNone &&
-               (c.by_id ? record.number > s.records[r].number || record.line != s.records[r].line
-                        : record.number >= s.records[r].number)) {
-        // Also by another record of the same number, such as another founding.
+               (record.number > s.records[r].number || record.line != s.records[r].line)) {
+        // Also by the record of another founding.
         step(s, {Act::kIsFenced, uint8_t(i), uint8_t(t)}, emit,
              [&](State& n, const char*&) { end(n, i); });
-    }
-    // A table that went back to an older record: a process puts its newer record there.
-    if (r != kNone && record.number < s.records[r].number && !c.by_id) {
-        step(s, {Act::kReplays, uint8_t(i), uint8_t(r)}, emit,
-             [&](State& n, const char*&) { n.tables[p.place()] = uint8_t(r); });
     }
 }
 
@@ -353,22 +322,23 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
     const Process& p = s.processes[i];
     const int r = p.entered;
     if (c.demands > 0) {
-        // Rule 10: the caller of change_group names a set. A second call comes when the process is
-        // bound to no attempt.
-        for (int d = 1; d < 1 << c.members && p.bound == 0; ++d) {
+        // Rule 10: the caller of change_group names a set.
+        for (int d = 1; d < 1 << c.members; ++d) {
             const bool is_offered =
                 d == (1 << c.members) - 1 || size(Set(d)) >= c.members - c.demands + 1;
             // The call begins with a look into the table.
             const int t = table_of(s, i);
-            const bool is_gone = c.by_id && t == kNone && r != kNone;
+            const bool is_gone = t == kNone && r != kNone;
             const bool is_newest =
                 is_gone ||
-                (t != kNone && (t == r || (r == kNone && !has(s.records[t].members, i)) ||
-                                c.is(Mutant::kToldUnlooked)));
+                (t != kNone && (t == r || (r == kNone && !has(s.records[t].members, i))));
             if (is_offered && has(Set(d), p.number) && p.told != d && is_newest &&
                 (r == kNone || s.records[r].number < c.last)) {
                 step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit,
-                     [&](State& n, const char*&) { n.processes[i].told = Set(d); });
+                     [&](State& n, const char*&) {
+                         n.processes[i].told = Set(d);
+                         n.processes[i].named |= bit(d);
+                     });
             }
         }
     }
@@ -379,13 +349,12 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
     if (c.is_durable() && table_of(s, i) != r) return;
     if (c.proposals > 0 && s.proposals == 0) return;
     const int a = free_attempt(s);
-    if (a < 0 || is_own_open(s, i) || (binds() && p.bound != 0)) return;
+    if (a < 0 || is_own_open(s, i)) return;
     if (c.demands > 0 && p.told == 0) return;
     const Set candidates = base.members | (c.demands > 0 ? up_newcomers(s) : 0);
     for (int set = 1; set < 1 << kProcesses; ++set) {
         const Set members = Set(set);
         if (!has(members, i) || !contains(candidates, members)) continue;
-        if (needs_majority() && !is_majority(members, base.members)) continue;
         if (c.demands > 0 && (numbers(s, members) != p.told || size(members) != size(p.told))) {
             continue;
         }
@@ -397,14 +366,17 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
                  attempt = new_attempt(s, kUnplanned, i, r, members);
                  attempt.prepares = Set(members & ~bit(i));
                  // On a new table all members of the base must have sealed.
-                 if (c.by_id && is_other_table(s, attempt.place, r)) {
+                 if (is_other_table(s, attempt.place, r)) {
                      attempt.prepares = Set((members | base.members) & ~bit(i) & up(s));
                  }
-                 for (const Attempt& former : s.attempts) {
-                     const bool counts = c.is(Mutant::kOldAttempt) && former.is_withdrawn;
-                     if (!counts || former.proposer != i || former.base != r) continue;
-                     attempt.seals |= former.seals & members;
-                     for (int k = 0; k < c.streams; ++k) attempt.voted[k] |= former.voted[k];
+                 for (int j = 0; j < kProcesses && c.is(Mutant::kOldAttempt); ++j) {
+                     const Process& q = s.processes[j];
+                     if (q.entered != r || !q.is_sealed()) continue;
+                     attempt.seals |= bit(j);
+                     attempt.with_state |= q.has_state() ? bit(j) : 0;
+                     for (int k = 0; k < c.streams; ++k) {
+                         attempt.voted[k] |= s.voted[r][k] & bit(j);
+                     }
                  }
                  seal(n, i, a);
              });
@@ -423,7 +395,7 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
     const bool swaps_now = !c.answers && !seals_planned(s, i);
     if (!p.has_state() || ((c.is_durable() || swaps_now) && table_of(s, i) != r)) return;
     const int a = free_attempt(s);
-    if (a < 0 || is_own_open(s, i) || (seals_planned(s, i) && binds() && p.bound != 0)) return;
+    if (a < 0 || is_own_open(s, i)) return;
     // The proposer holds all votes of all rounds that were sent before the boundary.
     uint8_t commits = 0;
     for (int k = 0; k < c.streams; ++k) commits |= has(s.applied[r][k], i) ? 1 << k : 0;
@@ -452,8 +424,7 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
                      attempt.voted[k] = has(commits, k) ? base.members : 0;
                  }
                  if (seals_planned(s, i)) {
-                     const Set asked = c.by_id ? base.members : Set(members & base.members);
-                     attempt.prepares = Set(asked & ~bit(i) & up(s));
+                     attempt.prepares = Set(base.members & ~bit(i) & up(s));
                      seal(n, i, a);
                  } else {
                      ask(n, a, broken);
@@ -467,8 +438,7 @@ void Rules::planned_events(const State& s, int i, Emit&& emit) const {
         const bool is_new = c.planned || joiners != 0 || leavers != 0;
         const bool is_one_each = size(numbers(s, members)) == size(members);
         if (!is_one_each && !c.is(Mutant::kTwoOfOneNumber)) continue;
-        const bool is_sealing = has(members, i) && (c.by_id || is_majority(members, base.members));
-        if (seals_planned(s, i) && !is_sealing) continue;
+        if (seals_planned(s, i) && !has(members, i)) continue;
         if (is_new && members != 0) plan(kPlanned, members);
     }
     if (c.finish) plan(kFinish, base.members);
@@ -484,7 +454,7 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
              [&](State& n, const char*&) { n.processes[i].flags |= kHasState; });
     }
     if (!p.is_newcomer()) return;
-    for (int r = 0; r < kRecords && c.by_id && table_of(s, i) == kNone; ++r) {
+    for (int r = 0; r < kRecords && table_of(s, i) == kNone; ++r) {
         // The table is empty: a newcomer asks a member for the record for which it was ready.
         const Record& record = s.records[r];
         const bool is_ready =
@@ -516,9 +486,8 @@ void Rules::newcomer_events(const State& s, int i, Emit&& emit) const {
     bool may_revive = false;
     if (c.revival && t != kNone) {
         const Record& record = s.records[t];
-        const bool all_died =
-            ((someone == 0 || c.is(Mutant::kReviveElsewhere)) && (up(s) & record.members) == 0) ||
-            c.is(Mutant::kReviveLiving);
+        const bool has_died = someone == 0 && (up(s) & record.members) == 0;
+        const bool all_died = has_died || c.is(Mutant::kReviveLiving);
         const bool is_open = record.kind != kFinish || c.is(Mutant::kAfterFinish);
         may_revive = all_died && is_open && record.number < c.last;
     }
@@ -582,10 +551,8 @@ template <typename Emit>
 void Rules::move_events(const State& s, int i, Emit&& emit) const {
     // Rule 10: the caller names another store, which is as a table that has forgotten.
     if (!c.moves || s.processes[i].place() != 0 || is_own_open(s, i)) return;
-    step(s, {Act::kMoves, uint8_t(i)}, emit, [&](State& n, const char*&) {
-        n.processes[i].flags |= kMoved;
-        if (n.processes[i].bound != 0) n.processes[i].flags |= kForgotten;
-    });
+    step(s, {Act::kMoves, uint8_t(i)}, emit,
+         [&](State& n, const char*&) { n.processes[i].flags |= kMoved; });
 }
 
 template <typename Emit>
@@ -629,18 +596,13 @@ void Rules::attempt_events(const State& s, int a, Emit&& emit) const {
         step(s, {Act::kAsks, uint8_t(i), attempt.base, attempt.members}, emit,
              [&](State& n, const char*& broken) { ask(n, a, broken); });
     }
-    // Rule 6: only a proposer that knows that its swap was not made withdraws.
-    const bool knows = attempt.stage == kCollecting || c.is(Mutant::kWithdrawUnknown);
-    if (is_in_base && knows && !attempt.is_withdrawn && has(attempt.seals, i)) {
+    // Rule 5: a proposer may give an attempt up; PREPARE that come later are as those that are lost.
+    if (is_in_base && attempt.stage == kCollecting && has(attempt.seals, i)) {
         step(s, {Act::kWithdraws, uint8_t(i), uint8_t(attempt.base), attempt.members}, emit,
-             [&](State& n, const char*&) {
-                 n.attempts[a].is_withdrawn = 1;
-                 n.processes[i].bound &= Set(~bit(a));
-             });
+             [&](State& n, const char*&) { n.attempts[a] = Attempt{}; });
     }
-    const bool was_swapped = attempt.record != kNone;
-    const bool matches = may_swap(s, attempt);
     if (attempt.stage == kRequested) {
+        const bool matches = may_swap(s, attempt);
         step(s,
              {matches ? Act::kTableSwaps : Act::kTableRefuses, uint8_t(i), attempt.base,
               attempt.members},
@@ -651,10 +613,6 @@ void Rules::attempt_events(const State& s, int a, Emit&& emit) const {
                      n.attempts[a].stage = kDone;
                  }
              });
-    } else if (attempt.stage == kDone && matches && was_swapped && p.is_up()) {
-        // The answer was lost, the table went back: the same request again.
-        step(s, {Act::kTableSwaps, uint8_t(i), attempt.base, attempt.members}, emit,
-             [&](State& n, const char*&) { n.tables[attempt.place] = attempt.record; });
     }
     const bool is_newcomer = p.is_newcomer() && attempt.kind != kUnplanned;
     const bool may_learn = p.is_up() && (p.entered == attempt.base || is_newcomer);
@@ -685,19 +643,11 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
         const bool is_here = q.place() == attempt.place;
         const bool agrees =
             c.demands == 0 || q.told == numbers(s, attempt.members) || c.is(Mutant::kOtherDemand);
-        Set bound = q.bound & Set(~bit(a));
-        for (int b = 0; b < kAttempts; ++b) {
-            // A later attempt of the same proposer says that the former one is withdrawn.
-            const bool is_older = s.attempts[b].proposer == i && s.attempts[b].is_withdrawn;
-            if (has(bound, b) && is_older) bound &= Set(~bit(b));
-        }
-        const bool is_bound = binds() && bound != 0;
-        const bool is_repeated = c.repeats && has(q.bound, a);
-        if (may_answer && agrees && is_here && !is_bound && !is_repeated) {
+        const bool is_repeated = c.repeats && has(attempt.seals, j);
+        if (may_answer && agrees && is_here && !is_repeated) {
             step(s, {Act::kSeals, uint8_t(j), uint8_t(i), attempt.members}, emit,
                  [&](State& n, const char*&) {
                      if (!c.repeats) n.attempts[a].prepares &= Set(~bit(addressee));
-                     n.processes[j].bound = bound;
                      seal(n, j, a);
                      if (addressee != j) {
                          n.attempts[a].seals |= bit(addressee);
@@ -706,7 +656,7 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
                          }
                      }
                  });
-        } else if (c.by_id && q.entered != kNone && s.processes[i].is_up() &&
+        } else if (q.entered != kNone && s.processes[i].is_up() &&
                    s.processes[i].entered == attempt.base &&
                    s.records[q.entered].line == s.records[attempt.base].line &&
                    s.records[q.entered].number > s.records[attempt.base].number) {
@@ -737,31 +687,6 @@ void Rules::receiver_events(const State& s, int a, int j, Emit&& emit) const {
                  [&](State& n, const char*&) { n.attempts[a].readies |= bit(j); });
         }
     }
-    if (attempt.is_withdrawn && (has(q.bound, a) || has(attempt.prepares, j))) {
-        step(s, {Act::kHearsWithdrawal, uint8_t(j), uint8_t(i), attempt.members}, emit,
-             [&](State& n, const char*&) {
-                 n.processes[j].bound &= Set(~bit(a));
-                 n.attempts[a].prepares &= Set(~bit(j));
-             });
-    }
-    if (has(q.bound, a) && i != j) {
-        const bool has_ended = is_released(s, a, j);
-        if (has_ended || c.is(Mutant::kReleaseSuspected)) {
-            step(s, {has_ended ? Act::kSeesEnd : Act::kSuspects, uint8_t(j), uint8_t(i)}, emit,
-                 [&](State& n, const char*&) {
-                     n.processes[j].bound &= Set(~bit(a));
-                     // The process has changed the bytes of the record in the table: swaps that
-                     // are under way name other bytes.
-                     for (Attempt& other : n.attempts) {
-                         const bool is_under_way = other.stage == kRequested &&
-                                                   other.place == q.place() &&
-                                                   other.base == table_of(s, j);
-                         if (!c.is(Mutant::kNoTouch) && has_ended && is_under_way)
-                             other.stage = kRefused;
-                     }
-                 });
-        }
-    }
 }
 
 // ------------------------------------------------------------------------------------- faults
@@ -785,9 +710,6 @@ void Rules::fault_events(const State& s, Emit&& emit) const {
             for (Attempt& attempt : n.attempts) {
                 const bool is_lost = attempt.stage == kRequested && attempt.place == 0;
                 if (is_lost && !c.is(Mutant::kRequestsSurvive)) attempt.stage = kRefused;
-            }
-            for (Process& p : n.processes) {
-                if (p.bound != 0 && p.place() == 0) p.flags |= kForgotten;
             }
         });
     }

@@ -39,14 +39,6 @@ enum class Mutant : uint8_t {
     kPlannedRoundK,  // a planned change counts the round that asked for the change, others as above
     kPlannedFirstVotes,  // a planned change looks at the first stream alone, and commits all
     kOneMeet,            // all streams commit together, or none does
-    kNoBinding,          // a SEALED may be given to several attempts
-    kNoMajority,         // a forgetting table with the binding, without the majority rule
-    kReleaseSuspected,   // a bound process answers another when the proposer is only suspected
-    kReleaseUnread,  // a bound process answers another when the proposer has ended, without a look
-                     // into the table
-    kReleaseWithdrawn,    // a bound process answers another only after a withdrawal
-    kNoTouch,             // the look into the table does not change the bytes of the record there
-    kWithdrawUnknown,     // a proposer withdraws before the outcome of its swap is known
     kFoundWithState,      // newcomers found though somebody has state
     kStaleFollower,       // a newcomer's READY of an older record counts
     kNewcomerVotes,       // the SEALED of a newcomer counts as "has not voted"
@@ -59,18 +51,16 @@ enum class Mutant : uint8_t {
     kStatelessProposes,   // members without state leave out the living one that has state
     kOtherDemand,         // a process answers a PREPARE of a set that its caller did not name
     kAnyRecordAnswers,    // a process that has not entered the base answers
-    kOldAttempt,          // SEALED of a withdrawn attempt counts for the next one of its proposer
+    kOldAttempt,          // SEALED of an attempt for the former table counts for the new one
     kOldVotes,            // votes of the record before count, too
     kNewcomerHearsOpen,   // a newcomer enters by OPEN
-    kReviveElsewhere,     // "all died" looks at the members of the record in the table alone
     kRequestsSurvive,     // a table that forgets still makes swaps that were asked for before
-    kToldUnlooked,        // change_group does not begin with a look into the table
     kTwoOfOneNumber,      // a planned change takes two newcomers of one number
-    kNewTableMajority,    // by id: a majority of SEALED is enough for an empty table of another id
-    kNewTableLiving,      // by id: SEALED of all that live is enough there
-    kNewcomerFirst,       // by id: a newcomer enters before a member of the base knows
-    kLateAnswer,          // by id: a process that sealed for another table learns of its old swap
-    kPlannedUnsealed,     // on a forgetting table a planned change is swapped without SEALED
+    kNewTableMajority,    // a majority of SEALED is enough for an empty table of another id
+    kNewTableLiving,      // SEALED of all that live is enough there
+    kNewcomerFirst,       // a newcomer enters before a member of the base knows
+    kLateAnswer,          // a process that sealed for another table learns of its old swap
+    kPlannedUnsealed,     // a planned change is swapped into another table without SEALED
 };
 
 // Bounds and features; a feature with bound 0 is off.
@@ -97,7 +87,6 @@ struct Config {
     bool planned = false;
     bool finish = false;
     bool moves = false;     // the callers name another store, one after another
-    bool by_id = false;     // tables that forget have ids in place of binding and majority
     bool answers = false;   // the request of a swap and its answer travel
     bool repeats = false;   // a relay repeats messages
     bool zombies = false;   // a number starts again while its old process lives
@@ -116,7 +105,7 @@ enum Flag : uint8_t {
     kSealed = 1,
     kHasState = 2,
     kLeaving = 4,
-    kForgotten = 8,  // the table has forgotten since the process bound itself
+    kOnNewTable = 8,  // has sealed for the record of another table than the base's
     kMoved = 16,     // uses the table of another store
 };
 
@@ -125,15 +114,15 @@ struct Process {
     uint8_t number;
     uint8_t entered;  // a record, kNone for a newcomer
     uint8_t follows;  // the record whose rounds a newcomer follows; kNone
-    Set bound;        // attempts to which the process has answered SEALED
     uint8_t flags;
-    Set told;            // the numbers that its caller named in change_group
+    Set told;            // the numbers that its caller named last in change_group
+    uint8_t named;       // bit d: its caller has named the set d in this record
     uint8_t checkpoint;  // inner step of a newcomer's checkpoint
 
     bool is_up() const { return life == kUp; }
     bool is_sealed() const { return (flags & kSealed) != 0; }
     bool has_state() const { return (flags & kHasState) != 0; }
-    bool has_seen_forgetting() const { return (flags & kForgotten) != 0; }
+    bool is_on_new_table() const { return (flags & kOnNewTable) != 0; }
     int place() const { return (flags & kMoved) != 0 ? 1 : 0; }
     bool is_leaving() const { return (flags & kLeaving) != 0; }
     bool is_newcomer() const { return life == kUp && entered == kNone; }
@@ -154,7 +143,7 @@ struct Attempt {
     uint8_t kind;
     uint8_t proposer;
     uint8_t place;                    // which table
-    uint8_t table_id;                 // by id: the table to which the request goes
+    uint8_t table_id;                 // the table to which the request goes
     uint8_t base;                     // a record; kNone for a founding
     Set members;                      // S
     Set prepares;                     // PREPARE under way to them
@@ -164,13 +153,12 @@ struct Attempt {
     Set with_state;                   // members whose SEALED says "has state"
     uint8_t source, step;  // whose checkpoint is the state, written when the swap is asked for
     uint8_t record;        // the record that the attempt became, or kNone
-    uint8_t is_withdrawn;
 };
 
 struct Record {
     uint8_t kind;
     uint8_t number;
-    uint8_t table_id;  // by id: the table in which the record was swapped
+    uint8_t table_id;  // the table in which the record was swapped
     uint8_t line;      // the founding from which the record descends
     uint8_t parent;
     Set members;
