@@ -89,7 +89,7 @@ def test_a_member_that_missed_a_record_enters_it_where_it_reads_the_table() -> N
 
 def test_a_pair_that_could_not_be_reached_is_tried_again_after_a_while() -> None:
     core = sealed(member(1, THREE))
-    core.hear(0, ms.Prepare(attempt_of(0), 1, THREE.hash, THREE.members, (), b"s" * 16))
+    core.hear(0, ms.Prepare(attempt_of(0), 1, THREE.hash, THREE.members, (), b"s" * 16, TABLE))
     core.tell(st.Connected(attempt_of(0), cut=(nonce_of(2),)))
     assert (nonce_of(1), nonce_of(2)) in core.state.cuts
     assert st.place_of(core.state, 10).cut == (nonce_of(2),)

@@ -1,0 +1,122 @@
+"""Which processes live, as links and beats tell: two links of this process are two replicas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from diloco_comm import _C
+from diloco_comm.group import signs
+from diloco_comm.group.beats import GONE, Beat, Way
+from diloco_comm.group.records import Key
+from diloco_comm.group.signs import Signs
+from diloco_comm.group.state import Place
+
+OWN, OTHER, THIRD = (Key(n, bytes([n]) * 16) for n in range(3))
+SUSPECT_AFTER_S, BUSY_AFTER_S, PATIENCE_S = 1.5, 3.0, 30.0
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end, f"not so within {PATIENCE_S:g} s"
+        time.sleep(0.02)
+
+
+def way_to(link: _C.Link) -> Way:
+    return Way(link.nonce, link.address, "", "")
+
+
+def beat_of(key: Key, link: _C.Link | None, counter: int = 1, entered: int = 1) -> Beat:
+    ways = () if link is None else (way_to(link).to_text(),)
+    return Beat(Place(key, b"s" * 16, entered=entered), counter, ways=ways)
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[_C.Link, _C.Link]]:
+    with (
+        closing(_C.Link("127.0.0.1:0", "127.0.0.1:0")) as one,
+        closing(_C.Link("127.0.0.1:0", "127.0.0.1:0")) as other,
+    ):
+        yield one, other
+
+
+@pytest.fixture
+def own(links: tuple[_C.Link, _C.Link]) -> Iterator[Signs]:
+    link = links[0]
+    found = Signs(OWN.nonce, link, way_to(link), "run", SUSPECT_AFTER_S, BUSY_AFTER_S)
+    found.start()
+    yield found
+    found.close()
+
+
+def suspected(found: Signs, *base: Key) -> set[bytes]:
+    return set(found.judge(base).suspected)
+
+
+def test_a_beat_that_was_never_seen_to_rise_may_be_that_of_a_dead_process(own: Signs) -> None:
+    own.note([beat_of(OWN, None), beat_of(OTHER, None)])
+    # A member of the record may be late; another process may have died long ago.
+    assert suspected(own, OTHER) == set() and suspected(own) == {OTHER.nonce}
+    own.note([beat_of(OTHER, None, counter=2)])
+    assert suspected(own) == set() and own.is_fresh(OTHER.nonce)
+
+
+def test_a_silent_member_is_suspected_by_looks_that_were_answered(own: Signs) -> None:
+    own.note([beat_of(OTHER, None)])
+    time.sleep(SUSPECT_AFTER_S + 0.1)
+    # While the table does not answer, no beat is late.
+    assert suspected(own, OTHER) == set()
+    own.note([beat_of(OTHER, None)])
+    assert suspected(own, OTHER) == {OTHER.nonce} and not own.is_fresh(OTHER.nonce)
+    # A standstill of this process is no silence of the other one.
+    own.stood_still(SUSPECT_AFTER_S)
+    assert suspected(own, OTHER) == set()
+
+
+def test_a_table_that_begins_empty_ends_nobody(own: Signs) -> None:
+    own.note([beat_of(OTHER, None), beat_of(THIRD, None)])
+    own.note([beat_of(THIRD, None, counter=2)])
+    assert suspected(own, OTHER, THIRD) == set()
+
+
+def test_a_busy_process_is_heard_on_its_link(
+    own: Signs, links: tuple[_C.Link, _C.Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.note([beat_of(OTHER, links[1])])
+    own.want([OTHER.nonce])
+    until(lambda: any(life.is_connected for life in links[0].life()))
+    until(lambda: suspected(own) == set())
+    begin = time.monotonic()
+    while time.monotonic() - begin < BUSY_AFTER_S / 2:
+        own.note([beat_of(OTHER, links[1])])
+        assert suspected(own, OTHER) == set()
+        time.sleep(0.05)
+    # Neither a beat nor a part in any round for too long.
+    until(lambda: own.note([beat_of(OTHER, links[1])]) or suspected(own, OTHER) == {OTHER.nonce})
+    links[1].close()
+    until(lambda: OTHER.nonce in own.judge([OTHER]).dead)
+
+
+def test_a_newcomer_without_a_way_is_cut_off(own: Signs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs, "_REACH_AGAIN_S", 0.2)
+    away = Way("ab" * 16, "127.0.0.1:9", "", "").to_text()
+    beat = replace(beat_of(OTHER, None, entered=0), ways=(away,))
+    own.note([beat])
+    own.note([replace(beat, counter=2)])
+    own.want([OTHER.nonce])
+    assert own.judge([]).cut == frozenset()
+    until(lambda: own.judge([]).cut == {OTHER.nonce})
+    # A member that cannot be reached is a matter of the attempts to connect.
+    assert own.judge([OTHER]).cut == frozenset()
+
+
+def test_the_last_word_of_a_process_is_believed(own: Signs) -> None:
+    own.note([beat_of(OTHER, None)])
+    assert own.judge([OTHER]).dead == frozenset()
+    own.note([replace(beat_of(OTHER, None), stage=GONE)])
+    assert own.judge([OTHER]).dead == {OTHER.nonce}
