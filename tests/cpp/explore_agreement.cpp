@@ -74,8 +74,7 @@ Config config_of(int members, const std::string& features, const std::string& bo
     turn_on(config, features);
     set_bounds(config, bounds);
     if (config.members < 2 || config.members + config.newcomers > kProcesses ||
-        config.attempts > kAttempts || config.last >= kRecords || config.streams > kStreams ||
-        (config.demands > 0 && config.members > 3)) {
+        config.attempts > kAttempts || config.last >= kRecords || config.streams > kStreams) {
         throw std::invalid_argument("the bounds are too large, or there is one member");
     }
     return config;

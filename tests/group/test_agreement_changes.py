@@ -66,7 +66,11 @@ def test_rule_9_with_all_votes_the_lowest_swaps_at_once() -> None:
 
 
 def test_rule_9_without_all_votes_all_are_asked() -> None:
-    core = at_boundary(member(0, TWO), has_all_votes=False).poll(2)
+    core = at_boundary(member(0, TWO), has_all_votes=False)
+    # Nobody seems to come or to go, so the news of the table are waited for.
+    core.poll()
+    assert core.all(st.Swap) == core.all(ms.Prepare) == []
+    core.poll()
     assert core.all(st.Swap) == []
     # Nobody is left out: rounds under way may end before members seal.
     assert core.only(ms.Prepare).is_patient and core.only(st.Seal).is_patient
@@ -79,8 +83,6 @@ def test_rule_9_a_newcomer_that_follows_another_record_is_asked_first() -> None:
 
 def test_rule_9_a_newcomer_that_is_not_ready_waits_for_the_next_boundary() -> None:
     core = at_boundary(member(0, TWO, with_newcomer(TWO, 2, follows=None)))
-    assert core.all(st.Swap) == []
-    # The table may have news of whom another member has seen.
     core.poll(2)
     assert Record.from_bytes(core.only(st.Swap).new).numbers == (0, 1)
 
@@ -475,7 +477,8 @@ def test_rule_13_a_planned_change_asks_all_and_leavers_come_along() -> None:
     places = (members_places(TWO)[0], replace(members_places(TWO)[1], is_leaving=True))
     core = member(0, TWO)
     core.look(None, places, table=OTHER)
-    at_boundary(core).poll(2)
+    at_boundary(core)
+    core.poll(2)
     assert core.all(st.Swap) == [] and core.only(ms.Prepare).members == (key(0), key(1))
 
 

@@ -18,6 +18,7 @@ from agreement_cores import (
     member,
     members_places,
     place_of,
+    prepare,
     record_of,
     sealed,
     swapped,
@@ -89,7 +90,7 @@ def test_a_member_that_missed_a_record_enters_it_where_it_reads_the_table() -> N
 
 def test_a_pair_that_could_not_be_reached_is_tried_again_after_a_while() -> None:
     core = sealed(member(1, THREE))
-    core.hear(0, ms.Prepare(attempt_of(0), 1, THREE.hash, THREE.members, (), b"s" * 16, TABLE))
+    core.hear(0, prepare(THREE, 0, 1, 2))
     core.tell(st.Connected(attempt_of(0), cut=(nonce_of(2),)))
     assert (nonce_of(1), nonce_of(2)) in core.state.cuts
     assert st.place_of(core.state, 10).cut == (nonce_of(2),)
@@ -117,7 +118,8 @@ def test_a_newcomer_waits_while_the_process_before_it_lives() -> None:
     again = (*members_places(TWO), place_of(1, 1, follows=1))
     core.look(TWO, again)
     assert not core.state.is_pending
-    at_boundary(core).poll(2)
+    at_boundary(core)
+    core.poll(2)
     assert Record.from_bytes(core.only(st.Swap).new).members == TWO.members
 
 

@@ -117,6 +117,7 @@ void Rules::seal(State& n, int i, int a) const {
     Attempt& attempt = n.attempts[a];
     Process& p = n.processes[i];
     attempt.seals |= bit(i);
+    if (c.demands > 0 && p.told != numbers(n, attempt.members)) attempt.unnamed |= bit(i);
     for (Attempt& own : n.attempts) {
         // Whoever seals for a new table no longer hears of a swap in the former one.
         const bool is_former = own.stage != kFree && own.proposer == i && &own != &attempt;
@@ -204,6 +205,9 @@ bool Rules::swap(State& n, int a, const char*& broken) const {
             !contains(base.entered_by, Set(attempt.seals & base.members))) {
             broken = "I5: a process that has not entered the base is counted";
         }
+    }
+    if (attempt.kind == kUnplanned && (attempt.unnamed & attempt.members) != 0) {
+        broken = "I9: a process is in a group that its caller did not name";
     }
     if (c.ready && attempt.kind == kUnplanned) {
         for (int i = 0; i < kProcesses; ++i) {
@@ -316,11 +320,6 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
             broken = "I4: two records that follow one record are entered";
         }
     }
-    // The set of an earlier call may win; the later call goes on from there.
-    const Set set = numbers(n, record.members);
-    if (c.demands > 0 && record.kind == kUnplanned && !has(p.named, set)) {
-        broken = "I9: a process is in a group that its caller did not name";
-    }
     if (record.source != kNone) {
         p.flags = Set((p.flags & ~kHasState) | (i == record.source ? kHasState : 0));
     } else if (base == kNone) {
@@ -337,8 +336,8 @@ void Rules::enter(State& n, int i, int r, const char*& broken) const {
     }
     p.entered = uint8_t(r);
     p.follows = kNone;
-    if (p.told == set) p.told = 0;
-    p.named = p.told == 0 ? 0 : bit(p.told);
+    // The set of an earlier call may win; the later call goes on from there.
+    if (p.told == numbers(n, record.members)) p.told = 0;
     p.checkpoint = 0;
     record.entered_by |= bit(i);
     record.open_to &= Set(~bit(i));
@@ -520,13 +519,10 @@ bool Rules::is_excused(const State& s) const {
 
 const char* name_of(Act act) {
     static const char* const names[] = {
-        "starts",         "votes",      "applies",   "reads",
-        "is-fenced",      "hears-open", "proposes",  "seals",
-        "says-no",        "is-ready",   "asks",      "swaps",
-        "refuses",        "learns",     "withdraws", "plans",
-        "follows",        "copies",     "is-told",   "founds",
-        "revives",        "ends",       "moves",     "dies",
-        "wants-to-leave", "forgets",    "loses",     "is-cut",
+        "starts",    "votes",   "applies",  "reads",          "is-fenced", "hears-open", "proposes",
+        "seals",     "says-no", "is-ready", "asks",           "swaps",     "refuses",    "learns",
+        "withdraws", "plans",   "follows",  "copies",         "is-told",   "founds",     "revives",
+        "ends",      "moves",   "dies",     "wants-to-leave", "forgets",   "loses",      "is-cut",
     };
     static_assert(sizeof names / sizeof names[0] == kActs);
     return names[int(act)];

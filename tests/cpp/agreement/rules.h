@@ -4,9 +4,9 @@
 // suspects; a message that is sent may arrive at any later moment or never. So patience, ranks and
 // the choice of the largest group (rules 1, 7, 8) appear here as "some process proposes some set".
 //
-// Votes, SEALED and READY are heard at the moment of use: all that were sent, or none. A message that
-// was heard earlier would change nothing but what its receiver may do at that moment. So the states
-// are fewer, and nothing is hidden.
+// Votes, SEALED and READY are heard at the moment of use: all that were sent, or none. A message
+// that was heard earlier would change nothing but what its receiver may do at that moment. So the
+// states are fewer, and nothing is hidden.
 #pragma once
 
 #include "state.h"
@@ -335,10 +335,7 @@ void Rules::proposal_events(const State& s, int i, Emit&& emit) const {
             if (is_offered && has(Set(d), p.number) && p.told != d && is_newest &&
                 (r == kNone || s.records[r].number < c.last)) {
                 step(s, {Act::kIsTold, uint8_t(i), 0, Set(d)}, emit,
-                     [&](State& n, const char*&) {
-                         n.processes[i].told = Set(d);
-                         n.processes[i].named |= bit(d);
-                     });
+                     [&](State& n, const char*&) { n.processes[i].told = Set(d); });
             }
         }
     }
@@ -550,7 +547,11 @@ void Rules::end_events(const State& s, int i, Emit&& emit) const {
 template <typename Emit>
 void Rules::move_events(const State& s, int i, Emit&& emit) const {
     // Rule 10: the caller names another store, which is as a table that has forgotten.
-    if (!c.moves || s.processes[i].place() != 0 || is_own_open(s, i)) return;
+    if (!c.moves || s.processes[i].place() != 0) return;
+    for (const Attempt& attempt : s.attempts) {
+        // No caller leaves a store before the answers of that store.
+        if (attempt.stage != kFree && attempt.proposer == i) return;
+    }
     step(s, {Act::kMoves, uint8_t(i)}, emit,
          [&](State& n, const char*&) { n.processes[i].flags |= kMoved; });
 }
@@ -596,7 +597,7 @@ void Rules::attempt_events(const State& s, int a, Emit&& emit) const {
         step(s, {Act::kAsks, uint8_t(i), attempt.base, attempt.members}, emit,
              [&](State& n, const char*& broken) { ask(n, a, broken); });
     }
-    // Rule 5: a proposer may give an attempt up; PREPARE that come later are as those that are lost.
+    // Rule 5: a proposer may give an attempt up. A PREPARE that comes later is as one that is lost.
     if (is_in_base && attempt.stage == kCollecting && has(attempt.seals, i)) {
         step(s, {Act::kWithdraws, uint8_t(i), uint8_t(attempt.base), attempt.members}, emit,
              [&](State& n, const char*&) { n.attempts[a] = Attempt{}; });

@@ -37,8 +37,8 @@ enum class Mutant : uint8_t {
     kNoNonce,             // PREPARE reaches whoever has the number
     kPlannedOwnPosition,  // a planned change commits what its proposer has applied
     kPlannedRoundK,  // a planned change counts the round that asked for the change, others as above
-    kPlannedFirstVotes,  // a planned change looks at the first stream alone, and commits all
-    kOneMeet,            // all streams commit together, or none does
+    kPlannedFirstVotes,   // a planned change looks at the first stream alone, and commits all
+    kOneMeet,             // all streams commit together, or none does
     kFoundWithState,      // newcomers found though somebody has state
     kStaleFollower,       // a newcomer's READY of an older record counts
     kNewcomerVotes,       // the SEALED of a newcomer counts as "has not voted"
@@ -106,7 +106,7 @@ enum Flag : uint8_t {
     kHasState = 2,
     kLeaving = 4,
     kOnNewTable = 8,  // has sealed for the record of another table than the base's
-    kMoved = 16,     // uses the table of another store
+    kMoved = 16,      // uses the table of another store
 };
 
 struct Process {
@@ -115,8 +115,7 @@ struct Process {
     uint8_t entered;  // a record, kNone for a newcomer
     uint8_t follows;  // the record whose rounds a newcomer follows; kNone
     uint8_t flags;
-    Set told;            // the numbers that its caller named last in change_group
-    uint8_t named;       // bit d: its caller has named the set d in this record
+    Set told;            // the numbers that its caller named in change_group
     uint8_t checkpoint;  // inner step of a newcomer's checkpoint
 
     bool is_up() const { return life == kUp; }
@@ -150,6 +149,7 @@ struct Attempt {
     Set seals;                        // their SEALED was sent
     Set readies;                      // their READY was sent
     std::array<Set, kStreams> voted;  // whose SEALED says "voted"
+    Set unnamed;                      // sealed, though their callers did not name S
     Set with_state;                   // members whose SEALED says "has state"
     uint8_t source, step;  // whose checkpoint is the state, written when the swap is asked for
     uint8_t record;        // the record that the attempt became, or kNone
