@@ -154,8 +154,11 @@ soak-decoupled: setup
 
 # Elastic membership under faults, for a quarter of an hour; SECONDS= and SEED= choose.
 soak-elastic: setup
-	$(BIN)/python -m benchmarks.elastic.soak --seconds $(or $(SECONDS),900) --seed $(or $(SEED),0) \
-		$(and $(RESULT),--json $(RESULT)) $(ARGS)
+	mkdir -p build
+	$(BIN)/python -m benchmarks.elastic.storms build/soak.jsonl --make soak --replicas 6 --every 20 \
+		--seconds $(or $(SECONDS),900) --seed $(or $(SEED),0)
+	$(BIN)/python -m benchmarks.elastic.storms build/soak.jsonl --replicas 6 --suspect-after 5 \
+		--step 0.05 --sync-every 4 $(and $(RESULT),--json $(RESULT)) $(ARGS)
 
 # What a change must pass: style, types, imports between the rooms, rules of the house; changes nothing.
 lint: setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,32 +21,30 @@ _LEAST_SAMPLES = 5
 
 @dataclass
 class Life:
-    """What one process has said of itself.
+    """What one process has said of itself. Times are ``time.monotonic()``.
 
     Attributes:
-        count: Inner steps that it has begun.
-        step_s: Seconds between two of its inner steps.
-        seconds: For which it lived since its first view, without those for which it was stopped.
+        started, ended: When its life began and ended.
+        pauses: Spans in which it could take no steps: it was paused or cut off.
+        steps: When it began each of its inner steps.
+        inner_step: The group's inner step then.
     """
 
     number: int
     process: int
-    count: int = 0
+    started: float = 0.0
+    ended: float = math.inf
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
     inner_step: int = 0
-    step_s: list[float] = field(default_factory=list)
     entered: list[Entered] = field(default_factory=list)
     applied: list[Applied] = field(default_factory=list)
-    last_taking: float = 0.0
-    ended: float = 0.0
     how: str = ""
     outer_hash: str = ""
-    stopped_s: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        if not self.entered:
-            return 0.0
-        return max(0.0, self.ended - self.entered[0].at - self.stopped_s)
+    def is_well(self, at: float) -> bool:
+        """Whether the process lives, and can take steps."""
+        return self.started <= at < self.ended and not any(a <= at < b for a, b in self.pauses)
 
 
 def records_of(path: Path, run: str) -> Iterator[bytes]:
@@ -97,6 +96,54 @@ def check_views(lives: Iterable[Life], chain: Sequence[Record]) -> list[str]:
     ]
 
 
+@dataclass
+class Round:
+    """An outer step that counts: when the first replica applied it, and the steps that it holds.
+
+    Attributes:
+        num_members: Members of its view; ``members`` are their processes.
+        steps: Inner steps by process; no whole numbers, as fp32 rounds.
+    """
+
+    at: float
+    view: int
+    num_members: int
+    members: set[int]
+    steps: dict[int, float]
+
+
+def rounds_of(lives: Mapping[int, Life]) -> dict[int, Round]:
+    """Return the rounds by number, in order, as the outer parameters after each round say."""
+    views: dict[int, tuple[int, set[int]]] = {}
+    for life in lives.values():
+        for view in life.entered:
+            views.setdefault(view.view, (len(view.members), set()))[1].add(life.process)
+    first: dict[int, Applied] = {}
+    for life in lives.values():
+        for applied in life.applied:
+            known = first.setdefault(applied.round, applied)
+            first[applied.round] = min(known, applied, key=lambda one: one.at)
+    found: dict[int, Round] = {}
+    before: dict[int, float] = {}
+    for number, one in sorted(first.items()):
+        num_members, processes = views.get(one.view, (0, set()))
+        ledger = dict(one.ledger)
+        shares = {slot: ledger[slot] - before.get(slot, 0.0) for slot in ledger}
+        steps = {slot: share * num_members for slot, share in shares.items() if share}
+        found[number] = Round(one.at, one.view, num_members, processes, steps)
+        before = ledger
+    return found
+
+
+def lost_rounds(lives: Iterable[Life]) -> list[int]:
+    """Return the outer steps that replicas have taken differently, or that nobody tells of."""
+    hashes: dict[int, set[str]] = {}
+    for life in lives:
+        for one in life.applied:
+            hashes.setdefault(one.round, set()).add(one.outer_hash)
+    return [n for n in range(max(hashes, default=-1) + 1) if len(hashes.get(n, ())) != 1]
+
+
 def check_digests(lives: Iterable[Life]) -> list[str]:
     """I1, I2, I4: whoever applied a round has the same outer parameters after it."""
     wrong = []
@@ -129,44 +176,27 @@ def check_ledger(lives: Mapping[int, Life]) -> tuple[dict[int, int], list[str]]:
     Returns:
         The inner steps of each process that committed rounds hold, and the violations.
     """
-    views = _views(lives.values())
-    by_round = {one.round: one for life in lives.values() for one in life.applied}
     learned = dict.fromkeys(lives, 0)
     wrong: list[str] = []
-    before: dict[int, float] = {}
-    for number in sorted(by_round):
-        ledger = dict(by_round[number].ledger)
-        shares = {slot: ledger[slot] - before.get(slot, 0.0) for slot in ledger}
-        who = {slot for slot, share in shares.items() if share}
-        before = ledger
-        num_members, processes = views.get(by_round[number].view, (0, set()))
-        if not who <= processes:
+    for number, one in rounds_of(lives).items():
+        if not one.steps.keys() <= one.members:
             wrong.append(
-                f"I2: round {number} of view {by_round[number].view} holds steps of processes "
-                f"{sorted(who)}, and its members are {sorted(processes)}"
+                f"I2: round {number} of view {one.view} holds steps of processes "
+                f"{sorted(one.steps)}, and its members are {sorted(one.members)}"
             )
-        for slot in who:
-            steps = shares[slot] * num_members
+        for process, steps in one.steps.items():
             if steps < 0 or abs(steps - round(steps)) > _ROUNDING:
-                wrong.append(f"I5: round {number} holds {steps:.3f} steps of process {slot}")
-            learned[slot] += round(steps)
+                wrong.append(f"I5: round {number} holds {steps:.3f} steps of process {process}")
+            learned[process] += round(steps)
     for process, life in lives.items():
         is_whole = life.how == DONE
-        if learned[process] > life.count or (is_whole and learned[process] != life.count):
+        count = len(life.steps)
+        if learned[process] > count or (is_whole and learned[process] != count):
             wrong.append(
-                f"I5: process {process} ({life.how}) took {life.count} inner steps, and committed "
+                f"I5: process {process} ({life.how}) took {count} inner steps, and committed "
                 f"rounds hold {learned[process]}"
             )
     return learned, wrong
-
-
-def _views(lives: Iterable[Life]) -> dict[int, tuple[int, set[int]]]:
-    """Return the number of members of each view, and their processes."""
-    found: dict[int, tuple[int, set[int]]] = {}
-    for life in lives:
-        for one in life.entered:
-            found.setdefault(one.view, (len(one.members), set()))[1].add(life.process)
-    return found
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A replica of the soak, whose outer parameters say who has learned what.
+"""A replica of ``storms``, whose outer parameters say who has learned what.
 
 Each process owns one element of the model, and each of its inner steps adds one to that element.
 The outer step is plain averaging on the fp32 wire. So a round of W replicas adds to the element of
@@ -7,56 +7,69 @@ each member its inner steps in that round, divided by W, and to no other element
 
 from __future__ import annotations
 
+import ctypes
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import torch
 from torch import nn
 
+from benchmarks.elastic.schedules import Fault
+from benchmarks.support.namespaces import enter
 from diloco_comm import SGD, DiLoCo, Link, SyncMetrics
 from diloco_comm.elastic.happenings import Happening, ViewChanged
 from diloco_comm.elastic.options import Elastic
 from diloco_comm.tools.demo.chaos.crew import Place
 from diloco_comm.tools.demo.chaos.messages import DONE, LEFT, Ended, Entered
 
-RUN = "soak"
+RUN = "storm"
 LEAVE = "leave"
+# The network of a replica that has a namespace of its own.
+INTERFACE = "dlstorm"
 
 
 @dataclass(frozen=True)
-class SoakSettings:
-    """Of all replicas of a soak.
+class LedgerSettings:
+    """Settings of all replicas.
 
     Attributes:
         num_slots: Processes that may take part.
-        num_elements: Of the rest of the model.
-        step_s: Seconds that an inner step takes at least.
-        link: "gloo" or "tcp".
+        num_elements: Elements of the rest of the model.
+        step_s: Seconds of an inner step; the exchange takes its time from them.
+        backend: "gloo" or "tcp".
         meeting: Address of the store at which all views meet, and of a relay; with them no replica
-            can be dialled, and the link is "tcp".
+            can be dialled, and the backend is "tcp".
+        namespaces: The network namespace of each replica; none: all are in that of the program.
     """
 
     num_slots: int = 1024
-    num_elements: int = 200_000
-    sync_every: int = 4
-    step_s: float = 0.05
-    suspect_after_s: float = 5.0
-    quorum_wait_s: float = 120.0
-    link: str = "tcp"
+    num_elements: int = 20_000
+    sync_every: int = 10
+    step_s: float = 0.1
+    suspect_after_s: float = 8.0
+    busy_after_s: float = 120.0
+    quorum_wait_s: float = 240.0
+    backend: Literal["gloo", "tcp"] = "tcp"
     meeting: tuple[str, str] | None = None
+    namespaces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Taking:
-    """The process takes its inner step number ``count``, counted from 1 over its own life.
-
-    ``inner_step`` is that of the group, which a change may set back.
-    """
+    """The process takes an inner step: its number in the group, which a change may set back."""
 
     at: float
-    count: int
     inner_step: int
+
+
+@dataclass(frozen=True)
+class Paused:
+    """The replica begins a pause of so many seconds."""
+
+    at: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -65,14 +78,14 @@ class Applied:
 
     Attributes:
         view: Of the process when it said so: that of the round, or the one after it.
-        count: Inner steps that the process has taken.
+        num_discarded: Rounds that this process has sent, and that count for nobody.
         ledger: Elements of the processes that have learned something: slot and value.
     """
 
     at: float
     round: int
     view: int
-    count: int
+    num_discarded: int
     outer_hash: str
     ledger: tuple[tuple[int, float], ...]
 
@@ -80,14 +93,29 @@ class Applied:
 class Ledger(nn.Module):
     """Parameters that are never used, only written: the ledger and some more to carry."""
 
-    def __init__(self, settings: SoakSettings) -> None:
+    def __init__(self, settings: LedgerSettings) -> None:
         super().__init__()
         self.ledger = nn.Parameter(torch.zeros(settings.num_slots))
         self.rest = nn.Parameter(torch.zeros(settings.num_elements))
 
 
-def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
-    """Take inner steps until the parent names the last one, or asks this replica to leave."""
+def pause(pipe: Connection, diloco: DiLoCo, fault: Fault) -> None:
+    """Do nothing for some seconds, in an evaluation or with the interpreter's lock in hand."""
+    pipe.send(Paused(time.monotonic(), fault.seconds))
+    if fault.fault == "evaluation":
+        with diloco.doing("evaluation"):
+            time.sleep(fault.seconds)
+    else:
+        ctypes.PyDLL(None).usleep(ctypes.c_uint(round(1e6 * fault.seconds)))
+
+
+def train(pipe: Connection, place: Place, settings: LedgerSettings) -> None:
+    """Take inner steps until the parent names the last one, or asks this replica to leave.
+
+    The parent's other orders are faults: pauses, and a slow link.
+    """
+    if settings.namespaces:
+        enter(settings.namespaces[place.number], INTERFACE)
     model = Ledger(settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.ledger.grad = torch.zeros(settings.num_slots)
@@ -100,11 +128,11 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
             costs = happening.seconds, happening.copied_bytes
             pipe.send(Entered(time.monotonic(), *who, *costs))
 
-    link: str | Link = settings.link
+    link = Link(settings.backend, suspect_after=settings.suspect_after_s)
     store, round_log_bytes = None, None
     if settings.meeting is not None:
         store, relay = settings.meeting
-        link, round_log_bytes = Link("tcp", relay=relay), 0
+        link, round_log_bytes = replace(link, relay=relay), 0
     diloco = DiLoCo(
         model,
         optimizer,
@@ -118,23 +146,24 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
             replica=place.number,
             min_replicas=2,
             suspect_after=settings.suspect_after_s,
+            busy_after=settings.busy_after_s,
+            insecure=True,
             quorum_wait=settings.quorum_wait_s,
             on_event=tell,
             store=store,
             round_log_bytes=round_log_bytes,
         ),
     )
-    count = 0
     (part,) = diloco._plan.parameter_parts()
     next_round = part.round  # the first round that the parent has not heard of
 
     def tell_of(round: int, view: int) -> None:
         nonlocal next_round
         with diloco.outer_parameters():
-            slots = model.ledger.detach().nonzero().flatten().tolist()
-            ledger = tuple((slot, float(model.ledger[slot])) for slot in slots)
-        now, hashed = time.monotonic(), diloco.outer_hash()
-        pipe.send(Applied(now, round, view, count, hashed, ledger))
+            values = model.ledger.detach().tolist()
+        ledger = tuple((slot, value) for slot, value in enumerate(values) if value)
+        now, discarded = time.monotonic(), diloco.elastic_totals().rounds_discarded
+        pipe.send(Applied(now, round, view, discarded, diloco.outer_hash(), ledger))
         next_round = round + 1
 
     def note(metrics: SyncMetrics) -> None:
@@ -143,24 +172,33 @@ def train(pipe: Connection, place: Place, settings: SoakSettings) -> None:
 
     diloco.on_sync(note)
     last_step: int | None = None
+    slow_until = 0.0
     while not diloco.is_done:
+        began = time.monotonic()
         while pipe.poll():
             order = pipe.recv()
             if order == LEAVE:
                 diloco.leave()
-            else:
+            elif isinstance(order, int):
                 last_step = order
+            elif order.fault == "slow":
+                slow_until, slow_gbps = began + order.seconds, order.mbps / 1e3
+            else:
+                pause(pipe, diloco, order)
         if last_step is not None and diloco.inner_step >= last_step:
             break
-        count += 1
-        pipe.send(Taking(time.monotonic(), count, diloco.inner_step + 1))
+        if slow_until:
+            # A change of the group makes a link that is not slow.
+            diloco.emulate_link(slow_gbps if began < slow_until else 0.0)
+            slow_until = slow_until if began < slow_until else 0.0
+        pipe.send(Taking(time.monotonic(), diloco.inner_step + 1))
         view = diloco.view
         optimizer.step()
         # A round that counts, although a member died in it, is applied while the group changes:
         # on_sync does not tell of that round.
         if part.round > next_round:
             tell_of(part.round - 1, view)
-        time.sleep(settings.step_s)
+        time.sleep(max(0.0, settings.step_s - (time.monotonic() - began)))
     is_left = diloco.is_done
     if not is_left:
         diloco.flush()

@@ -6,6 +6,7 @@ Nothing of the host's network is touched. Making the namespaces needs Linux, roo
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 # RFC 5737 documentation addresses: they never belong to a real host.
 NETWORK = "192.0.2"
+_CLONE_NEWNET = 0x40000000
 
 
 def missing_tools(*tools: str) -> str:
@@ -41,6 +43,17 @@ def call(*words: str) -> None:
 def address(rank: int) -> str:
     """Return the address of a rank's interface."""
     return f"{NETWORK}.{rank + 1}"
+
+
+def enter(namespace: str, interface: str) -> None:
+    """Move the calling thread, and threads that it starts from now on, into a namespace."""
+    file = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(file, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {namespace} failed")
+    finally:
+        os.close(file)
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 class Namespaces:

@@ -1,4 +1,4 @@
-"""The soak of elastic membership runs, and each of its checks finds what it is for."""
+"""Storms hold the invariants of elastic membership, and each check finds what the check is for."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ import pytest
 
 from benchmarks.elastic import checks
 from benchmarks.elastic.checks import Life, Resources
-from benchmarks.elastic.ledger_replica import RUN, Applied
-from benchmarks.elastic.soak import run
-from benchmarks.elastic.soak_report import results_of, violations
+from benchmarks.elastic.ledger_replica import RUN, Applied, LedgerSettings
+from benchmarks.elastic.schedules import make
+from benchmarks.elastic.storm_report import results_of, violations
+from benchmarks.elastic.storms import run
 from diloco_comm.elastic.registry.journal import Journal
 from diloco_comm.group.records import NO_HASH, Attempt, Key, Record
 from diloco_comm.tools.demo.chaos.messages import DONE, Entered
+
+SETTINGS = LedgerSettings(sync_every=4, step_s=0.05, suspect_after_s=5.0)
 
 
 @pytest.mark.nightly("make nightly soaks for minutes, too; each invariant has a test of its own")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_invariants_hold_for_some_seconds(tmp_path: Path) -> None:
-    # The seed draws a death, an outage of the registry, a newcomer and one that leaves.
-    soak = run(seconds=8.0, num_replicas=4, every_s=2.0, seed=SEED, folder=tmp_path, link="gloo")
-    assert violations(soak) == []
-    results = results_of(soak)
-    assert {"kill", "registry"} <= results["events"].keys()
+    schedule = make("soak", 4, 10.0, 2.0, seed=SEED)
+    storm = run(schedule, 4, replace(SETTINGS, backend="gloo"), tmp_path)
+    assert violations(storm) == []
+    results = results_of(storm)
+    assert {"kill", "registry"} <= results["faults"].keys()
     assert results["rounds"] > 10 and results["views"] > 1
-    assert 0 < results["goodput"] < 1.5
 
 
 SEED = 31
 
 
-@pytest.mark.nightly("30 s of processes; the moments are drawn from a seed by the script")
+@pytest.mark.nightly("a minute of processes; the moments are drawn from a seed by the schedule")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("link", ["tcp", "relay"])
-def test_disturbed_joins_hold_the_invariants(tmp_path: Path, link: str) -> None:
-    soak = run(0.0, 4, 0.0, seed=0, folder=tmp_path, num_moments=2, link=link)
-    assert violations(soak) == []
-    assert sum(results_of(soak)["events"].values()) == 2
+@pytest.mark.parametrize("has_relay", [False, True])
+def test_disturbed_joins_hold_the_invariants(tmp_path: Path, has_relay: bool) -> None:
+    schedule = make("moments", 4, 30.0, 15.0, seed=0)
+    assert violations(run(schedule, 4, SETTINGS, tmp_path, has_relay=has_relay)) == []
 
 
 def key(number: int, process: int | None = None) -> Key:
@@ -120,8 +121,9 @@ def applied(number: int, view: int, ledger: dict[int, float], digest: str = "sam
 
 def two_lives() -> dict[int, Life]:
     """Two replicas that learn four steps each in two rounds, and end together."""
-    lives = {p: Life(number=p, process=p, count=8, how=DONE, outer_hash="end") for p in (0, 1)}
+    lives = {p: Life(number=p, process=p, how=DONE, outer_hash="end") for p in (0, 1)}
     for life in lives.values():
+        life.steps = [0.0] * 8
         life.entered = [entered(1, 0, 1)]
         life.applied = [applied(0, 1, {0: 2.0, 1: 2.0}), applied(1, 1, {0: 4.0, 1: 4.0})]
     return lives
@@ -155,7 +157,7 @@ def test_other_digests_views_and_ends_are_found() -> None:
 def test_a_step_that_is_lost_or_counts_twice_is_found(ledger: dict[int, float], text: str) -> None:
     lives = two_lives()
     if 7 in ledger:
-        lives[7] = Life(number=7, process=7, count=2, entered=[entered(2, 7)])
+        lives[7] = Life(number=7, process=7, steps=[0.0, 0.0], entered=[entered(2, 7)])
     for process in (0, 1):
         lives[process].applied[1] = applied(1, 1, ledger)
     assert any(text in one for one in checks.check_ledger(lives)[1])

@@ -13,9 +13,8 @@ The store stays within everybody's reach. Nothing of the host's network is touch
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 
+from benchmarks.support import namespaces
 from benchmarks.support.namespaces import NETWORK, Namespaces, address, call, missing_tools
 
 INTERFACE = "dlcut"
@@ -37,7 +36,6 @@ table ip home {
     }
 }
 """
-_CLONE_NEWNET = 0x40000000
 
 
 def missing() -> str:
@@ -65,13 +63,7 @@ def missing_for_homes() -> str:
 
 def enter(namespace: str) -> None:
     """Move the calling thread, and threads that it starts from now on, into a namespace."""
-    file = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).setns(file, _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns to {namespace} failed")
-    finally:
-        os.close(file)
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    namespaces.enter(namespace, INTERFACE)
 
 
 class Site(Namespaces):

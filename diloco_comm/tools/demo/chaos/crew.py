@@ -88,14 +88,18 @@ class Crew:
         given: Further argument of ``program``.
         folder: For the journal, and for a log of each process.
         preload: Modules that are imported once for all processes.
+        registry: Address of a registry that is there already, for a crew that is not entered as a
+            context manager, but closed at the end.
     """
 
-    def __init__(self, program: Program, given: Any, folder: Path, preload: list[str]) -> None:
+    def __init__(
+        self, program: Program, given: Any, folder: Path, preload: list[str], registry: str = ""
+    ) -> None:
         self._program, self._given, self.folder = program, given, folder
         self.replicas: dict[int, Replica] = {}
         self.num_started = 0
         self._all: list[Replica] = []
-        self._address = f"tcp://127.0.0.1:{free_port()}"
+        self._address = registry or f"tcp://127.0.0.1:{free_port()}"
         self._registry: ForkServerProcess | None = None
         _forks.set_forkserver_preload([__name__, *preload])
 

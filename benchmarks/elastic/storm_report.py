@@ -1,0 +1,202 @@
+"""The figures of a storm, their violations and their table."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.elastic import checks
+from benchmarks.elastic.checks import Life, Resources, Round
+from benchmarks.elastic.ledger_replica import RUN
+from benchmarks.elastic.storm_model import Waits, predict
+from benchmarks.support import common
+
+if TYPE_CHECKING:
+    from benchmarks.elastic.storms import Storm
+
+# MiB by which a process may grow from the first quarter to the last, after a third of the storm.
+_RSS_MIB = 24.0
+
+
+def violations(storm: Storm) -> list[str]:
+    """Return all that is wrong; nothing if the invariants hold."""
+    lives = list(storm.lives.values())
+    opened, wrong = checks.check_chain(storm.records, RUN)
+    wrong += checks.check_views(lives, opened)
+    wrong += checks.check_digests(lives)
+    wrong += checks.check_ledger(storm.lives)[1]
+    wrong += checks.check_flat("a replica", storm.samples, _RSS_MIB)
+    return storm.failures + wrong
+
+
+class Figures:
+    """Figures of a group in spans of time; times are ``time.monotonic()``."""
+
+    def __init__(self, lives: Mapping[int, Life], step_s: float) -> None:
+        self.lives, self._step_s = lives, step_s
+        self.rounds = list(checks.rounds_of(lives).values())
+        learned = checks.check_ledger(lives)[0]
+        # Rounds take the steps of a process in order: its last ones may be lost.
+        self._kept = sorted(
+            at for one in lives.values() for at in one.steps[: learned[one.process]]
+        )
+
+    def living_s(self, begin: float, end: float) -> float:
+        """Return the seconds in which replicas lived and could take steps, summed over them."""
+        edges = self._edges(begin, end)
+        return sum((b - a) * len(self.living((a + b) / 2)) for a, b in itertools.pairwise(edges))
+
+    def kept_s(self, begin: float, end: float) -> float:
+        """Return the inner steps of the span that committed rounds hold, times a step's seconds."""
+        return self._step_s * sum(begin <= at < end for at in self._kept)
+
+    def living(self, at: float) -> set[int]:
+        """Return the processes that live and can take steps."""
+        return {life.process for life in self.lives.values() if life.is_well(at)}
+
+    def _edges(self, begin: float, end: float, more: Iterable[float] = ()) -> list[float]:
+        edges = {begin, end, *more}
+        for life in self.lives.values():
+            edges.update((life.started, life.ended, *itertools.chain(*life.pauses)))
+        return sorted(at for at in edges if begin <= at <= end)
+
+    def taking_part(self, begin: float, end: float) -> tuple[float, float]:
+        """Return the part of the living whose steps the next round holds: mean and worst."""
+        edges = self._edges(begin, end, (one.at for one in self.rounds))
+        spans: list[tuple[float, float]] = []
+        rest = iter(self.rounds)
+        coming = next(rest, None)
+        for a, b in itertools.pairwise(edges):
+            while coming is not None and coming.at <= a:
+                coming = next(rest, None)
+            living = self.living((a + b) / 2)
+            if coming is not None and living:
+                spans.append((b - a, len(living & coming.steps.keys()) / len(living)))
+        whole = sum(width for width, _ in spans)
+        mean = sum(width * part for width, part in spans) / whole if whole else 0.0
+        return mean, min((part for _, part in spans), default=0.0)
+
+    def way_back_s(self, at: float) -> float | None:
+        """Return the seconds until a round holds steps of all the living, and of nobody else."""
+        return next(
+            (one.at - at for one in self.rounds if one.at > at and self._is_full(one)), None
+        )
+
+    def _is_full(self, one: Round) -> bool:
+        return self.living(one.at) == one.steps.keys() and one.num_members == len(one.steps)
+
+    def num_discarded(self) -> int:
+        """Return the rounds that were sent and count for nobody, each of them once."""
+        found: dict[int, int] = {}
+        for life in self.lives.values():
+            before = 0
+            for one in life.applied:
+                more = one.num_discarded - before
+                found[one.round] = max(found.get(one.round, 0), more)
+                before = one.num_discarded
+        return sum(found.values())
+
+
+def results_of(storm: Storm) -> dict[str, Any]:
+    """Return the figures of a storm, with its violations."""
+    settings, begin, end = storm.settings, storm.begin, storm.end
+    lives = storm.lives.values()
+    figures = Figures(storm.lives, settings.step_s)
+    # An all-reduce in fp32: each element leaves a replica nearly twice.
+    sent_bits = 2 * 32 * settings.num_elements * (1 - 1 / storm.num_replicas)
+    waits = Waits(
+        settings.sync_every * settings.step_s,
+        settings.suspect_after_s,
+        settings.busy_after_s,
+        sent_bits,
+    )
+    prediction = predict(storm.schedule, waits)
+    rows = []
+    for fault, after in itertools.zip_longest(storm.schedule, storm.schedule[1:]):
+        until = end if after is None else begin + after.time
+        since = begin + fault.time
+        ways = {figures.way_back_s(begin + edge) for edge in {fault.time, fault.end}}
+        lost_s = figures.living_s(since, until) - figures.kept_s(since, until)
+        expected = prediction.lost_s(storm.num_replicas, fault.time, until - begin)
+        rows.append(
+            {
+                **vars(fault),
+                "lost_s": round(lost_s, 2),
+                "predicted_lost_s": round(expected, 2),
+                "way_back_s": None if None in ways else round(max(filter(None, ways)), 2),
+            }
+        )
+    gaps = [b - a for life in lives for a, b in itertools.pairwise(life.steps)]
+    mean, worst = figures.taking_part(begin, end)
+    ways_back = [row["way_back_s"] for row in rows]
+    return {
+        "seconds": round(end - begin, 1),
+        "faults": dict(Counter(fault.fault for fault in storm.schedule)),
+        "useful": round(figures.kept_s(begin, end) / figures.living_s(begin, end), 4),
+        "predicted": round(prediction.useful(storm.num_replicas, end - begin), 4),
+        "taking_part": {"mean": round(mean, 4), "worst": round(worst, 4)},
+        "outer_steps_lost": len(checks.lost_rounds(lives)),
+        "longest_way_back_s": None if None in ways_back else max(ways_back, default=0.0),
+        "rounds": len(figures.rounds),
+        "rounds_discarded": figures.num_discarded(),
+        "views": len({one.view for life in lives for one in life.entered}),
+        "processes": len(lives),
+        "ends": dict(Counter(life.how for life in lives)),
+        "median_step_s": round(statistics.median(gaps), 4) if gaps else None,
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "replica_that_stays": early_and_late(storm.samples),
+        "violations": violations(storm),
+        "log": rows,
+    }
+
+
+def print_results(report: common.Report, results: dict[str, Any]) -> None:
+    faults = ", ".join(f"{count} x {kind}" for kind, count in sorted(results["faults"].items()))
+    report.print(f"# {results['seconds']:.0f} s: {faults}")
+    report.print(
+        f"# {results['views']} views, {results['processes']} processes, {results['rounds']} rounds "
+        f"that count, {results['rounds_discarded']} discarded; load {results['load'][0]}"
+    )
+    report.print("# lost: seconds of living replicas without a step that counts, to the next line")
+    report.print("# back: seconds until all living replicas take part")
+    report.print(
+        f"# {'time':>6} {'fault':<10} {'replica':>7} {'lasts':>6} {'lost':>7} model   back"
+    )
+    for row in results["log"]:
+        back = "never" if row["way_back_s"] is None else f"{row['way_back_s']:6.2f}"
+        report.print(
+            f"  {row['time']:6.1f} {row['fault']:<10} {row['replica']:>7} {row['seconds']:6.1f} "
+            f"{row['lost_s']:7.2f} {row['predicted_lost_s']:5.1f} {back:>6}"
+        )
+    if held := results["replica_that_stays"]:
+        report.print(f"# a replica that stays, with {held['first']['num_members']} members:")
+        for name, one in held.items():
+            report.print(
+                f"#   {name:>6}: {one['descriptors']} descriptors, {one['threads']} threads, "
+                f"{one['rss_mib']:.0f} MiB"
+            )
+    part = results["taking_part"]
+    report.print(f"# take part of those alive: mean {part['mean']:.3f}, worst {part['worst']:.3f}")
+    report.print(f"# longest way back: {results['longest_way_back_s']} s")
+    report.print(f"# outer steps lost: {results['outer_steps_lost']}")
+    report.print(
+        f"# inner steps that count, of those that the living could take: {results['useful']:.3f} "
+        f"(model {results['predicted']:.3f})"
+    )
+    for violation in results["violations"]:
+        report.print(f"VIOLATED {violation}")
+    report.print(f"# the invariants {'violated' if results['violations'] else 'hold'}")
+
+
+def early_and_late(samples: Sequence[Resources]) -> dict[str, dict[str, Any]]:
+    """Return what the steady replica held early and late, at the number of members seen most."""
+    if not samples:
+        return {}
+    size = Counter(one.num_members for one in samples).most_common(1)[0][0]
+    same = [one for one in samples if one.num_members == size]
+    places = {"first": same[0], "middle": same[len(same) // 2], "last": same[-1]}
+    return {name: vars(one) for name, one in places.items()}
