@@ -189,6 +189,11 @@ class Driver:
         return bool(self._orders) or self._ended is not None
 
     @property
+    def is_ending(self) -> bool:
+        """Whether this process waits for nothing but the reason of its end."""
+        return self._refused is not None
+
+    @property
     def waits(self) -> str:
         """The reason for which this process waits; "" for nothing."""
         return self.waiting_for if self.loss is None else f"for the registry: {self.loss}"
@@ -268,8 +273,7 @@ class Driver:
     def _poll(self) -> None:
         now, before = time.monotonic(), self._last_poll
         self._last_poll = now
-        if self._refused is not None and now > self._refused[1]:
-            self._refuse(self._refused[0].reason)
+        self._ask_again()
         if now - before > _LATE * self._period_s:
             # This process stood still: that is no silence of the others.
             self.signs.stood_still(now - before)
@@ -445,6 +449,16 @@ class Driver:
             return
         self._refuse(self._words_of_difference(self._refused[2].number, shown_of(content)))
 
+    def _ask_again(self) -> None:
+        """Ask for the settings of another process, or end without them."""
+        if self._refused is None:
+            return
+        action, until, other = self._refused
+        if time.monotonic() > until:
+            self._refuse(action.reason)
+        else:
+            self._send(other.nonce, _ASK, b"")
+
     def _refuse(self, reason: str) -> None:
         """End this process, or its caller's demand, as settings differ."""
         assert self._refused is not None
@@ -488,7 +502,7 @@ class Driver:
             self._order(action, drops=(st.Seal, st.Connect, st.Fail))
         elif isinstance(action, st.Refuse | st.Fail) and action.other is not None:
             self._refused = action, time.monotonic() + _ASK_S, action.other
-            self._send(action.other.nonce, _ASK, b"")
+            self._ask_again()
         elif isinstance(action, st.Connect | st.Fail):
             self._order(action)
         elif isinstance(action, st.Pend):

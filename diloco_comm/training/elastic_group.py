@@ -276,7 +276,9 @@ class ElasticGroup(Follower):
         if self._transfer is not None and self._transfer.is_pulling:
             self._copied_at = time.monotonic()
         limit = self.elastic.quorum_wait
-        if limit is None or time.monotonic() - max(began, self._copied_at) <= limit:
+        if limit is None or driver.is_ending:
+            return None
+        if time.monotonic() - max(began, self._copied_at) <= limit:
             return None
         return Ended("waited", f"waited {limit:g} s {driver.waits}")
 
