@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from .. import _C
 from ..base.service.addresses import parse_address
 from ..base.store_host import dial_store, open_store, place_of_store, resolve
 
@@ -54,7 +53,7 @@ class Place:
         def connect(seconds: float) -> dist.Store:
             store = _dial(address, seconds)
             store.set_timeout(timedelta(seconds=_ANSWER_S))
-            return _C.bounded_store(store, _ANSWER_S)
+            return store
 
         place = cls(connect(timeout_s), address, run)
         place._connect = partial(connect, _ANSWER_S)

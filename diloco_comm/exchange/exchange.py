@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from ..base import env
 from ..base.background import batch_threads
 from ..base.errors import SyncError
 from ..group.streams import Positions, Rounds
@@ -176,14 +175,7 @@ class Exchange(StreamMember):
         )
         current = Epoch(0, checked_members(members, replica))
         with batch_threads():
-            engine = _C.Engine(
-                replica,
-                options.timeout,
-                options.report_patience,
-                options.suspect_after,
-                env.gloo_interface(),
-                listens=False,
-            )
+            engine = _C.Engine(options.timeout)
             tcp = options.make_link(name) if link_share is None else link_share.link
         super().__init__(engine, store, replica, current, options, name, line_name, tcp)
         self.link: str | None = None
@@ -556,9 +548,6 @@ class Exchange(StreamMember):
                 rank=epoch.members.index(self.replica),
                 replicas=list(epoch.members),
                 groups=groups,
-                store=None,
-                prefix="",
-                addresses=[""] * len(epoch.members),
             )
         except RuntimeError as error:
             raise SyncError(str(error), stage="attach") from error
@@ -568,7 +557,7 @@ class Exchange(StreamMember):
             self.plan_buffers(buffers)
 
     def inject_fault(self, **fault: Any) -> None:
-        """For tests: delay, stop or kill this replica; see csrc/exchange/failure/faults.h."""
+        """For tests: delay, stop or kill this replica; see csrc/exchange/engine/faults.h."""
         self.engine.inject_fault(**fault)
 
     def close(self) -> None:
@@ -589,7 +578,7 @@ class Exchange(StreamMember):
         try:
             if self._driver is not None:
                 self._driver.close(deadline - time.monotonic())
-            self.engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
+            self.engine.close(max(0.0, deadline - time.monotonic()))
         finally:
             if self._group is not None:
                 self._group.close(self.inner_step, max(0.5, deadline - time.monotonic()))

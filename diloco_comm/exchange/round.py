@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, ops
-from ..base.errors import ERRORS, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError, named
+from ..base.errors import ERRORS, NonFiniteError, ReplicaMismatch, SyncError, named
 from ..base.memory import Payload
 from ..ops.offload import Offloaded, chunks_of
 from ..ops.residuals import Residuals
@@ -45,8 +45,6 @@ _NEXT: Mapping[RoundState, Sequence[RoundState]] = {
 }
 _POLL_S = 2e-5
 _LONG_S = 3600.0  # as many as a C++ clock takes
-# The parts of a failure on which the members agree.
-_VERDICT = ("missing", "survivors", "cuts")
 # The names of a user's calls, by the kinds of exchange in which attached replicas may differ.
 _CALLS = {
     "exchange_objects": "start of flush",
@@ -441,7 +439,7 @@ class Round:
                 ``wait`` again later.
 
         Raises:
-            ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
+            ReplicaMismatch, NonFiniteError, SyncError: There is no result, on no replica
                 (after a SyncError at the vote some may have one; ``change_group`` settles it).
             TimeoutError: After ``timeout`` seconds; the exchange goes on.
             RuntimeError: In a forked child.
@@ -513,7 +511,7 @@ class Round:
                 encoded.
 
         Raises:
-            ReplicaMismatch, PeerLeft, NonFiniteError, SyncError, TimeoutError: As ``wait``; the
+            ReplicaMismatch, NonFiniteError, SyncError, TimeoutError: As ``wait``; the
                 next call goes on after a timeout, with the same ``out``.
         """
         deadline = inf if timeout is None else time.perf_counter() + timeout
@@ -584,14 +582,12 @@ def error_from(
         round=-1 if header is None or header.kind == "all_reduce" else header.round,
         stage=failure.stage,
         seconds=failure.seconds,
-        **verdict_of(failure),
+        missing=failure.missing,
     )
     if failure.cause:
         error.__cause__ = RuntimeError(failure.cause)
-    if isinstance(error, PeerLeft | NonFiniteError):
+    if isinstance(error, NonFiniteError):
         error.replicas = tuple(failure.replicas)
-    if isinstance(error, PeerLeft):
-        error.inner_steps = tuple(failure.inner_steps)
     if isinstance(error, ReplicaMismatch):
         training, ended = _kinds(headers)
         is_end = bool(ended) and all(header.gap == END for header in ended)
@@ -599,14 +595,6 @@ def error_from(
             error.ended = tuple(header.replica for header in ended)
             error.fragment = training[0].fragment
     return error
-
-
-def verdict_of(failure: _C.Failure) -> dict[str, Any]:
-    """Return the arguments by which an exception names the other replicas."""
-    names: dict[str, Any] = {name: getattr(failure, name) for name in _VERDICT}
-    if failure.kind == "LeftBehind":
-        names["went_on_in"] = failure.went_on_in if failure.went_on_in >= 0 else None
-    return names
 
 
 def _explained(message: str, headers: Sequence[_C.Header]) -> str:

@@ -12,7 +12,6 @@
 #include "check.h"
 #include "exchange/engine/engine.h"
 #include "exchange/transport/pages.h"
-#include "hanging_store.h"
 #include "loopback_backend.h"
 
 namespace diloco_test {
@@ -73,7 +72,7 @@ inline void wait(Job& job) {
     EXPECT(job.changed.wait_for(lock, std::chrono::seconds(60), [&] { return job.is_done; }));
 }
 
-// What the ranks share: a store, and mailboxes for an epoch's groups.
+// What the ranks share: mailboxes for an epoch's groups.
 struct World {
     explicit World(int size, int lanes = 1) : size(size), lanes(lanes) { new_epoch(); }
 
@@ -91,7 +90,7 @@ struct World {
         }
         diloco::Membership membership{epoch, rank, {}};
         for (int i = 0; i < size; ++i) membership.replicas.push_back(i);
-        engine.attach(membership, groups, store, "board/" + std::to_string(epoch));
+        engine.attach(membership, groups);
     }
 
     void run(const std::function<void(int)>& body) {
@@ -103,11 +102,8 @@ struct World {
     int size;
     int lanes;
     std::vector<std::shared_ptr<Mailbox>> mailboxes;
-    c10::intrusive_ptr<HangingStore> store = c10::make_intrusive<HangingStore>();
 };
 
-inline diloco::EngineOptions options(int rank) {
-    return {rank, std::chrono::seconds(20), std::chrono::milliseconds(500)};
-}
+inline diloco::EngineOptions options() { return {std::chrono::seconds(20)}; }
 
 }  // namespace diloco_test

@@ -1,4 +1,4 @@
-// The engine with its ranks as threads of one process: results, failures, departures, shutdown.
+// The engine with its ranks as threads of one process: results, failures, shutdown.
 #include <ATen/Functions.h>
 
 #include <cmath>
@@ -52,7 +52,7 @@ void test_results(int size, int64_t num_elements, int64_t num_chunks, int lanes,
     const auto plan = make_plan(num_elements, size, num_chunks, lanes);
     const at::Tensor expected = size > 2 ? expected_result(plan, size) : at::Tensor();
     world.run([&](int rank) {
-        Engine engine(options(rank));
+        Engine engine(options());
         world.attach(engine, rank, 1);
         engine.reserve_staging(kWindow * size * plan->layout.run_bytes);
         engine.inject_fault({"", "", -1, 0, delay_us, uint64_t(rank)});
@@ -70,7 +70,7 @@ void test_results(int size, int64_t num_elements, int64_t num_chunks, int lanes,
                 EXPECT(at::equal(job->result, other->payload));
             }
         }
-        engine.close(5s, 0);
+        engine.close(5s);
     });
 }
 
@@ -79,7 +79,7 @@ void test_queue_of_jobs() {
     const auto plan = make_plan(5000, 3, 4, 1);
     const at::Tensor expected = expected_result(plan, 3);
     world.run([&](int rank) {
-        Engine engine(options(rank));
+        Engine engine(options());
         world.attach(engine, rank, 1);
         engine.reserve_staging(kWindow * 3 * plan->layout.run_bytes);
         std::vector<JobPtr> jobs;
@@ -91,17 +91,17 @@ void test_queue_of_jobs() {
             wait(*job);
             EXPECT(!job->failure.has_value() && at::equal(job->result, expected));
         }
-        engine.close(5s, 0);
+        engine.close(5s);
     });
 }
 
-// Rank 1 fails in the middle; the others report it; all go on in a new epoch.
+// Rank 1 fails in the middle; the others lose connections; all go on in a new epoch.
 void test_failure_and_new_epoch() {
     World world(3);
     const auto plan = make_plan(5000, 3, 6, 1);
     std::vector<std::unique_ptr<Engine>> engines;
     for (int rank = 0; rank < 3; ++rank) {
-        engines.push_back(std::make_unique<Engine>(options(rank)));
+        engines.push_back(std::make_unique<Engine>(options()));
         world.attach(*engines.back(), rank, 1);
         engines.back()->reserve_staging(kWindow * 3 * plan->layout.run_bytes);
     }
@@ -111,8 +111,9 @@ void test_failure_and_new_epoch() {
         engines[static_cast<size_t>(rank)]->start(job);
         wait(*job);
         EXPECT(job->failure.has_value() && job->failure->kind == "SyncError");
-        EXPECT(job->failure->missing.empty());
-        EXPECT(!engines[static_cast<size_t>(rank)]->dead_reason().empty());
+        // A rank that has lost rank 1 may be lost to the other one before.
+        EXPECT(job->failure->missing.size() == (rank == 1 ? 0 : 1));
+        EXPECT(engines[static_cast<size_t>(rank)]->dead_failure().has_value());
     });
     world.new_epoch();
     for (int rank = 0; rank < 3; ++rank) world.attach(*engines[static_cast<size_t>(rank)], rank, 2);
@@ -121,60 +122,48 @@ void test_failure_and_new_epoch() {
         engines[static_cast<size_t>(rank)]->start(job);
         wait(*job);
         EXPECT(!job->failure.has_value());
-        engines[static_cast<size_t>(rank)]->close(5s, 0);
+        engines[static_cast<size_t>(rank)]->close(5s);
     });
 }
 
-void test_departure() {
+// A peer that waits learns from its connection alone that rank 0 has closed.
+void test_close_ends_the_connections() {
     World world(2);
     const auto plan = make_plan(1000, 2, 2, 1);
     world.run([&](int rank) {
-        Engine engine(options(rank));
+        Engine engine(options());
         world.attach(engine, rank, 1);
         if (rank == 0) {
-            engine.close(1s, 42);
+            engine.close(1s);
             return;
         }
         const JobPtr job = make_job(plan, 2, input(rank, 1000), 0);
         engine.start(job);
         wait(*job);
-        EXPECT(job->failure.has_value() && job->failure->kind == "PeerLeft");
-        EXPECT(job->failure->inner_steps == std::vector<int64_t>{42});
+        EXPECT(job->failure.has_value() && job->failure->kind == "SyncError");
+        EXPECT(job->failure->missing == std::vector<int64_t>{0});
+        EXPECT(!job->awaited.has_value());
     });
 }
 
-// The store's host hangs: rounds go on, a failure ends without it, and so does close().
-void test_store_that_hangs() {
+// A running job says for which header it waits, and a seal from another thread ends the job.
+void test_seal_of_a_job_that_waits() {
     World world(3);
-    const auto plan = make_plan(5000, 3, 4, 1);
-    std::vector<std::unique_ptr<Engine>> engines;
-    for (int rank = 0; rank < 3; ++rank) {
-        engines.push_back(std::make_unique<Engine>(options(rank)));
-        world.attach(*engines.back(), rank, 1);
-        engines.back()->reserve_staging(kWindow * 3 * plan->layout.run_bytes);
-    }
-    world.store->hang();
-    // A watcher is in a call by the time of the failure.
-    while (world.store->num_waiting() == 0) std::this_thread::yield();
-    world.run([&](int rank) {
-        Engine& engine = *engines[static_cast<size_t>(rank)];
-        const JobPtr fine = make_job(plan, 3, input(rank, 5000), 0);
-        engine.start(fine);
-        wait(*fine);
-        EXPECT(!fine->failure.has_value());
-        if (rank == 1) engine.inject_fault({"fail", "reduce", 2, 0, 0.0, 0});
-        const JobPtr job = make_job(plan, 3, input(rank, 5000), 1);
-        engine.start(job);
-        wait(*job);
-        EXPECT(job->failure.has_value() && job->failure->kind == "SyncError");
-        EXPECT(job->failure->message.find("the store does not answer") != std::string::npos);
-    });
-    world.new_epoch();
-    for (int rank = 0; rank < 3; ++rank) world.attach(*engines[static_cast<size_t>(rank)], rank, 2);
-    world.run([&](int rank) { engines[static_cast<size_t>(rank)]->close(5s, 0); });
-    EXPECT(world.store->num_waiting() > 0);
-    world.store->wake();
-    while (world.store->num_waiting() > 0) std::this_thread::yield();
+    const auto plan = make_plan(1000, 3, 2, 1);
+    Engine alone(options());
+    world.attach(alone, 1, 1);
+    EXPECT(!alone.dead_failure().has_value());
+    const JobPtr job = make_job(plan, 3, input(1, 1000), 0);
+    alone.start(job);
+    const auto awaited = [&] {
+        std::lock_guard<std::mutex> lock(job->mutex);
+        return job->awaited;
+    };
+    while (awaited() != 0) std::this_thread::yield();
+    std::thread([&] { alone.seal(); }).join();
+    EXPECT(job->is_done && job->failure->missing.empty() && !awaited());
+    EXPECT(job->failure->message.find(diloco::kSealed) != std::string::npos);
+    EXPECT(alone.dead_failure()->message == job->failure->message);
 }
 
 // Encodes a job, looks at what is encoded, and sends it: as zeros of weight 0 where it is bad.
@@ -196,7 +185,7 @@ void test_held_jobs() {
     World world(3);
     const auto plan = make_plan(5000, 3, 4, 1);
     world.run([&](int rank) {
-        Engine engine(options(rank));
+        Engine engine(options());
         world.attach(engine, rank, 1);
         engine.reserve_staging(kWindow * 3 * plan->layout.run_bytes);
         const JobPtr one = start_and_ship(engine, plan, input(rank, 5000), rank == 1, 0);
@@ -208,7 +197,7 @@ void test_held_jobs() {
         EXPECT(all->failure.has_value() && all->failure->kind == "NonFiniteError");
         EXPECT(all->failure->replicas == std::vector<int64_t>({0, 1, 2}));
         EXPECT(!none->failure.has_value() && at::equal(none->result, expected_result(plan, 3)));
-        engine.close(5s, 0);
+        engine.close(5s);
     });
 }
 
@@ -217,7 +206,7 @@ void test_job_held_while_the_epoch_dies() {
     World world(3);
     const auto plan = make_plan(5000, 3, 4, 1);
     world.run([&](int rank) {
-        Engine engine(options(rank));
+        Engine engine(options());
         world.attach(engine, rank, 1);
         engine.reserve_staging(kWindow * 3 * plan->layout.run_bytes);
         const JobPtr held = make_job(plan, 3, input(rank, 5000), 1);
@@ -231,7 +220,7 @@ void test_job_held_while_the_epoch_dies() {
         engine.ship(held, false);
         wait(*held);
         EXPECT(held->failure.has_value() && held->failure->kind == "SyncError");
-        engine.close(5s, 0);
+        engine.close(5s);
     });
 }
 
@@ -239,7 +228,7 @@ void test_job_held_while_the_epoch_dies() {
 void test_attach_while_a_job_runs() {
     World world(1);
     const auto plan = make_plan(1000, 1, 2, 1);
-    Engine engine({0, 50ms, 50ms});
+    Engine engine({50ms});
     world.attach(engine, 0, 1);
     const JobPtr job = make_job(plan, 1, input(0, 1000), 0);
     engine.submit(job);  // and not encoded
@@ -260,7 +249,7 @@ void test_attach_while_a_job_runs() {
 void test_close_while_attach_waits() {
     World world(1);
     const auto plan = make_plan(1000, 1, 2, 1);
-    Engine engine(options(0));
+    Engine engine(options());
     world.attach(engine, 0, 1);
     const JobPtr job = make_job(plan, 1, input(0, 1000), 0);
     engine.submit(job);  // and not encoded
@@ -272,7 +261,7 @@ void test_close_while_attach_waits() {
             why = error.what_without_backtrace();
         }
     });
-    std::thread closing([&] { engine.close(20s, 0); });
+    std::thread closing([&] { engine.close(20s); });
     try {
         while (true) {
             const JobPtr other = make_job(plan, 1, input(0, 1000), 1);
@@ -294,7 +283,7 @@ void test_deadline_while_posting() {
     World world(2);
     const auto plan = make_plan(1000, 2, 5, 1);
     world.run([&](int rank) {
-        Engine engine({rank, 1000ms, 500ms});
+        Engine engine({1000ms});
         world.attach(engine, rank, 1);
         const JobPtr job = make_job(plan, 2, input(rank, 1000), 0);
         engine.submit(job);
@@ -302,7 +291,7 @@ void test_deadline_while_posting() {
         job->announce(plan->layout.num_runs);
         wait(*job);
         EXPECT(job->failure.has_value() && job->failure->stage == "post_exchange");
-        engine.close(5s, 0);
+        engine.close(5s);
     });
 }
 
@@ -313,7 +302,7 @@ void test_error_of_an_operator() {
     const auto wrong = std::make_shared<Plan>(*plan);
     wrong->impl = "none";
     world.run([&](int rank) {
-        Engine engine(options(rank));
+        Engine engine(options());
         world.attach(engine, rank, 1);
         engine.reserve_staging(kWindow * 3 * plan->layout.run_bytes);
         const JobPtr job = make_job(wrong, 3, input(rank, 1000), 0);
@@ -325,7 +314,7 @@ void test_error_of_an_operator() {
         wait(*job);
         EXPECT(job->failure.has_value());
         EXPECT(job->failure->message.find("Exception raised from") == std::string::npos);
-        engine.close(5s, 0);
+        engine.close(5s);
     });
 }
 
@@ -335,7 +324,7 @@ void test_larger_job_while_one_runs() {
     const std::vector<std::shared_ptr<Plan>> plans{make_plan(1000, 3, 1, 1),
                                                    make_plan(50000, 3, 4, 1)};
     world.run([&](int rank) {
-        Engine engine(options(rank));
+        Engine engine(options());
         world.attach(engine, rank, 1);
         std::vector<JobPtr> jobs;
         for (const auto& plan : plans) {
@@ -354,7 +343,7 @@ void test_larger_job_while_one_runs() {
             EXPECT(!jobs[i]->failure.has_value());
             EXPECT(at::equal(jobs[i]->result, expected_result(plans[i], 3)));
         }
-        engine.close(5s, 0);
+        engine.close(5s);
     });
 }
 
@@ -362,14 +351,14 @@ void test_larger_job_while_one_runs() {
 void test_close_while_waiting() {
     World world(2);
     const auto plan = make_plan(1000, 2, 2, 1);
-    Engine alone(options(0));
+    Engine alone(options());
     world.attach(alone, 0, 1);
     const JobPtr first = make_job(plan, 2, input(0, 1000), 0);
     const JobPtr second = make_job(plan, 2, input(0, 1000), 1);
     alone.start(first);
     alone.start(second);
     const auto begin = diloco::Clock::now();
-    alone.close(100ms, 0);
+    alone.close(100ms);
     EXPECT(diloco::Clock::now() - begin < 10s);
     EXPECT(first->is_done && first->failure.has_value());
     EXPECT(second->is_done && second->failure.has_value());
@@ -386,9 +375,9 @@ int main() {
     }
     test_queue_of_jobs();
     test_failure_and_new_epoch();
-    test_departure();
+    test_close_ends_the_connections();
+    test_seal_of_a_job_that_waits();
     test_close_while_waiting();
-    test_store_that_hangs();
     test_held_jobs();
     test_job_held_while_the_epoch_dies();
     test_attach_while_a_job_runs();

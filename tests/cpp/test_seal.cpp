@@ -24,13 +24,10 @@ namespace {
 
 constexpr int64_t kElements = 3000;
 
-// Nobody waits long for reports: a rank that has sealed between two jobs gives none.
-diloco::EngineOptions options(int rank) { return {rank, 20000ms, 20ms}; }
-
 std::vector<std::unique_ptr<Engine>> make_engines(World& world, const Plan& plan) {
     std::vector<std::unique_ptr<Engine>> engines;
     for (int rank = 0; rank < world.size; ++rank) {
-        engines.push_back(std::make_unique<Engine>(options(rank)));
+        engines.push_back(std::make_unique<Engine>(diloco_test::options()));
         world.attach(*engines.back(), rank, 1);
         engines.back()->reserve_staging(kWindow * world.size * plan.layout.run_bytes);
     }

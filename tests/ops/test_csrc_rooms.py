@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 ENGINE = "exchange/engine"
-EXCHANGE_ROOMS = ("exchange/transport", "exchange/device", "exchange/failure")
+EXCHANGE_ROOMS = ("exchange/transport", "exchange/device")
 LINK = "exchange/link"
 STORE = "exchange/store"
 JOINING = "exchange/joining"
@@ -32,7 +32,6 @@ MAY_INCLUDE = {
     LINK: (),
     STORE: (LINK,),
     **dict.fromkeys(EXCHANGE_ROOMS, ()),
-    "exchange/failure": ("exchange/link/sockets.h", STORE),
     JOINING: (f"{LINK}/copies.h", "exchange/device", "codec/digest.h"),
     ENGINE: (*EXCHANGE_ROOMS, "wire", "codec"),
     "exchange/bindings": (ENGINE, LINK, STORE, JOINING, *EXCHANGE_ROOMS, "codec"),
@@ -88,8 +87,8 @@ def test_every_room_has_a_rule() -> None:
         ("cuda/encode.cu", "codec/codec.h"),
         ("cuda/encode.cu", "operators/checks.h"),
         ("exchange/engine/operator_calls.cpp", "operators/checks.h"),
-        ("exchange/failure/board.cpp", "exchange/engine/engine.h"),
-        ("exchange/failure/reach.cpp", "exchange/link/link.h"),
+        ("exchange/transport/transport.cpp", "exchange/engine/engine.h"),
+        ("exchange/engine/engine.cpp", "exchange/link/link.h"),
         ("exchange/transport/transport.h", "exchange/link/group.h"),
         ("operators/cpu.cpp", "exchange/engine/job.h"),
     ],

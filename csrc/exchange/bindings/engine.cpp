@@ -5,7 +5,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "exchange/bindings/shared.h"
 
@@ -97,21 +96,15 @@ JobPtr submit(Engine& engine, const Header& header, const std::optional<at::Tens
     return job;
 }
 
-JobPtr give_up(Engine& engine, const Header& header, const std::string& reason, double seconds) {
-    auto job = std::make_shared<Job>();
-    job->header = header;
-    job->lost = {reason, seconds};
+void attach(Engine& engine, int64_t epoch, int rank, std::vector<int64_t> replicas,
+            std::vector<BackendPtr> groups) {
     const WithoutGil no_gil;
-    engine.give_up(job);
-    return job;
+    engine.attach({epoch, rank, std::move(replicas)}, std::move(groups));
 }
 
-void attach(Engine& engine, int64_t epoch, int rank, std::vector<int64_t> replicas,
-            std::vector<BackendPtr> groups, c10::intrusive_ptr<c10d::Store> store,
-            const std::string& prefix, std::vector<std::string> addresses) {
-    const WithoutGil no_gil;
-    engine.attach({epoch, rank, std::move(replicas), std::move(addresses)}, std::move(groups),
-                  std::move(store), prefix);
+std::string dead_reason(const Engine& engine) {
+    const std::optional<Failure> failure = engine.dead_failure();
+    return failure ? failure->message : "";
 }
 
 void inject_fault(Engine& engine, const std::string& action, const std::string& stage,
@@ -136,25 +129,17 @@ void register_engine(py::module_& m) {
              py::arg("is_written"))
         .def("finish", &ChunkLoader::finish, release());
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-        .def(py::init([](int64_t replica, double timeout_s, double report_patience_s,
-                         double suspect_after_s, const std::string& interface, bool listens) {
-                 // The name of this host may be looked up.
-                 const WithoutGil no_gil;
+        .def(py::init([](double timeout_s) {
                  return std::shared_ptr<Engine>(
-                     new Engine({replica, from_seconds(timeout_s), from_seconds(report_patience_s),
-                                 check_signals, from_seconds(suspect_after_s), interface, listens}),
-                     [](Engine* engine) {
+                     new Engine({from_seconds(timeout_s), check_signals}), [](Engine* engine) {
                          if (!engine->is_own_process()) return;
                          const WithoutGil no_gil;
                          delete engine;
                      });
              }),
-             py::arg("replica"), py::arg("timeout_s"), py::arg("report_patience_s"),
-             py::arg("suspect_after_s") = 30.0, py::arg("interface") = "",
-             py::arg("listens") = true)
+             py::arg("timeout_s"))
         .def("attach", &attach, py::arg("epoch"), py::arg("rank"), py::arg("replicas"),
-             py::arg("groups"), py::arg("store"), py::arg("prefix"),
-             py::arg("addresses") = std::vector<std::string>())
+             py::arg("groups"))
         .def("start", &start, py::arg("plan"), py::arg("header"), py::arg("payload"),
              py::arg("result"), py::arg("outer"), py::arg("params"), py::arg("encode_key"),
              py::arg("reduce_key"), py::arg("residual"), py::arg("new_residual"),
@@ -164,13 +149,6 @@ void register_engine(py::module_& m) {
         .def("submit", &submit, py::arg("header"), py::arg("blob") = py::none(),
              py::arg("sends") = std::vector<std::pair<int, at::Tensor>>(),
              py::arg("recvs") = std::vector<std::pair<int, at::Tensor>>())
-        .def("give_up", &give_up, py::arg("header"), py::arg("reason"), py::arg("seconds"),
-             "End the epoch because of an exchange on streams; the job tells who goes on.")
-        .def("watch_streams", &Engine::watch_streams, py::arg("are_under_way"),
-             "Say that an exchange on streams began or ended, and whether any is under way.")
-        .def_property_readonly("streams_trouble", &Engine::streams_trouble,
-                               "Why exchanges on streams cannot end; empty while they may.")
-        .def("announce", &Engine::announce, py::arg("members"), release())
         .def("seal", &Engine::seal, release())
         .def("reserve_staging", &Engine::reserve_staging, py::arg("num_bytes"), release())
         .def("emulate_link", &Engine::emulate_link, py::arg("gbps"), py::arg("rtt_ms"), release())
@@ -179,19 +157,15 @@ void register_engine(py::module_& m) {
              py::arg("seed") = 0)
         .def(
             "close",
-            [](Engine& engine, double patience_s, int64_t inner_step) {
+            [](Engine& engine, double patience_s) {
                 const WithoutGil no_gil;
-                engine.close(from_seconds(patience_s), inner_step);
+                engine.close(from_seconds(patience_s));
             },
-            py::arg("patience_s"), py::arg("inner_step"))
+            py::arg("patience_s"))
         .def("check_process", &Engine::check_process)
-        .def_property_readonly("address", &Engine::address,
-                               "Where peers may try to reach us, host:port; empty: not known.")
-        .def_property_readonly("is_store_lost", &Engine::is_store_lost,
-                               "Whether the connection to the store has broken for good.")
-        .def_property_readonly("dead_reason", &Engine::dead_reason)
+        .def_property_readonly("dead_reason", &dead_reason, "Empty while the epoch lives.")
         .def_property_readonly("dead_failure", &Engine::dead_failure,
-                               "Why the current epoch is dead; of the last one while it lives.");
+                               "Why the current epoch is dead; None while it lives.");
 }
 
 }  // namespace diloco

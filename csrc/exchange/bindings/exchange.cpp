@@ -13,8 +13,6 @@
 #include "exchange/bindings/bindings.h"
 #include "exchange/bindings/shared.h"
 #include "exchange/engine/engine.h"
-#include "exchange/engine/words.h"
-#include "exchange/failure/bounded_store.h"
 #include "exchange/joining/state_source.h"
 #include "exchange/link/group.h"
 #include "exchange/link/proxy.h"
@@ -489,30 +487,6 @@ void register_exchange(py::module_& m) {
     m.attr("MAX_REPLICAS") = codec::kMaxTerms;
     m.def("empty_pages", &empty_pages, py::arg("num_bytes"),
           "A zeroed uint8 tensor, 64-byte aligned, huge pages advised, every page touched.");
-    m.def(
-        "bounded_store",
-        [](c10::intrusive_ptr<c10d::Store> store, double limit_s) {
-            return bounded(std::move(store), from_seconds(limit_s));
-        },
-        py::arg("store"), py::arg("limit_s"), py::keep_alive<0, 1>(),
-        "The store with calls that fail when its host does not answer in time.");
-    m.def(
-        "are_reached",
-        [](const std::vector<std::string>& addresses, double limit_s) {
-            const WithoutGil no_gil;
-            std::vector<std::optional<bool>> are_reached;
-            for (const Answer answer : try_to_reach(addresses, from_seconds(limit_s))) {
-                are_reached.emplace_back(answer == Answer::kReached);
-                if (answer == Answer::kUnknown) are_reached.back().reset();
-            }
-            return are_reached;
-        },
-        py::arg("addresses"), py::arg("limit_s"),
-        "Whether a connection can be made to each host:port in time; None: it could not be tried.");
-    m.def("largest_reaching", &largest_reaching, py::arg("members"), py::arg("cuts"),
-          "The largest subset without a pair in `cuts`; of several, that with the lowest ids.");
-    m.def("describe_cuts", &cuts_of, py::arg("cuts"),
-          "Say in words which pairs of replicas cannot reach each other.");
     m.def("minor_faults", &minor_faults, "Minor page faults of the calling thread so far.");
     m.def(
         "make_schedule",

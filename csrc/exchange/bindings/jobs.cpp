@@ -6,6 +6,7 @@
 #include "codec/codec.h"
 #include "exchange/bindings/shared.h"
 #include "exchange/engine/engine.h"
+#include "exchange/engine/words.h"
 
 namespace py = pybind11;
 
@@ -128,6 +129,14 @@ auto outcome(T Job::* member) {
     };
 }
 
+std::string waiting_words(Job& job) {
+    const std::optional<int64_t> awaited = guarded(&Job::awaited)(job);
+    if (!awaited) return "";
+    const std::string subject = subject_of(job.header);
+    if (*awaited < 0) return "the payloads and votes of " + subject;
+    return "replica " + std::to_string(*awaited) + " to begin " + subject;
+}
+
 // How far the vote was when the job ended.
 std::string standing_name(Job& job) {
     switch (outcome(&Job::standing)(job)) {
@@ -160,11 +169,7 @@ void register_jobs(py::module_& m) {
         .def_readonly("cause", &Failure::cause)
         .def_readonly("seconds", &Failure::seconds)
         .def_readonly("missing", &Failure::missing)
-        .def_readonly("survivors", &Failure::survivors)
-        .def_readonly("cuts", &Failure::cuts)
-        .def_readonly("went_on_in", &Failure::went_on_in)
-        .def_readonly("replicas", &Failure::replicas)
-        .def_readonly("inner_steps", &Failure::inner_steps);
+        .def_readonly("replicas", &Failure::replicas);
     py::class_<Job, std::shared_ptr<Job>>(m, "Job")
         .def("wait", &wait_job, py::arg("seconds"), "Whether it is done by then.")
         .def("wait_landed", &wait_landed, py::arg("runs"), py::arg("seconds"),
@@ -175,8 +180,8 @@ void register_jobs(py::module_& m) {
         .def_property_readonly("failure", guarded(&Job::failure))
         .def_property_readonly("standing", &standing_name,
                                "How far the vote was in the end: see Standing in job.h.")
-        .def_property_readonly("waiting", guarded(&Job::waiting),
-                               "What it waits for; empty when nothing, or not for long.")
+        .def_property_readonly("waiting", &waiting_words,
+                               "What the job waits for; empty while it does not run.")
         .def_property_readonly("headers", guarded(&Job::headers))
         .def_property_readonly("weights", guarded(&Job::weights))
         .def_property_readonly("blobs", outcome(&Job::blobs))

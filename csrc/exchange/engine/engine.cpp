@@ -23,94 +23,43 @@ void check_process(pid_t owner) {
 }
 
 Engine::Engine(EngineOptions options)
-    : options_(options),
-      pid_(getpid()),
-      listener_(options_.listens ? Listener(options_.interface) : Listener()) {
-    thread_ = std::make_unique<std::thread>([this] { loop(); });
-    try {
-        watcher_ = std::make_unique<std::thread>([this] { watch(); });
-    } catch (...) {
-        close(milliseconds(0), -1);
-        throw;
-    }
-}
+    : options_(std::move(options)), pid_(getpid()), thread_([this] { loop(); }) {}
 
-Engine::~Engine() { close(milliseconds(0), -1); }
+Engine::~Engine() { close(milliseconds(0)); }
 
 bool Engine::is_own_process() const { return getpid() == pid_; }
 
 void Engine::check_process() const { diloco::check_process(pid_); }
 
-std::string Engine::dead_reason() const {
+std::optional<Failure> Engine::dead_failure() const {
     std::lock_guard<std::mutex> lock(mutex_);
-    return dead_reason_;
-}
-
-Failure Engine::dead_failure() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return dead_failure_;
-}
-
-bool Engine::is_store_lost() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return board_ && board_->is_store_lost();
-}
-
-std::string Engine::abort_reason() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return abort_reason_;
+    return dead_;
 }
 
 void Engine::refuse_if_dead() const {
     TORCH_CHECK(!is_closing_, "this DiLoCo is closed");
     TORCH_CHECK(is_attached_, "this replica is in no group yet");
-    TORCH_CHECK(dead_reason_.empty(), "epoch ", epoch_,
-                " of this replica's group is dead: ", dead_reason_,
+    TORCH_CHECK(!dead_, "epoch ", epoch_, " of this replica's group is dead: ", dead_->message,
                 ". Call change_group() with the replicas that live");
 }
 
 // ------------------------------------------------------------------- from the callers' threads
 
-void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
-                    c10::intrusive_ptr<c10d::Store> store, const std::string& prefix) {
+void Engine::attach(Membership membership, std::vector<BackendPtr> groups) {
     check_process();
     TORCH_CHECK(membership.size() == 1 || (!groups.empty() && groups.size() % 2 == 0),
                 "attach: each lane needs two groups, got ", groups.size());
-    const std::vector<int64_t> members = membership.replicas;
-    auto board = std::make_shared<Board>(std::move(store), options_.report_patience, prefix,
-                                         options_.replica, members);
-    auto pulse = std::make_shared<Pulse>(board->store(), prefix, options_.replica, members,
-                                         options_.suspect_after);
-    auto ways = std::make_shared<Ways>(options_.replica, members, membership.addresses,
-                                       options_.report_patience / 2, options_.suspect_after);
     auto session = std::make_shared<Session>(std::move(membership), std::move(groups),
                                              options_.timeout, faults_);
-    std::shared_ptr<Session> old;
-    {
-        std::unique_lock<std::mutex> lock(mutex_);
-        require_idle(lock);
-        session->emulate_link(link_gbps_, link_rtt_ms_);
-        epoch_ = session->membership().epoch;
-        old = std::exchange(session_, std::move(session));
-        board_ = std::move(board);
-        pulse_ = std::move(pulse);
-        ways_ = std::move(ways);
-        num_members_ = members.size();
-        dead_reason_.clear();
-        abort_reason_.clear();
-        are_streams_under_way_ = false;
-        streams_trouble_.clear();
-        is_attached_ = true;
-        is_sealed_ = false;
-    }
-}
-
-void Engine::announce(const std::vector<int64_t>& members) {
-    check_process();
+    std::shared_ptr<Session> old;  // freed without the lock
     std::unique_lock<std::mutex> lock(mutex_);
-    const std::shared_ptr<Board> board = board_;
-    lock.unlock();
-    if (board) board->report_next_group(members);
+    require_idle(lock);
+    session->emulate_link(link_gbps_, link_rtt_ms_);
+    epoch_ = session->membership().epoch;
+    old = std::exchange(session_, std::move(session));
+    dead_.reset();
+    is_attached_ = true;
+    is_sealed_ = false;
 }
 
 void Engine::seal() {
@@ -118,17 +67,15 @@ void Engine::seal() {
     std::shared_ptr<Session> dead;  // freed without the lock
     std::unique_lock<std::mutex> lock(mutex_);
     is_sealed_ = true;
-    if (dead_reason_.empty()) {
-        dead_reason_ = kSealed;
-        dead_failure_ = Failure();
-        dead_failure_.kind = "SyncError";
-        dead_failure_.stage = "start";
-        dead_failure_.message = kSealed;
+    if (!dead_) {
+        dead_.emplace();
+        dead_->kind = "SyncError";
+        dead_->stage = "start";
+        dead_->message = kSealed;
     }
     if (session_) session_->abort();
     require_idle(lock);
     dead = std::move(session_);
-    session_.reset();
 }
 
 // Returns whether no job runs within `patience`. If check_signals() throws, the lock is released.
@@ -180,14 +127,13 @@ void Engine::inject_fault(const Fault& fault) {
     next_faults_.push_back(fault);
 }
 
-void Engine::close(milliseconds patience, int64_t inner_step) {
+void Engine::close(milliseconds patience) {
     if (!is_own_process()) return;
     std::exception_ptr interrupt;
     {
         std::unique_lock<std::mutex> lock(mutex_);
         if (is_closing_) return;
         is_closing_ = true;
-        leave_step_ = inner_step;
         changed_.notify_all();
         bool is_idle = false;
         try {
@@ -199,24 +145,18 @@ void Engine::close(milliseconds patience, int64_t inner_step) {
         // A job that still waits for a peer ends here, and the jobs queued behind it fail.
         if (!is_idle && session_) session_->abort();
     }
-    thread_->join();
-    if (watcher_) watcher_->join();
-    listener_.close();
-    std::shared_ptr<Session> session;  // session and board are freed without the lock
-    std::shared_ptr<Board> board;
-    std::shared_ptr<Pulse> pulse;
+    thread_.join();
+    std::shared_ptr<Session> session;  // freed without the lock, as the jobs are
     std::vector<JobPtr> finished;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         session.swap(session_);
-        board.swap(board_);
-        pulse.swap(pulse_);
         finished.swap(finished_);
     }
     if (interrupt) std::rethrow_exception(interrupt);
 }
 
-// ---------------------------------------------------------------------- on the engine's threads
+// ----------------------------------------------------------------------- on the engine's thread
 
 void Engine::loop() {
     pthread_setname_np(pthread_self(), "diloco-engine");
@@ -225,30 +165,18 @@ void Engine::loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
         changed_.wait(lock, [this] { return is_closing_ || !queue_.empty(); });
-        if (queue_.empty()) break;
-        running_ = queue_.front();
+        if (queue_.empty()) return;
+        JobPtr job = std::move(queue_.front());
         queue_.pop_front();
         is_busy_ = true;
-        running_since_ = Clock::now();
         for (Fault& fault : next_faults_) faults_.add(std::move(fault));
         next_faults_.clear();
-        const JobPtr job = running_;
         lock.unlock();
         run(job);
         lock.lock();
-        finished_.push_back(std::move(running_));
+        finished_.push_back(std::move(job));
         is_busy_ = false;
         changed_.notify_all();
-    }
-    is_finished_ = true;
-    watch_changed_.notify_one();
-    const std::shared_ptr<Session> session = session_;
-    const std::shared_ptr<Board> board = board_;
-    const int64_t step = leave_step_;
-    lock.unlock();
-    if (session && session->membership().size() > 1) {
-        board->report_departure(step);
-        session->leave(step);
     }
 }
 
@@ -266,20 +194,18 @@ void Engine::run(const JobPtr& job) {
         staging = staging_;
         // A job that is taken from the queue while the epoch is being sealed is not begun.
         if (!is_sealed_) session = session_;
-        failure = dead_failure_;
+        failure = dead_.value_or(Failure());
     }
     if (!session) {
-        failure.message = subject_of(job->header) + " was not started: " + dead_reason();
+        failure.message = subject_of(job->header) + " was not started: " + failure.message;
         job->finish(std::move(failure));
         return;
     }
-    bool is_epoch_dead = true;
-    Loss loss;
     failure = Failure();
     failure.kind = "SyncError";
+    bool is_epoch_dead = true;
     try {
         if (job->staging) device.reset_device(job->staging->queue->device());
-        if (job->lost) throw std::runtime_error(job->lost->reason);
         session->run(*job, staging);
         job->seconds["total"] = seconds_since(begin);
         job->engine_faults = minor_faults() - faults;
@@ -287,29 +213,41 @@ void Engine::run(const JobPtr& job) {
         return;
     } catch (const Rejected& rejected) {
         failure = rejected.failure;
-        is_epoch_dead = failure.kind == "PeerLeft";
+        is_epoch_dead = false;
     } catch (const TransportError& error) {
         const auto& replicas = session->membership().replicas;
         const int64_t peer = replicas[static_cast<size_t>(std::max(error.peer, 0))];
         failure.message = "replica " + std::to_string(peer) + ": " + error.what();
         failure.cause = error.cause;
-        if (!error.is_timeout()) loss.replica = peer;
-        loss.waited_in_vain = error.is_timeout() && session->is_waiting_for_headers();
-    } catch (const Aborted& error) {
-        failure.message = abort_reason().empty() ? error.what() : abort_reason();
+        if (!error.is_timeout()) failure.missing = {peer};
     } catch (const std::exception& error) {
         failure.message = text_of(error);
     }
-    failure.stage = job->lost ? "exchange" : session->stage();
-    failure.seconds = job->lost ? job->lost->seconds : seconds_since(begin);
+    failure.stage = session->stage();
+    failure.seconds = seconds_since(begin);
     if (is_epoch_dead) {
-        // The groups are closed first, so that peers waiting for this replica notice at once.
         session.reset();
-        fail_epoch(*job, failure, loss);
+        fail_epoch(*job, failure);
     } else {
         failure.message = subject_of(job->header) + ": " + failure.message;
     }
     job->finish(std::move(failure));
+}
+
+// The agreement of the group finds out which members live.
+void Engine::fail_epoch(const Job& job, Failure& failure) {
+    const std::string where = subject_of(job.header) + " failed at " + failure.stage + " after " +
+                              rounded(failure.seconds) + " s: ";
+    std::shared_ptr<Session> dead;  // freed without the lock: peers that wait then notice at once
+    std::lock_guard<std::mutex> lock(mutex_);
+    dead = std::move(session_);
+    if (is_closing_ || is_sealed_) {
+        // No peer is to blame.
+        failure.missing.clear();
+        failure.message = is_closing_ ? "this DiLoCo was closed" : kSealed;
+    }
+    failure.message = where + failure.message;
+    dead_ = failure;
 }
 
 }  // namespace diloco

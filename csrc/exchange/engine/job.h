@@ -79,19 +79,15 @@ struct Plan {
 
 // Why a job ended without a result. `kind` names the Python exception.
 struct Failure {
-    std::string kind;  // "SyncError", "ReplicaMismatch", "PeerLeft", "LeftBehind", "NonFiniteError"
+    std::string kind;  // "SyncError", "ReplicaMismatch", "NonFiniteError"
     std::string message;
     std::string cause;  // the backend's text, if the backend failed
     std::string stage;
     double seconds = 0.0;
-    // The verdict: replicas that are missing, and replicas that go on; the same on all members that
-    // could ask the store. Pairs of living replicas that cannot reach each other.
+    // The replica to which the connection was lost, if any; NonFiniteError: the replicas without
+    // which the others can go on.
     std::vector<int64_t> missing;
-    std::vector<int64_t> survivors;
-    std::vector<std::pair<int64_t, int64_t>> cuts;
-    std::vector<int64_t> replicas;  // PeerLeft: that left; NonFiniteError: with bad elements
-    std::vector<int64_t> inner_steps;
-    int64_t went_on_in = -1;  // LeftBehind: the epoch in which other replicas went on, or -1
+    std::vector<int64_t> replicas;  // NonFiniteError: with bad elements
 };
 
 // This rank's progress with the vote on a job. From kVoted on this rank holds the whole result, and
@@ -130,12 +126,6 @@ struct Staging {
     Mark stored;  // outcome: when the result is on the device; null: nothing was copied
 };
 
-// Why an exchange on a device's streams cannot end, and how long it took.
-struct Lost {
-    std::string reason;
-    double seconds = 0.0;
-};
-
 // Throws in a forked child: a child has no engine thread, and may find a mutex locked for ever.
 void check_process(pid_t owner);
 
@@ -157,7 +147,6 @@ struct Job {
     std::vector<Transfer> recvs;
     at::Tensor blob;                 // kObjects: uint8
     std::optional<Staging> staging;  // None: the fragment is in host memory
-    std::optional<Lost> lost;        // nothing is exchanged: the epoch ends for this reason
 
     // Progress, guarded by `mutex`.
     std::mutex mutex;
@@ -168,7 +157,8 @@ struct Job {
     int64_t num_landed = 0;  // runs of the result that are complete before the vote; not staged
     bool is_encode_failed = false;
     bool is_done = false;
-    std::string waiting;          // what the running job waits for, in words; empty: nothing
+    // What the running job waits for: the replica of the next header, or -1, the rest of the job.
+    std::optional<int64_t> awaited;
     std::vector<Header> headers;  // of all ranks, in rank order; empty until all are here
     std::vector<double> weights;  // normalised, likewise
 
@@ -197,6 +187,11 @@ struct Job {
         changed.notify_all();
     }
 
+    void await(int64_t replica) {
+        std::lock_guard<std::mutex> lock(mutex);
+        awaited = replica;
+    }
+
     // Announces that the first `runs` runs of the result are complete, though not voted on.
     void land(int64_t runs) {
         {
@@ -219,6 +214,7 @@ struct Job {
         {
             std::lock_guard<std::mutex> lock(mutex);
             failure = std::move(why);
+            awaited.reset();
             is_done = true;
         }
         changed.notify_all();

@@ -2,17 +2,16 @@
 //
 // Header, chunks, vote. The header exchange completes before anything sized by the model is
 // posted; the result of a job counts only when every rank's vote is here. Lives on the engine
-// thread, except abort(), awaited_rank(), num_messages() and is_waiting_for_headers().
+// thread, except abort().
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "exchange/engine/faults.h"
 #include "exchange/engine/job.h"
-#include "exchange/failure/faults.h"
 #include "exchange/transport/transport.h"
 
 namespace diloco {
@@ -20,13 +19,12 @@ namespace diloco {
 struct Membership {
     int64_t epoch = 0;
     int rank = 0;
-    std::vector<int64_t> replicas{0};      // in rank order
-    std::vector<std::string> addresses{};  // likewise, to be tried; "" or none: unknown
+    std::vector<int64_t> replicas{0};  // in rank order
 
     int size() const { return static_cast<int>(replicas.size()); }
 };
 
-// The ranks agree that this job has no result; the groups stay usable (except when a peer left).
+// The ranks agree that this job has no result; the groups stay usable.
 class Rejected : public std::runtime_error {
   public:
     explicit Rejected(Failure failure)
@@ -44,17 +42,8 @@ class Session {
     // `staging` holds window * size * run_bytes. Throws Rejected, TransportError or Aborted.
     void run(Job& job, const at::Tensor& staging);
 
-    // Tells every peer that no further job will come from here; waits at most a second.
-    void leave(int64_t inner_step);
-
     void emulate_link(double gbps, double rtt_ms) { transport_.emulate_link(gbps, rtt_ms); }
     void abort() { transport_.abort(); }
-    bool is_waiting_for_headers() const { return is_waiting_for_headers_; }
-
-    // The rank whose header the session waits for, or -1; and the number of messages waited for so
-    // far.
-    int awaited_rank() const { return awaited_rank_; }
-    int64_t num_messages() const { return transport_.num_done(); }
 
     const Membership& membership() const { return membership_; }
     const std::string& stage() const { return stage_; }
@@ -72,8 +61,7 @@ class Session {
     int data_tag(int phase, int64_t index) const;
     void post_header_recvs();
     void exchange_headers(Job& job);
-    const Header& receive_header(int rank, Clock::time_point deadline);
-    std::vector<Header> leaves_that_arrived();
+    const Header& receive_header(int rank);
     void check_headers(Job& job);
     void run_chunks(Job& job, const at::Tensor& staging);
     void run_step(Job& job, const Step& step, const at::Tensor& staging);
@@ -106,8 +94,6 @@ class Session {
     uint64_t sequence_ = 0;
     Clock::time_point deadline_{};
     std::string stage_;
-    std::atomic<bool> is_waiting_for_headers_{false};
-    std::atomic<int> awaited_rank_{-1};
     Transport transport_;  // destroyed before the memory that its messages use
     std::vector<Receipt> header_recvs_;
     std::vector<Receipt> vote_recvs_;

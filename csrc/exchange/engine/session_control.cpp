@@ -8,15 +8,9 @@
 #include "exchange/transport/pages.h"
 
 namespace diloco {
-namespace {
-
-bool is_leave(const Header& header) { return Kind(header.kind) == Kind::kLeave; }
-
-}  // namespace
 
 void Session::post_header_recvs() {
-    // Receives are posted before they are needed: a peer's header, or its leave, arrives without a
-    // round trip.
+    // Receives are posted before they are needed: a peer's header arrives without a round trip.
     for (int i = 1; i <= num_peers(); ++i) {
         const auto from = static_cast<size_t>(peer(i));
         header_recvs_[from] = transport_.recv(kControl, peer(i), header_tag(sequence_),
@@ -32,38 +26,18 @@ void Session::exchange_headers(Job& job) {
     job.header.epoch = static_cast<int32_t>(membership_.epoch);
     job.header.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
     header_out_ = job.header;
-    is_waiting_for_headers_ = true;
     std::vector<Header> headers(headers_in_.size(), job.header);
-    std::vector<Header> leaves;
-    try {
-        for (int i = 1; i <= num_peers(); ++i) {
-            faults_.before("header", -1, i - 1);
-            control_sends_.push_back(transport_.send(kControl, peer(i), header_tag(sequence),
-                                                     &header_out_, sizeof(Header)));
-        }
-        for (int rank = 0; rank < transport_.size() && leaves.empty(); ++rank) {
-            if (rank == transport_.rank()) continue;
-            awaited_rank_ = rank;
-            const Header& header = receive_header(rank, deadline_);
-            if (is_leave(header)) leaves.push_back(header);
-            headers[static_cast<size_t>(rank)] = header;
-        }
-    } catch (const TransportError&) {
-        leaves = leaves_that_arrived();
-        if (leaves.empty()) throw;
+    for (int i = 1; i <= num_peers(); ++i) {
+        faults_.before("header", -1, i - 1);
+        control_sends_.push_back(transport_.send(kControl, peer(i), header_tag(sequence),
+                                                 &header_out_, sizeof(Header)));
     }
-    is_waiting_for_headers_ = false;
-    awaited_rank_ = -1;
-    if (!leaves.empty()) {
-        Failure failure;
-        failure.kind = "PeerLeft";
-        failure.stage = stage_;
-        for (const Header& leave : leaves) {
-            failure.replicas.push_back(leave.replica);
-            failure.inner_steps.push_back(leave.inner_step);
-        }
-        throw Rejected(std::move(failure));
+    for (int rank = 0; rank < transport_.size(); ++rank) {
+        if (rank == transport_.rank()) continue;
+        job.await(membership_.replicas[static_cast<size_t>(rank)]);
+        headers[static_cast<size_t>(rank)] = receive_header(rank);
     }
+    job.await(-1);
     {
         std::lock_guard<std::mutex> lock(job.mutex);
         job.headers = std::move(headers);
@@ -73,28 +47,13 @@ void Session::exchange_headers(Job& job) {
     post_header_recvs();
 }
 
-const Header& Session::receive_header(int rank, Clock::time_point deadline) {
+const Header& Session::receive_header(int rank) {
     const Header& header = headers_in_[static_cast<size_t>(rank)];
-    transport_.wait(header_recvs_[static_cast<size_t>(rank)], deadline);
+    transport_.wait(header_recvs_[static_cast<size_t>(rank)], deadline_);
     if (header.magic != kMagic || header.sequence != sequence_) {
         throw TransportError(rank, "a header that is not ours arrived");
     }
     return header;
-}
-
-// A peer that left has closed its connections, so a send to it fails; its leave is already here.
-std::vector<Header> Session::leaves_that_arrived() {
-    std::vector<Header> leaves;
-    for (int rank = 0; rank < transport_.size(); ++rank) {
-        if (!header_recvs_[static_cast<size_t>(rank)].work) continue;
-        try {
-            const Header& header = receive_header(rank, Clock::now());
-            if (is_leave(header)) leaves.push_back(header);
-        } catch (const TransportError&) {
-        } catch (const Aborted&) {
-        }
-    }
-    return leaves;
 }
 
 void Session::check_headers(Job& job) {
@@ -139,25 +98,11 @@ void Session::check_headers(Job& job) {
     job.weights = std::move(weights);
 }
 
-void Session::leave(int64_t inner_step) {
-    deadline_ = Clock::now() + std::chrono::seconds(1);
-    header_out_ = Header();
-    header_out_.kind = static_cast<uint8_t>(Kind::kLeave);
-    header_out_.sequence = sequence_;
-    header_out_.epoch = static_cast<int32_t>(membership_.epoch);
-    header_out_.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
-    header_out_.inner_step = inner_step;
-    for (int i = 1; i <= num_peers(); ++i) {
-        post_last_words(peer(i), header_tag(sequence_), &header_out_, sizeof(Header));
-    }
-    wait_for_last_words();
-}
-
 void Session::post_last_words(int peer, int tag, const void* data, size_t num_bytes) {
     try {
         control_sends_.push_back(transport_.send(kControl, peer, tag, data, num_bytes));
     } catch (const TransportError&) {
-        // This peer is gone already; the other peers must still hear that this rank leaves.
+        // This peer is gone already; the other peers must still have the vote.
     }
 }
 

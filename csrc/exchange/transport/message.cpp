@@ -90,14 +90,12 @@ const char* kind_name(Kind kind) {
             return "exchange_objects";
         case Kind::kBroadcast:
             return "broadcast";
-        case Kind::kLeave:
-            return "leave";
     }
     return "unknown";
 }
 
 Kind kind_from_name(const std::string& name) {
-    for (uint32_t kind = 1; kind <= uint32_t(Kind::kLeave); ++kind) {
+    for (uint32_t kind = 1; kind <= uint32_t(Kind::kBroadcast); ++kind) {
         if (name == kind_name(Kind(kind))) return Kind(kind);
     }
     throw std::invalid_argument("unknown kind of exchange '" + name + "'");

@@ -19,7 +19,6 @@ enum class Kind : uint32_t {
     kAllReduce,
     kObjects,    // small blobs, every rank to every rank
     kBroadcast,  // exact bytes, one to all
-    kLeave,
 };
 
 const char* kind_name(Kind kind);

@@ -120,7 +120,6 @@ void Transport::wait(Receipt& receipt, Clock::time_point deadline) {
     receipt.work.reset();
     try {
         wait_for_work(*work, deadline);
-        ++num_done_;
     } catch (const Aborted&) {
         throw;
     } catch (const std::exception& error) {

@@ -77,9 +77,6 @@ class Transport {
     int64_t sent_bytes() const { return sent_bytes_; }
     int64_t received_bytes() const { return received_bytes_; }
 
-    // The number of messages whose wait() succeeded. From any thread.
-    int64_t num_done() const { return num_done_; }
-
   private:
     // The group of a lane that carries messages from rank `from` to rank `to`.
     c10d::Backend& group(int lane, int from, int to) const;
@@ -95,7 +92,6 @@ class Transport {
     std::atomic<bool> is_aborted_{false};
     int64_t sent_bytes_ = 0;
     int64_t received_bytes_ = 0;
-    std::atomic<int64_t> num_done_{0};
     std::unique_ptr<EmulatedLink> link_;  // last: its thread posts on the groups above
 };
 

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ... import _C
 from .protocol import (
     DROP_AFTER_S,
     RegistryMismatch,
@@ -35,12 +34,13 @@ _NONCE_BYTES = 16
 class StoreRegistry:
     """The registry of one run on a store.
 
-    Any thread may call the methods. Calls of several threads are made one after another.
+    Any thread may call the methods. Calls of several threads are made one after another. A call
+    lasts as long as the store's own call: a ``TCPStore`` waits for a host that stands still.
 
     Args:
         store: Is of no use any more once its connection has ended.
         run: Name of the run.
-        timeout_s: Seconds after which a call of the store without an answer fails.
+        timeout_s: Seconds after which a call fails that waits for other threads' calls.
         registry_id: The registry that must answer; "" for the one that answers first.
 
     Attributes:
@@ -59,7 +59,7 @@ class StoreRegistry:
         self.registry_id, self._is_known = registry_id, False
         self.address = f"of the {type(store).__name__}"
         self._lock = threading.Lock()
-        self._store: dist.Store | None = _C.bounded_store(store, timeout_s)
+        self._store: dist.Store | None = store
         self._seen = _Seen()
         self._record = f"{_ROOT}{run}/record"
         self._members = f"{_ROOT}{run}/members"

@@ -18,12 +18,12 @@ from torch import Tensor
 from ... import _C
 from ...base import env
 from ...base.checks import timeout_seconds
-from ...base.errors import LeftBehind, NonFiniteError, SyncError
+from ...base.errors import NonFiniteError, SyncError
 from ...base.memory import memory_order
 from ...base.service import keys
 from ...base.service.addresses import Proxy, check_link, proxy_of
 from ..buffers import ExchangeBuffers
-from ..round import END, Header, error_from, verdict_of, wait_for_job
+from ..round import END, Header, error_from, wait_for_job
 from ..waiting import describe_store
 from .own_link import OwnLink
 
@@ -381,10 +381,9 @@ class Member:
     def refusal(self, message: str, of: Header | None) -> SyncError:
         """Make the error of an exchange in a dead epoch, with the replicas of the first error."""
         fragment, round = (-1, -1) if of is None else (of.fragment, of.round)
-        failure = self.engine.dead_failure if self.engine.dead_reason else None
-        more = {} if failure is None else verdict_of(failure)
-        kind = LeftBehind if "went_on_in" in more else SyncError
-        error = kind(message, fragment=fragment, round=round, stage="start", **more)
+        failure = self.engine.dead_failure
+        missing = () if failure is None else failure.missing
+        error = SyncError(message, fragment=fragment, round=round, stage="start", missing=missing)
         return self.blame(error)
 
 

@@ -34,11 +34,9 @@ class Watched(Protocol):
     """An exchange on these connections.
 
     Attributes:
-        is_decided: The host knows how the exchange has ended.
         has_votes: The votes of all replicas were here before the group was given up.
     """
 
-    is_decided: bool
     has_votes: bool
 
     @property
@@ -60,7 +58,7 @@ class Connections:
         group: The replicas' NCCL group, which runs its collectives on streams of NCCL; None if
             there is one replica.
         timeout: Seconds that an exchange may take.
-        engine: Exchanges small messages while collectives run, and watches the other replicas.
+        engine: Exchanges small messages while collectives run. Exchanges fail with its epoch.
 
     Attributes:
         failure: Why no new exchange may start; "" while one may. ``abort`` gives up the exchanges
@@ -104,13 +102,6 @@ class Connections:
     def add(self, job: Watched) -> None:
         """Watch over an exchange that is enqueued, for as long as its caller holds it."""
         self._jobs.add(job)
-        self.engine.watch_streams(True)
-
-    def decided(self) -> None:
-        """Let the engine watch on while other exchanges are under way."""
-        # The engine forgets connections that have failed.
-        if not self.failure:
-            self.engine.watch_streams(any(not job.is_decided for job in self._jobs))
 
     def connect(self, timeout: float) -> None:
         """Make each kind of collective once: the first of a kind makes its connections.
@@ -180,7 +171,6 @@ class Connections:
             job.look()
         self.failure, self._is_aborted = self.failure or reason, True
         self._given_up.fill_(GIVEN_UP)
-        self.engine.watch_streams(False)
         self._end(self.group.abort)
 
     def _end(self, function: Callable[[], None]) -> None:

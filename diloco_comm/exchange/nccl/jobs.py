@@ -17,15 +17,7 @@ from .connections import Connections
 
 _POLL_S = 2e-5
 # What a failure says of the other replicas, as ``_C.Failure`` does.
-_NO_BLAME: dict[str, Any] = {
-    "missing": [],
-    "survivors": [],
-    "cuts": [],
-    "replicas": [],
-    "inner_steps": [],
-    "went_on_in": -1,
-    "cause": "",
-}
+_NO_BLAME: dict[str, Any] = {"missing": [], "replicas": [], "cause": ""}
 
 
 class StreamJob:
@@ -69,7 +61,6 @@ class StreamJob:
         self.has_data = self.has_votes = False
         self._begin = time.monotonic()
         self.is_decided = False
-        self._lost: _C.Job | None = None
         driver.add(self)
 
     @property
@@ -104,7 +95,7 @@ class StreamJob:
 
     @property
     def waiting(self) -> str:
-        """The replicas whose header is waited for; empty when none is, or not for long."""
+        """What the headers wait for; empty once they are here."""
         return self.control.waiting
 
     @property
@@ -116,8 +107,6 @@ class StreamJob:
     def is_done(self) -> bool:
         if not self.is_decided:
             self._decide()
-            if self.is_decided:
-                self.driver.decided()
         return self.is_decided
 
     def wait(self, seconds: float) -> bool:
@@ -185,18 +174,9 @@ class StreamJob:
             self._count_votes()
         elif time.monotonic() - self._begin > self.driver.timeout:
             self._fail("SyncError", f"not done after {self.driver.timeout:g} s")
-        elif not self.has_votes:
-            self._ask_for_the_others()
-
-    def _ask_for_the_others(self) -> None:
-        """Fail if the engine has lost one of the other replicas, with what the rest agree on."""
-        if self._lost is not None:
-            if self._lost.is_done and self._lost.failure is not None:
-                self._fail_with_control(self._lost.failure)
-        elif trouble := self.driver.engine.streams_trouble:
-            header = self._presumed[self.driver.rank]
-            seconds = time.monotonic() - self._begin
-            self._lost = self.driver.engine.give_up(header, trouble, seconds)
+        elif not self.has_votes and (failure := self.driver.engine.dead_failure) is not None:
+            # A change of the group has begun, or another exchange has lost a replica.
+            self._fail("SyncError", failure.message, missing=failure.missing)
 
     def _count_votes(self) -> None:
         ballot = self._ballot

@@ -1,4 +1,4 @@
-#include "exchange/failure/faults.h"
+#include "exchange/engine/faults.h"
 
 #include <signal.h>
 #include <unistd.h>
