@@ -123,18 +123,10 @@ StoreClient::StoreClient(Place place, milliseconds timeout, const std::string& t
     if (connects) connect(after(timeout_), Clock::time_point::max());
 }
 
-StoreClient::StoreClient(std::shared_ptr<Wire> wire, milliseconds timeout, milliseconds limit)
-    : Values(timeout), wire_(std::move(wire)), limit_(limit) {}
-
-c10::intrusive_ptr<StoreClient> StoreClient::with_limit(milliseconds limit) {
-    return c10::intrusive_ptr<StoreClient>::unsafe_steal_from_new(
-        new StoreClient(wire_, timeout_, limit));
-}
-
 c10::intrusive_ptr<c10d::Store> StoreClient::clone() {
     auto copy = c10::make_intrusive<StoreClient>(wire_->place, timeout_, table_id(), false);
-    copy->connect(after(std::max(timeout_, own_limit())), Clock::time_point::max());
-    return limit_ ? copy->with_limit(*limit_) : copy;
+    copy->connect(after(own_limit()), Clock::time_point::max());
+    return copy;
 }
 
 c10::intrusive_ptr<StoreClient> StoreClient::another(const std::string& id) {
@@ -152,11 +144,6 @@ StoreClient::Facts StoreClient::facts() const {
     return wire_->facts;
 }
 
-bool StoreClient::is_lost() const {
-    const std::lock_guard<std::mutex> lock(wire_->mutex);
-    return wire_->is_lost;
-}
-
 std::string StoreClient::name_of_host() const {
     return "the store at tcp://" + name_of_place(host(), std::to_string(port()));
 }
@@ -166,11 +153,6 @@ void StoreClient::give_up(const std::string& why) {
 }
 
 void StoreClient::lose(const std::string& why) {
-    {
-        const std::lock_guard<std::mutex> lock(wire_->mutex);
-        wire_->is_lost = true;
-        wire_->silent_until = after(kRefused);
-    }
     C10_THROW_ERROR(DistNetworkError, name_of_host() + " " + why);
 }
 
@@ -192,15 +174,12 @@ void StoreClient::connect(Clock::time_point end, Clock::time_point refused_end) 
             lose("is not there any more: " + trouble);
         if (next > patience.value_or(end)) {
             const auto waited = std::chrono::ceil<milliseconds>(end - begin);
-            note_silence(waited);
             give_up(patience ? trouble
                              : "did not answer within " + std::to_string(waited.count()) +
                                    " ms: " + trouble);
         }
         std::this_thread::sleep_for(kPause);
     }
-    const std::lock_guard<std::mutex> lock(wire_->mutex);
-    wire_->is_lost = false;
 }
 
 // One attempt; returns no descriptor, and the reason, where it has failed.
@@ -320,24 +299,6 @@ std::shared_ptr<void> StoreClient::take_turn(Clock::time_point end) {
             }};
 }
 
-// Calls with a limit of their own fail at once while the host is known to be silent: the caller has
-// other things to do.
-void StoreClient::fail_if_silent() {
-    bool is_lost = false;
-    {
-        const std::lock_guard<std::mutex> lock(wire_->mutex);
-        if (Clock::now() >= wire_->silent_until) return;
-        is_lost = wire_->is_lost;
-    }
-    if (is_lost) C10_THROW_ERROR(DistNetworkError, name_of_host() + " is not there any more");
-    give_up("still does not answer");
-}
-
-void StoreClient::note_silence(milliseconds time) {
-    const std::lock_guard<std::mutex> lock(wire_->mutex);
-    wire_->silent_until = after(std::min<milliseconds>(time, kMostSilence));
-}
-
 // The keys of a host are in the memory of its process, also where the host's records are not.
 void StoreClient::check_memory() {
     std::string process;
@@ -355,7 +316,6 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
         give_up("is connected to the parent of this process: a forked child connects anew");
     }
     const auto end = after(limit);
-    if (limit_) fail_if_silent();
     const std::shared_ptr<void> turn = take_turn(end);
     if (!turn) {
         give_up("is asked by another thread for " + std::to_string(limit.count()) + " ms");
@@ -389,9 +349,7 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
     Packet answer;
     while (true) {
         if (wire.channel && wire.channel->is_over()) wire.channel.reset();
-        // A host that was not there at the last call is looked for once.
-        const auto refused_end = limit_ && is_lost() ? Clock::now() : after(kRefused);
-        if (!wire.channel) connect(end, std::min(end, refused_end));
+        if (!wire.channel) connect(end, std::min(end, after(kRefused)));
         if (!is_of_record) check_memory();
         try {
             send(*wire.channel, *bytes, end);
@@ -400,13 +358,11 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
         } catch (const std::exception& error) {
             wire.channel.reset();
             if (is_swap || Clock::now() >= end) {
-                note_silence(limit);
                 C10_THROW_ERROR(DistStoreError, "the connection to " + name_of_host() +
                                                     " has broken: " + error.what());
             }
         }
     }
-    note_silence(milliseconds(0));
     if (answer.kind == static_cast<uint8_t>(Answer::kFailed)) {
         C10_THROW_ERROR(DistStoreError,
                         answer.parts.empty() ? "the store gives no reason" : answer.parts.front());

@@ -50,8 +50,6 @@ class StoreClient : public store::Values {
     StoreClient(Place place, milliseconds timeout, const std::string& table_id = "",
                 bool connects = true);
 
-    // The same connection; calls end within `limit`, and waits so much later than their timeout.
-    c10::intrusive_ptr<StoreClient> with_limit(milliseconds limit);
     // A further connection, that the first call makes, to the table `id`; empty: to this table.
     c10::intrusive_ptr<StoreClient> another(const std::string& id);
     // A further connection. A function of c10d::Store from torch 2.8 on, so without `override`.
@@ -75,11 +73,8 @@ class StoreClient : public store::Values {
     uint16_t port() const { return wire_->place.port; }
     std::string table_id() const;
     Facts facts() const;
-    // Whether the last dial found nobody, or another table.
-    bool is_lost() const;
 
   private:
-    // The connection, which stores with other limits share.
     struct Wire {
         Place place;
         const pid_t owner = getpid();
@@ -95,17 +90,13 @@ class StoreClient : public store::Values {
         bool has_turn = false;
         std::string table_id{};
         Facts facts{};
-        bool is_lost = false;
-        std::string process{};                    // that has this client's keys
-        store::Clock::time_point silent_until{};  // no look at the host before that
+        std::string process{};  // that has this client's keys
     };
     struct Question {
         store::Request request{};
         std::vector<std::string> parts{};
         int64_t number = 0;
     };
-
-    StoreClient(std::shared_ptr<Wire> wire, milliseconds timeout, milliseconds limit);
 
     void connect(store::Clock::time_point end, store::Clock::time_point refused_end);
     Descriptor dial_host(store::Clock::time_point end, std::string& trouble);
@@ -114,8 +105,6 @@ class StoreClient : public store::Values {
     [[noreturn]] void give_up(const std::string& why);
     [[noreturn]] void lose(const std::string& why);
     std::string name_of_host() const;
-    void fail_if_silent();
-    void note_silence(milliseconds time);
     void check_memory();
     // Waits for the turn until `end`; the result gives the turn back, and is null where it is late.
     std::shared_ptr<void> take_turn(store::Clock::time_point end);
@@ -129,15 +118,12 @@ class StoreClient : public store::Values {
     store::Packet ask_until(Question question, milliseconds time, IsThere is_there);
     store::Packet wait_for(store::Request request, const store::Keys& keys,
                            milliseconds time) override;
-    // As with a store of another kind, the limit is of the whole call.
-    milliseconds limit_of_get() const override { return limit_.value_or(timeout_); }
-    milliseconds own_limit() const { return limit_.value_or(std::max(timeout_, kLeast)); }
+    milliseconds own_limit() const { return std::max(timeout_, kLeast); }
 
     // Nothing but the way to the host makes a call wait, whatever the timeout of waits is.
     static constexpr milliseconds kLeast{10000};
 
     const std::shared_ptr<Wire> wire_;
-    const std::optional<milliseconds> limit_{};
 };
 
 }  // namespace diloco

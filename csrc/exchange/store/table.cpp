@@ -237,7 +237,7 @@ void Values::append(const std::string& key, const Bytes& value) {
 }
 
 std::vector<Values::Bytes> Values::multiGet(const Keys& keys) {
-    const Packet answer = wait_for(Request::kGet, keys, limit_of_get());
+    const Packet answer = wait_for(Request::kGet, keys, timeout_);
     TORCH_CHECK_WITH(DistStoreError, answer.parts.size() == keys.size(),
                      "the store has answered for other keys");
     std::vector<Bytes> values;

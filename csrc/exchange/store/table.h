@@ -215,8 +215,6 @@ class Values : public c10d::Store {
     // Both return the answer kDone, or throw.
     virtual Packet ask(Request request, Keys parts, int64_t number = 0) = 0;
     virtual Packet wait_for(Request request, const Keys& keys, milliseconds time) = 0;
-    // The time in which get() answers.
-    virtual milliseconds limit_of_get() const { return timeout_; }
 };
 
 }  // namespace diloco::store
