@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from diloco_comm.base.errors import PeerLeft, SyncError
+from diloco_comm.base.errors import SyncError
 from diloco_comm.base.memory import CPU, Payload
 from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.nccl.member import StreamMember
@@ -25,11 +25,7 @@ def job(standing: str = "none", kind: str = "") -> Any:
         seconds=1.0,
         cause="",
         missing=[],
-        survivors=[],
-        cuts=[],
-        went_on_in=-1,
         replicas=[1],
-        inner_steps=[],
     )
     return SimpleNamespace(
         is_done=True,
@@ -81,9 +77,9 @@ def test_a_failed_exchange_leaves_its_round_where_its_vote_was(
     standing: str, state: str, known: Any
 ) -> None:
     buffers = new_buffers()
-    round = started(buffers, job(standing, "PeerLeft"))
+    round = started(buffers, job(standing, "SyncError"))
     assert buffers.standings() == ({} if known is None else {(0, 3): Standing(known, 2)})
-    assert round.state == state and isinstance(round.error, PeerLeft)
+    assert round.state == state and isinstance(round.error, SyncError)
     # Only a round that others may have applied keeps what is needed to apply it.
     assert bool(round.terms) == (state == "voted") == (round in buffers.rounds)
     with pytest.raises(RuntimeError, match="no round of these buffers has been agreed on"):

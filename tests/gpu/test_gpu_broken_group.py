@@ -52,7 +52,7 @@ class BrokenGroup:
 
 
 def driver_of(group: Any, here: torch.device) -> StreamDriver:
-    return StreamDriver(here, group, 0, 2, 60.0, "", _C.Engine(0, 60.0, 1.0))
+    return StreamDriver(here, group, 0, 2, 60.0, "", _C.Engine(60.0))
 
 
 def in_the_first_collective(rank: int, world: int, library: str, error: str) -> list[Any]:

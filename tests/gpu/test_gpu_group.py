@@ -111,7 +111,7 @@ def alone_in_connecting(rank: int, world: int, library: str) -> str:
     here = use_streams(rank, "lagging", library)
     store = dist.PrefixStore("alone", dist.group.WORLD.get_group_store())
     group: Any = LaggingGroup(store, rank, world, here, 60.0)
-    driver = StreamDriver(here, group, rank, world, 60.0, "", _C.Engine(rank, 60.0, 1.0))
+    driver = StreamDriver(here, group, rank, world, 60.0, "", _C.Engine(60.0))
     message = ""
     if rank == 0:
         with pytest.raises(SyncError) as info:
@@ -347,7 +347,7 @@ def test_streams_of_our_own(device: str, replicas, stand_in) -> None:
 def flag_behind_a_vote(rank: int, world: int, device: str, library: str) -> list[int]:
     """Set the flag on the host while a vote is enqueued and the device is busy before the vote."""
     here = devices.use(device, library)
-    driver = StreamDriver(here, None, 0, 1, 60.0, "", _C.Engine(0, 60.0, 1.0))
+    driver = StreamDriver(here, None, 0, 1, 60.0, "", _C.Engine(60.0))
     ballot, late = Ballot.make(1, here), torch.Event(here)
     with current(driver.side):
         # The first vote loads the kernels, which may wait for the device.
