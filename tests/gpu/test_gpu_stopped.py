@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -112,6 +113,45 @@ def test_the_others_go_on(
         assert "sync of fragment 0, round 1 failed at exchange" in result["message"]
         assert SUSPECT_S < result["elapsed"] < TIMEOUT_S / 10
     assert len({result["hash"] for result in results}) == 1
+
+
+def sealed_from_elsewhere(
+    rank: int, world: int, address: tuple[str, int], library: str
+) -> tuple[str, str, bool] | None:
+    """Another thread ends the epoch of replica 0's engine while payloads travel."""
+    here = use_streams(rank, "lagging", library)
+    store = connect(address)
+    members = {"store": store, "replica": rank, "num_replicas": world}
+    method = on_streams(METHODS["diloco"])
+    replica = Replica(rank, here, **members, timeout=TIMEOUT_S, **method)
+    replica.steps(0, 7)
+    before = replica.diloco.outer_hash()
+    if rank == 1:
+        hold(replica, "lagging")
+    replica.steps(7, 8)
+    if rank == 1:
+        signal.pause()
+    thread = threading.Thread(target=replica.diloco.exchange.engine.seal)
+    thread.start()
+    with pytest.raises(SyncError) as info:
+        replica.diloco._rounds.settle_verdicts(8)
+    thread.join()
+    result = str(info.value), info.value.stage, replica.diloco.outer_hash() == before
+    replica.diloco.close()
+    store.set("survived/0", "")
+    return result
+
+
+def test_an_epoch_that_ends_takes_its_exchanges_on_streams_along(
+    fresh_workers: Callable[..., Pool], stand_in: str
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    pool.submit(sealed_from_elsewhere, pool.store, stand_in)
+    wait_for(pool, ["survived/0"], timeout=60)
+    pool.kill(1)
+    message, stage, is_kept = pool.collect(timeout=30, expect_exit={1})[0]
+    assert message == "sync of fragment 0, round 1: a change of the group has begun"
+    assert stage == "exchange" and is_kept
 
 
 def without_headers(
