@@ -176,7 +176,8 @@ class StreamJob:
             self._fail("SyncError", f"not done after {self.driver.timeout:g} s")
         elif not self.has_votes and (failure := self.driver.engine.dead_failure) is not None:
             # A change of the group has begun, or another exchange has lost a replica.
-            self._fail("SyncError", failure.message, missing=failure.missing)
+            where = f"failed at exchange after {time.monotonic() - self._begin:.1f} s"
+            self._fail("SyncError", f"{where}: {failure.message}", missing=failure.missing)
 
     def _count_votes(self) -> None:
         ballot = self._ballot
@@ -230,7 +231,9 @@ class StreamJob:
     def _named(self, why: str) -> str:
         header = self._header
         name = f"sync of fragment {header.fragment}, round {header.round}"
-        return why if why.startswith(name) else f"{name}: {why}"
+        if why.startswith(name):
+            return why
+        return f"{name}{'' if why.startswith('failed at ') else ':'} {why}"
 
     def _is_over(self) -> bool:
         """Wait until the device is past the vote, as it is after an abort; return whether it is."""
