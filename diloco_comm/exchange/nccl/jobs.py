@@ -167,7 +167,8 @@ class StreamJob:
     def _decide(self) -> None:
         self.look()
         if self.driver.failure and not self.has_votes:
-            self._fail("SyncError", f"its group was given up: {self.driver.failure}")
+            why = f"its group was given up: {self.driver.failure}"
+            self._fail("SyncError", self._ended(why))
         elif self.control.is_done and self.control.failure is not None:
             self._fail_with_control(self.control.failure)
         elif self.control.is_done and self.has_votes:
@@ -176,8 +177,7 @@ class StreamJob:
             self._fail("SyncError", f"not done after {self.driver.timeout:g} s")
         elif not self.has_votes and (failure := self.driver.engine.dead_failure) is not None:
             # A change of the group has begun, or another exchange has lost a replica.
-            where = f"failed at exchange after {time.monotonic() - self._begin:.1f} s"
-            self._fail("SyncError", f"{where}: {failure.message}", missing=failure.missing)
+            self._fail("SyncError", self._ended(failure.message), missing=failure.missing)
 
     def _count_votes(self) -> None:
         ballot = self._ballot
@@ -231,9 +231,13 @@ class StreamJob:
     def _named(self, why: str) -> str:
         header = self._header
         name = f"sync of fragment {header.fragment}, round {header.round}"
-        if why.startswith(name):
-            return why
-        return f"{name}{'' if why.startswith('failed at ') else ':'} {why}"
+        return why if why.startswith(name) else f"{name}: {why}"
+
+    def _ended(self, why: str) -> str:
+        """Name the exchange, the place and the time of a failure, as the engine does."""
+        where = f"round {self._header.round} failed at exchange"
+        seconds = time.monotonic() - self._begin
+        return f"sync of fragment {self._header.fragment}, {where} after {seconds:.1f} s: {why}"
 
     def _is_over(self) -> bool:
         """Wait until the device is past the vote, as it is after an abort; return whether it is."""
