@@ -7,20 +7,23 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..group import driver as group
 from ..group.beats import Beat, name_of
 from ..group.records import Key, Record
 from ..group.signs import Signs
 from ..group.state import Action, Drained, Fence, Leave, Stage, State
-from ..group.table import Table
+from ..group.table import Table, TableAway
 from .exits import is_asked_to_leave
 from .happenings import Fenced, Suspected, Waiting
 from .numbers import NumberChoice
+from .registry.protocol import KeyRefused, Registry, RegistryMismatch, RegistryUnavailable
 from .state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _open: weakref.WeakSet[Driver] = weakref.WeakSet()
 
@@ -136,3 +139,34 @@ class Driver(group.Driver):
 def _close_all() -> None:
     for driver in list(_open):
         driver.close()
+
+
+class RegistryTable:
+    """The table of one run: its record and beats at a registry; see ``group.table.Table``."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    @property
+    def id(self) -> bytes:
+        return bytes.fromhex(self._registry.registry_id)
+
+    def read(self) -> bytes:
+        return self._ask(self._registry.read)
+
+    def swap(self, old: bytes, new: bytes) -> bool:
+        return self._ask(lambda: self._registry.swap(old, new))
+
+    def beat(self, name: str, text: bytes) -> dict[str, bytes]:
+        return self._ask(lambda: self._registry.beat(name, text))
+
+    def close(self) -> None:
+        self._registry.close()
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RegistryMismatch as error:
+            raise TableAway(str(error), is_other=True) from None
+        except RegistryUnavailable as error:
+            raise TableAway(str(error), is_refused=isinstance(error, KeyRefused)) from None

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
-from ..elastic.driver import Driver
+from ..elastic.driver import Driver, RegistryTable
 from ..elastic.exits import LEFT_STAGE, end_with_status, forget_sigterm, heed_sigterm
 from ..elastic.happenings import ViewChanged, Waiting
-from ..elastic.hosting import Place, meeting_place
-from ..elastic.options import PERIOD_S, Elastic
-from ..elastic.registry.table import RegistryTable
+from ..elastic.options import PERIOD_S, Elastic, Place, meeting_place
 from ..elastic.totals import Meter
 from ..exchange.membership.follower import (
     HEAR_S,

@@ -24,7 +24,7 @@ from workers import Pool
 from diloco_comm import DiLoCo, Elastic, Link, connect_store
 from diloco_comm.base.service.keys import LinkKeys
 from diloco_comm.base.store_host import open_store
-from diloco_comm.elastic.hosting import Place, meeting_place, own_interface
+from diloco_comm.elastic.options import Place, meeting_place, own_interface
 
 _forks = multiprocessing.get_context("forkserver")
 
