@@ -150,7 +150,8 @@ def _may_answer(turn: Turn, proposer: Key, prepare: ms.Prepare) -> bool:
         turn.act(st.Read())
         turn.act(st.Send(proposer.nonce, ms.Here(state.number, state.entered_hash)))
         return False
-    if is_joiner and (state.has_state or state.follows is None):
+    is_ready = state.record is not None or state.follows is not None
+    if is_joiner and (state.has_state or not is_ready):
         # Its state must not be taken for lost; and a newcomer comes when it is ready.
         return False
     if prepare.settings != state.settings.digest and state.settings.is_fixed:
@@ -505,7 +506,8 @@ def _on_here(turn: Turn, nonce: bytes, here: ms.Here) -> None:
 def _fail(turn: Turn, nonce: bytes, demand: Iterable[int]) -> None:
     """End a demand that another caller contradicts (rule 10)."""
     state, keys = turn.state, [place.key for place in turn.state.places]
-    if state.demand is None:
+    if state.demand in (None, tuple(demand)):
+        # A late answer to a former demand may name the members of this one.
         return
     numbers = [key.number for key in (*Roster(state).base, *keys) if key.nonce == nonce]
     who = f"replica {numbers[0]}" if numbers else "another replica"
@@ -610,7 +612,7 @@ def _on_started(turn: Turn, event: st.Started) -> None:
 
 
 def _on_demanded(turn: Turn, event: st.Demanded) -> None:
-    turn.change(demand=tuple(sorted(event.members)), may_found=event.may_found, told=b"")
+    turn.change(demand=tuple(sorted(set(event.members))), may_found=event.may_found, told=b"")
     turn.change(failure="", num_failures=0, num_waits=0)
     if turn.state.record is None:
         turn.change(follows=NO_RECORD)

@@ -177,6 +177,14 @@ def test_rule_10_callers_that_name_other_members_both_fail() -> None:
     )
 
 
+def test_rule_10_a_late_answer_to_a_former_demand_changes_nothing() -> None:
+    core = fixed(0)
+    demand(core, 0, 2, 0)
+    assert core.state.demand == (0, 2)
+    core.hear(2, ms.No(ms.NO_ATTEMPT, Why.MEMBERS, demand=(0, 2)))
+    assert core.all(st.Fail) == [] and core.state.demand == (0, 2)
+
+
 def test_rule_10_survivors_go_on_with_all_that_live() -> None:
     core = fixed(0)
     core.tell(life(1))
@@ -410,6 +418,18 @@ def test_rule_12_a_member_leads_before_newcomers_where_the_state_is_lost() -> No
     newcomer.look(record_of(1, 2), (place_of(0, follows=1), place_of(2, entered=1)))
     newcomer.poll(30)
     assert newcomer.reason == "until the members let this replica in"
+
+
+def test_rule_12_members_that_never_had_the_state_begin_together() -> None:
+    places = tuple(place_of(number, entered=1) for number in range(3))
+    lower, higher = Core(1), Core(2)
+    for core in (lower, higher):
+        core.look(THREE, places)
+        core.tell(life(0))
+        core.tell(st.Sealed(1, (), 0))
+    lower.poll(2)
+    higher.hear(1, lower.only(ms.Prepare))
+    assert higher.only(st.Connect) and higher.only(ms.Sealed).positions == ()
 
 
 def test_rule_12_a_newcomer_enters_a_record_after_a_member_of_the_base() -> None:
