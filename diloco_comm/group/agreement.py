@@ -19,8 +19,8 @@ from typing import Any
 from . import messages as ms
 from . import state as st
 from .messages import NO_ATTEMPT, Why
-from .plans import Plan, Roster, plan_of
-from .records import NO_HASH, NO_RECORD, Attempt, Key, Record, cause_of
+from .plans import Plan, Roster, draft_of, plan_of
+from .records import NO_HASH, NO_RECORD, Key, Record, cause_of
 from .state import Joint, Proposal, Stage, State
 from .streams import decide
 
@@ -640,14 +640,8 @@ def _on_finished(turn: Turn, event: st.Finished) -> None:
     is_open = record is not None and not record.is_finished and not state.settings.is_fixed
     turn.change(is_finished=True)
     if record is not None and event.has_all_steps and is_open and not state.has_moved:
-        attempt = Attempt(state.nonce, state.counter + 1)
-        last = Record(
-            record.number + 1,
-            record.hash,
-            record.table,
-            record.run_id,
-            attempt,
-            record.members,
+        last = replace(
+            draft_of(state, record, record.members, ()),
             decision=event.positions,
             inner_step=event.inner_step,
             is_finished=True,

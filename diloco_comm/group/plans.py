@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 
 from .reach import largest_connected
 from .records import NO_HASH, NO_RECORD, Attempt, Key, Record
-from .state import Place, Stage, State
+from .state import Place, Stage, State, place_of
 
 # Polls of a process that stands at a boundary, and knows nobody that comes or goes.
 _NEWS_POLLS = 2
+# A table holds the record of so many, and of a thousand streams.
+MOST_MEMBERS = 1000
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ def _continue(state: State, roster: Roster, record: Record) -> Plan:
     is_short = len(group) + num_finished < state.settings.min_replicas
     is_time = state.stage is Stage.STOPPED or is_short or roster.is_given_away
     joiners = roster.reaching(group, roster.newcomers) if is_time else []
-    draft = _fitting(state, record, group, joiners)
+    joiners = joiners[: max(0, MOST_MEMBERS - len(group))]
+    draft = draft_of(state, record, [*group, *joiners], joiners)
     if roster.is_given_away and not draft.joined:
         return Plan(reason=f"until replicas {_numbers(roster.coming)} have copied the state")
     if len(draft.members) + num_finished < state.settings.min_replicas:
@@ -271,7 +274,10 @@ def _found(state: State, roster: Roster, record: Record | None) -> Plan:
     group = sorted(known, key=lambda key: (key not in roster.base, key))
     if state.key not in group:
         return Plan(reason="until the members let this replica in")
-    places = [_own_place(state) if k == state.key else roster.places[k.nonce] for k in group]
+    places = [
+        place_of(state, state.inner_step) if k == state.key else roster.places[k.nonce]
+        for k in group
+    ]
     best = min(places, key=lambda p: (not p.has_checkpoint, -p.inner_step, p.key.number))
     if record is not None and not settings.allows_rollback:
         if all(roster.is_gone(key) and key.nonce in roster.places for key in record.members):
@@ -281,7 +287,7 @@ def _found(state: State, roster: Roster, record: Record | None) -> Plan:
             return Plan(reason=missing)
     if len(group) < settings.min_replicas:
         return Plan(reason=_too_few(settings.min_replicas, group))
-    draft = _draft(state, record, group, joined=group)
+    draft = draft_of(state, record, group, joined=group)
     draft = replace(draft, source=best.key.number, inner_step=best.inner_step)
     wait, reason = settings.founding_wait, ""
     absent = [key.number for key in roster.base if key.number not in draft.numbers]
@@ -290,11 +296,6 @@ def _found(state: State, roster: Roster, record: Record | None) -> Plan:
         reason = f"a while for replicas {absent}, as one of them may have a newer checkpoint"
     patience = wait + group.index(state.key) * settings.suspect_after
     return Plan(draft, group[0], reason, patience)
-
-
-def _own_place(state: State) -> Place:
-    step, has_checkpoint = state.inner_step, state.has_checkpoint
-    return Place(state.key, state.settings.digest, inner_step=step, has_checkpoint=has_checkpoint)
 
 
 def _end_of_run(state: State, record: Record) -> Plan:
@@ -362,7 +363,7 @@ def _demanded(state: State, roster: Roster) -> Plan:
     if silent:
         return Plan(reason=f"until replicas {silent} call change_group, too")
     joined = [key for key in group if key not in roster.base]
-    draft = _draft(state, state.record or state.in_table, group, joined if holders else group)
+    draft = draft_of(state, state.record or state.in_table, group, joined if holders else group)
     return Plan(draft if holders else replace(draft, source=leader.number), leader)
 
 
@@ -373,23 +374,10 @@ def _in_epoch(roster: Roster) -> str:
 # ---------------------------------------------------------------------------------- the record
 
 
-def _fitting(state: State, record: Record, group: Sequence[Key], joiners: Sequence[Key]) -> Record:
-    """Return the record with as many joiners as a table can hold."""
-    while True:
-        draft = _draft(state, record, [*group, *joiners], joiners)
-        try:
-            replace(draft, decision=state.positions).to_bytes()
-        except ValueError:
-            if not joiners:
-                raise
-            joiners = joiners[:-1]
-        else:
-            return draft
-
-
-def _draft(
+def draft_of(
     state: State, record: Record | None, group: Iterable[Key], joined: Collection[Key]
 ) -> Record:
+    """Return the record that would follow another, without decision."""
     members = tuple(sorted(group))
     left_out = set(() if record is None else record.numbers) - {key.number for key in members}
     return Record(

@@ -385,15 +385,6 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The SEALED of one member."""
-
-    key: Key
-    positions: Positions
-    inner_step: int
-
-
-@dataclass(frozen=True)
 class Proposal:
     """The attempt that a process leads.
 
