@@ -181,8 +181,7 @@ def _say_sealed(turn: Turn) -> None:
 def _say_ready(turn: Turn) -> None:
     joint = turn.state.joint
     if joint is not None and joint.is_connected:
-        ready = ms.Ready(joint.attempt, (1 << len(joint.members)) - 1)
-        _answer(turn, joint.attempt.proposer, ready)
+        _answer(turn, joint.attempt.proposer, ms.Ready(joint.attempt))
 
 
 def _answer(turn: Turn, proposer: bytes, answer: ms.Sealed | ms.Ready) -> None:
@@ -244,14 +243,8 @@ def _on_answer(turn: Turn, nonce: bytes, answer: ms.Sealed | ms.Ready) -> None:
         if nonce in [key.nonce for key in proposal.base] and answer.base == state.number:
             answers = {**dict(proposal.answers), nonce: answer}
             turn.change(proposal=replace(proposal, answers=tuple(sorted(answers.items()))))
-    else:
-        members = [key.nonce for key in proposal.draft.members]
-        unheard = [one for place, one in enumerate(members) if not answer.heard >> place & 1]
-        if unheard:
-            turn.note(nonce, unheard)
-            turn.drop()
-        elif nonce in members:
-            turn.change(proposal=replace(proposal, ready=proposal.ready | {nonce}))
+    elif nonce in [key.nonce for key in proposal.draft.members]:
+        turn.change(proposal=replace(proposal, ready=proposal.ready | {nonce}))
 
 
 def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:

@@ -117,14 +117,9 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Ready:
-    """Links and devices are connected.
-
-    Attributes:
-        heard: Bit i: the member of the attempt in place i was heard.
-    """
+    """Every member of the attempt is heard on a link, and devices are connected."""
 
     attempt: Attempt
-    heard: int
 
 
 @dataclass(frozen=True)
@@ -301,12 +296,10 @@ def _read_sealed(reader: Reader) -> Sealed:
 
 def _write_ready(writer: Writer, one: Ready) -> None:
     _write_attempt(writer, one.attempt)
-    writer.blob(one.heard.to_bytes((one.heard.bit_length() + 7) // 8, "little"))
 
 
 def _read_ready(reader: Reader) -> Ready:
-    attempt = _read_attempt(reader)
-    return Ready(attempt, int.from_bytes(reader.blob(_MOST_MEMBERS // 8 + 1), "little"))
+    return Ready(_read_attempt(reader))
 
 
 def _write_no(writer: Writer, one: No) -> None:

@@ -217,7 +217,7 @@ def test_rule_10_in_a_new_store_the_chain_begins_with_the_name_of_the_last_recor
     core.tell(st.Sealed(1, ONE_VOTE, 10))
     core.tell(st.Connected(attempt_of(0)))
     core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 10))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     swap = core.only(st.Swap)
     new = Record.from_bytes(swap.new)
     assert (swap.old, new.parent, new.table, new.number) == (b"", THREE.hash, b"u" * 16, 2)
@@ -253,7 +253,7 @@ def test_rule_10_the_first_group_of_a_fixed_run_is_founded_by_its_lowest() -> No
     assert core.reason == "until replicas [1] call change_group, too"
     core.hear(1, ms.Here(NO_RECORD, NO_HASH, (0, 1)))
     core.tell(st.Connected(attempt_of(0)))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     new = Record.from_bytes(core.only(st.Swap).new)
     assert (new.number, new.source, new.joined) == (1, 0, (0, 1))
 
@@ -274,7 +274,7 @@ def test_rule_11_the_lowest_of_enough_newcomers_founds() -> None:
     asked = core.only(ms.Prepare)
     assert (asked.base, asked.base_hash, asked.joined) == (NO_RECORD, NO_HASH, (0, 1))
     core.tell(st.Connected(asked.attempt))
-    core.hear(1, ms.Ready(asked.attempt, 0b11))
+    core.hear(1, ms.Ready(asked.attempt))
     swap = core.only(st.Swap)
     new = Record.from_bytes(swap.new)
     assert (swap.old, new.number, new.parent, new.table) == (b"", 1, NO_HASH, TABLE)
@@ -476,7 +476,7 @@ def test_rule_13_a_table_that_forgot_takes_the_next_record_with_the_sealed_of_al
     assert asked is not None and asked.draft.numbers == (0, 1)
     core.tell(st.Connected(attempt_of(0)))
     core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     swap = core.only(st.Swap)
     new = Record.from_bytes(swap.new)
     assert (swap.old, new.table, new.parent, new.run_id) == (b"", OTHER, TWO.hash, TWO.hash)
@@ -508,7 +508,7 @@ def test_rule_13_an_attempt_that_was_begun_before_the_table_forgot_is_given_up()
     core.look(None, members_places(THREE), table=OTHER)
     assert core.state.proposal is None
     core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     assert core.all(st.Swap) == []
 
 
@@ -516,7 +516,7 @@ def test_rule_13_an_answer_of_the_table_as_it_was_says_nothing() -> None:
     core = member(0, THREE)
     leads(core, dead=(2,))
     core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     new = core.only(st.Swap).new
     core.look(None, members_places(THREE), table=OTHER)
     core.tell(st.Swapped(new, st.Outcome.DONE))
@@ -670,7 +670,7 @@ def test_rule_16_answers_to_a_former_attempt_change_nothing() -> None:
     leads(core, dead=(2,))
     before = core.state.proposal
     core.hear(1, ms.Sealed(attempt_of(0, 9), 1, ONE_VOTE, 8))
-    core.hear(1, ms.Ready(attempt_of(0, 9), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0, 9)))
     core.hear(1, ms.No(attempt_of(0, 9), Why.CUT, cut=(nonce_of(0),)))
     assert core.state.proposal == before
 

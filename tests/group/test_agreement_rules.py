@@ -47,7 +47,7 @@ def test_rule_1_the_lowest_living_member_asks_all_and_swaps_when_all_have_answer
     assert (asked.base, asked.base_hash, asked.members) == (1, THREE.hash, (key(0), key(1)))
     assert not asked.is_patient and asked.cause == "replicas [2] left"
     core.tell(st.Connected(asked.attempt))
-    core.hear(1, ms.Ready(asked.attempt, 0b11))
+    core.hear(1, ms.Ready(asked.attempt))
     assert (
         core.all(st.Swap) == []
         and core.reason == "until replicas [1] have stopped and are connected"
@@ -65,7 +65,7 @@ def test_rule_1_the_lowest_living_member_asks_all_and_swaps_when_all_have_answer
 
 
 def test_rule_1_a_ready_alone_and_a_sealed_alone_are_not_enough() -> None:
-    for message in (ms.Ready(attempt_of(0), 0b11), ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8)):
+    for message in (ms.Ready(attempt_of(0)), ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8)):
         core = member(0, THREE)
         assert leads(core, dead=(2,)) == attempt_of(0)
         core.hear(1, message)
@@ -81,7 +81,7 @@ def test_rule_1_a_member_answers_sealed_when_it_has_stopped_and_ready_when_it_is
     core.tell(st.Sealed(1, ONE_VOTE, 8))
     assert core.only(ms.Sealed) == ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8)
     core.tell(st.Connected(attempt_of(0)))
-    assert core.only(ms.Ready) == ms.Ready(attempt_of(0), 0b11)
+    assert core.only(ms.Ready) == ms.Ready(attempt_of(0))
     new = after(THREE, 0, 1)
     core.hear(0, ms.Open(new.to_bytes()))
     assert core.only(st.Enter).record == new
@@ -174,7 +174,7 @@ def test_rule_3_a_round_counts_if_every_sealed_says_voted(
     core = member(0, THREE)
     leads(core, dead=(2,))
     core.hear(1, ms.Sealed(attempt_of(0), 1, other, 8))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     assert Record.from_bytes(core.only(st.Swap).new).decision == (Rounds(0, 1, bits),)
 
 
@@ -182,7 +182,7 @@ def test_rule_3_a_member_without_state_decides_nothing_and_is_given_it() -> None
     core = member(0, THREE)
     leads(core, dead=(2,))
     core.hear(1, ms.Sealed(attempt_of(0), 1, (), 0))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     new = Record.from_bytes(core.only(st.Swap).new)
     assert (new.decision, new.joined, new.inner_step) == (ONE_VOTE, (1,), 10)
 
@@ -191,12 +191,12 @@ def test_rule_3_a_member_that_cannot_be_repaired_is_left_behind() -> None:
     core = member(0, THREE)
     leads(core, dead=(2,), positions=(Rounds(70, 2, 3),))
     core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     assert core.all(st.Swap) == [] and (nonce_of(0), nonce_of(1)) in core.state.cuts
     core = member(0, THREE)
     leads(core, dead=(2,))
     core.hear(1, ms.Sealed(attempt_of(0), 1, (Rounds(70, 2, 3),), 8))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     assert "a member is at round 1 of a stream" in core.only(st.Fence).reason
 
 
@@ -291,14 +291,6 @@ def test_rule_5_a_member_without_a_way_says_to_whom() -> None:
     assert (no.why, no.cut) == (Why.CUT, (nonce_of(2),))
 
 
-def test_rule_5_a_ready_that_has_not_heard_all_is_a_cut() -> None:
-    core = member(0, THREE)
-    core.hear(1, ms.Here(1, THREE.hash))
-    core.tell(st.Sealed(1, ONE_VOTE, 10))
-    core.hear(1, ms.Ready(attempt_of(0), 0b011))
-    assert core.state.proposal is None and (nonce_of(1), nonce_of(2)) in core.state.cuts
-
-
 def failing(core: Core, error: str = "device 3 is gone") -> None:
     """Let the devices of an attempt not connect."""
     assert core.state.joint is not None
@@ -348,7 +340,7 @@ def test_rule_5_devices_that_fail_again_and_again_are_tried_more_and_more_rarely
     core.tell(st.Connected(attempt))
     assert core.reason.startswith("until replicas [1] have stopped and are connected; the last")
     core.hear(1, ms.Sealed(attempt, 1, ONE_VOTE, 8))
-    core.hear(1, ms.Ready(attempt, 0b11))
+    core.hear(1, ms.Ready(attempt))
     failing(core, "too late")
     swapped_late = core.state.proposal
     assert swapped_late is not None and swapped_late.is_swapping
@@ -384,7 +376,7 @@ def test_rule_5_other_settings_end_a_newcomer_with_one_sentence() -> None:
 def test_rule_5_members_that_do_not_answer_are_asked_again() -> None:
     core = member(0, THREE)
     leads(core, dead=(2,))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     core.poll()
     assert core.only(ms.Prepare).attempt == attempt_of(0)
 
@@ -396,7 +388,7 @@ def ready_to_swap(**settings: object) -> Core:
     core = member(0, THREE, **settings)
     leads(core, dead=(2,))
     core.hear(1, ms.Sealed(attempt_of(0), 1, ONE_VOTE, 8))
-    core.hear(1, ms.Ready(attempt_of(0), 0b11))
+    core.hear(1, ms.Ready(attempt_of(0)))
     return core
 
 
