@@ -471,13 +471,18 @@ class Exchange(StreamMember):
         """Return the leader of this exchange's changes; over gloo, its link is a plain one."""
         if share is None:
             self._plain = share = LinkShare(OwnLink(None, None, None), self.name)
-        is_busy = weakref.WeakMethod(self.is_busy)
+        held = weakref.ref(self)
 
-        def ask() -> bool:
-            method = is_busy()
-            return method is not None and method()
+        def is_busy() -> bool:
+            found = held()
+            return found is not None and found.is_busy()
 
-        group = FixedGroup(self, share, workers, self.store_of(self.line_name), board, ask)
+        def is_dead() -> bool:
+            found = held()
+            return found is None or found.is_dead
+
+        there = self.store_of(self.line_name), board
+        group = FixedGroup(self, share, workers, *there, is_busy=is_busy, is_dead=is_dead)
         # A dropped exchange leaves its group too.
         weakref.finalize(self, group.close, -1, 1.0).atexit = False
         return group

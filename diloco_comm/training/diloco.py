@@ -17,7 +17,7 @@ from typing_extensions import Unpack, overload
 from .. import ops
 from ..base import recording
 from ..base.checks import choice, flag, integer, refuse_copy
-from ..base.errors import LeftBehind, NonFiniteError, PeerLeft, way_on
+from ..base.errors import LeftBehind, NonFiniteError, PeerLeft, SyncError, way_on
 from ..methods.outer import OuterOptimizer
 from ..methods.overlap import Blocking
 from ..ops.digests import digest_of
@@ -540,19 +540,23 @@ class DiLoCo:
         self._refuse_if_unfit()
         self._watch.forget_writes()
         exchange = self.exchange
+        chosen = self._chosen_members(members)
         with self._rounds.all_workers(self.parts):
             self._refuse_changes(self.parts)
             names = exchange.join_timeout, exchange.link_keys, exchange.proxy
             there = handshake.connected_store(store, *names)
-        chosen = self._chosen_members(members)
         unreported: list[NonFiniteError] = []
         while True:
-            repairs = exchange.change_group(
-                chosen,
-                store=there,
-                last_rounds=partial(self._rounds.last_rounds, self.inner_step, unreported),
-                inner_step=self.inner_step,
-            )
+            try:
+                repairs = exchange.change_group(
+                    chosen,
+                    store=there,
+                    last_rounds=partial(self._rounds.last_rounds, self.inner_step, unreported),
+                    inner_step=self.inner_step,
+                )
+            except SyncError as error:
+                exchange.last_error = type(error)(str(error))
+                raise
             with self._recorder.deferred_callbacks(), self._rounds.all_workers(self.parts):
                 with self._rounds.uninterruptible():
                     self._rounds.settle(repairs, self.inner_step, exchange.agreed_step)

@@ -142,6 +142,8 @@ class FixedGroup(Follower):
         workers: The other workers of this replica; None without any.
         store: Of the exchange; that of worker 0 has the table.
         board: See ``Exchange``.
+        is_busy, is_dead: Whether rounds of the exchange are under way, and whether its epoch has
+            failed; from any thread.
     """
 
     def __init__(
@@ -151,7 +153,9 @@ class FixedGroup(Follower):
         workers: Workers | None,
         store: dist.Store,
         board: dist.Store | None,
+        *,
         is_busy: Callable[[], bool],
+        is_dead: Callable[[], bool],
     ) -> None:
         name = f"fixed/{member.line_name}"
         super().__init__(workers, share, name, uses_store=member.tcp is None)
@@ -161,7 +165,7 @@ class FixedGroup(Follower):
         self._suspect_after, self._patience = member.suspect_after, member.report_patience
         self._board, self._name_of_object = board, member.name
         self._names: Names | None = None
-        self._is_busy = is_busy
+        self._is_busy, self._is_dead = is_busy, is_dead
         self._demand: tuple[int, ...] = ()
         self._conflict_since = self._runs_since = 0.0
         self._attendance = Attendance(())
@@ -398,7 +402,8 @@ class FixedGroup(Follower):
 
         The first error of an epoch is judged, and the same is said of the others.
         """
-        if isinstance(error, NonFiniteError | ReplicaMismatch | LeftBehind) or not self._peers:
+        is_own = isinstance(error, NonFiniteError | ReplicaMismatch | LeftBehind)
+        if is_own or not self._peers or not self._is_dead():
             return error
         if self._verdict is None:
             driver = self._driver
