@@ -53,10 +53,13 @@ def begin_again(world: World) -> None:
 
 def demand(world: World, numbers: list[int]) -> None:
     """Let the callers of some processes, that have no demand yet, call ``change_group``."""
+    # A process that comes to a group that trains waits to be let in, init="join".
+    is_begin = not any(node.state.record for node in world.living)
     for number in numbers:
         node = world.node(number)
         if node.takes_part and node.state.demand is None:
-            world.tell(node.key.nonce, st.Demanded(tuple(sorted(numbers))))
+            demanded = st.Demanded(tuple(sorted(numbers)), may_found=is_begin)
+            world.tell(node.key.nonce, demanded)
 
 
 def is_settled(world: World) -> bool:
