@@ -11,10 +11,11 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -383,6 +384,15 @@ class FixedGroup(Follower):
         self._verdict = None
         if self._driver is not None:
             self._driver.cause = ""
+        elif not self._speaks:
+            threading.Thread(target=self._reach, args=(chosen,), daemon=True).start()
+
+    def _reach(self, chosen: Chosen) -> None:
+        """Let the link of this worker hear the peers of it; a name server may take its time."""
+        ways = [ways[self._rank].words for ways in chosen.ways if self._rank < len(ways)]
+        peers = [words for words in ways if words[0] != self._share.link.nonce]
+        with suppress(RuntimeError):  # The link was closed.
+            self._share.link.link.reach(f"{self._name}/worker {self._rank}", peers)
 
     def _begun(self, record: Record, before: Record | None, began: float) -> None:
         self._names = None
