@@ -470,7 +470,8 @@ class Exchange(StreamMember):
     ) -> FixedGroup:
         """Return the leader of this exchange's changes; over gloo, its link is a plain one."""
         if share is None:
-            self._plain = share = LinkShare(OwnLink(None, None, None), self.name)
+            with batch_threads():
+                self._plain = share = LinkShare(OwnLink(None, None, None), self.name)
         held = weakref.ref(self)
 
         def is_busy() -> bool:

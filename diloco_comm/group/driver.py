@@ -247,6 +247,7 @@ class Driver:
                 self._send(key.nonce, _LEFT, step)
             self._table.close(self._period_s + 5.0 + 5.0)
             self.signs.close()
+            self._break = lambda: None
 
     def _take_turn(self) -> bool:
         """Handle what has happened, or poll; return False when the thread shall end."""

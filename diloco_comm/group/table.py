@@ -145,6 +145,8 @@ class TableThread:
                 self._look()
         finally:
             self._table.close()
+            # The driver refers to this object.
+            self._beat, self._post = lambda: ("", b""), lambda _: None
 
     def _swap(self, old: bytes, new: bytes, *, is_last: bool) -> None:
         until = time.monotonic() + _LAST_SWAP_S

@@ -272,7 +272,7 @@ def test_parameters_that_are_trained_later_are_named() -> None:
 
 
 def test_a_joiner_alone_is_told() -> None:
-    with pytest.raises(SyncError, match=r"all members .* came to join and none trains yet"):
+    with pytest.raises(SyncError, match=r"all members .* came to join and none trains"):
         attach(init="join")
 
 

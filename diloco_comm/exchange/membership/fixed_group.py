@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...base import extension
+from ...base.background import batch_threads
 from ...base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError, difference, named
 from ...group import driver as group
 from ...group import state as st
@@ -203,7 +204,8 @@ class FixedGroup(Follower):
         if self._speaks and self._driver is None:
             self._driver = self._open()
             self._driver.again(self._demand, may_found=not self._joins)
-            self._driver.start()
+            with batch_threads():
+                self._driver.start()
         elif self._driver is not None:
             self._driver.again(self._demand, may_found=not self._joins)
         try:
@@ -287,6 +289,7 @@ class FixedGroup(Follower):
                 "connect", f"{self._subject()} cannot form a group: {driver.state.failure}"
             )
         ends = self._is_taken(driver) or self._runs_already(driver)
+        ends = ends or self._none_trains(driver, time.monotonic() - began)
         if ends is not None:
             return ends
         return self._attendance.end(driver, self._subject())
@@ -334,6 +337,17 @@ class FixedGroup(Follower):
         if now - self._runs_since < min(self._suspect_after, self._timeout / 2):
             return None
         return Ended("runs", re.sub(r"^until (.*) has ended, which (runs already)", r"\1 \2", why))
+
+    def _none_trains(self, driver: FixedDriver, seconds: float) -> Ended | None:
+        """Return why a newcomer ends that has met newcomers alone."""
+        state = driver.state
+        limit = min(self._join_timeout, self._timeout) if len(self._demand) > 1 else 0.0
+        if not self._joins or self.view is not None or state.is_blind or seconds < limit:
+            return None
+        found = {key.number for key in Roster(state).newcomers}
+        if state.recorded or not set(self._demand) <= found:
+            return None
+        return Ended("runs", none_trains(self._demand))
 
     def _awaited(self, waiting: str) -> str:
         after = "" if self.view is None else f" after epoch {self.view.number}"
@@ -516,6 +530,14 @@ def _living(state: st.State) -> set[int]:
         # Members of an old group say nothing of their successors.
         living = {key.number for key in roster.base if roster.lives(key)}
     return living | {key.number for key in (*roster.newcomers, *roster.coming)}
+
+
+def none_trains(members: Sequence[int]) -> str:
+    """Say that all members have come to join, and none trains."""
+    return (
+        f"all members {list(members)} came to join and none trains yet: start with "
+        'init="broadcast", and join replicas that call change_group'
+    )
 
 
 def own_place() -> str:
