@@ -157,7 +157,7 @@ struct Job {
     int64_t num_landed = 0;  // runs of the result that are complete before the vote; not staged
     bool is_encode_failed = false;
     bool is_done = false;
-    // What the running job waits for: the replica of the next header, or -1, the rest of the job.
+    // The running job waits for this replica's header; -1: for payloads and votes.
     std::optional<int64_t> awaited;
     std::vector<Header> headers;  // of all ranks, in rank order; empty until all are here
     std::vector<double> weights;  // normalised, likewise

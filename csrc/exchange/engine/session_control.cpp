@@ -29,8 +29,8 @@ void Session::exchange_headers(Job& job) {
     std::vector<Header> headers(headers_in_.size(), job.header);
     for (int i = 1; i <= num_peers(); ++i) {
         faults_.before("header", -1, i - 1);
-        control_sends_.push_back(transport_.send(kControl, peer(i), header_tag(sequence),
-                                                 &header_out_, sizeof(Header)));
+        control_sends_.push_back(
+            transport_.send(kControl, peer(i), header_tag(sequence), &header_out_, sizeof(Header)));
     }
     for (int rank = 0; rank < transport_.size(); ++rank) {
         if (rank == transport_.rank()) continue;

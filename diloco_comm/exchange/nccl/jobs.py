@@ -95,7 +95,7 @@ class StreamJob:
 
     @property
     def waiting(self) -> str:
-        """What the headers wait for; empty once they are here."""
+        """The replica whose header is waited for, in words; empty once all headers are here."""
         return self.control.waiting
 
     @property

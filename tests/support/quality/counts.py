@@ -31,9 +31,9 @@ MECHANISMS = {
         4,
     ),
     "places that listen": (
-        r"socket\.create_server\(|self\.socket\.bind\(|socket\.bind\(f|fd_ = listen_at\(|"
+        r"socket\.create_server\(|self\.socket\.bind\(|socket\.bind\(f|"
         r"Descriptor fd\(\[&\] \{ return listen_at\(address\); \}\)",
-        5,
+        4,
     ),
     "systems of keys": (r"zmq\.curve_keypair\(\)|seed = secrets\.token_hex\(32\)", 2),
 }
