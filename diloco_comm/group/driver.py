@@ -160,6 +160,10 @@ class Driver:
             if record is not None and event.number < record.number:
                 # A Ctrl-C has lost the order to enter.
                 self._order(st.Enter(record))
+        if isinstance(event, st.Broke | st.Boundary | st.Demanded):
+            if self.state.stage is st.Stage.SEALING:
+                # A Ctrl-C may have lost the order to seal.
+                self._order(st.Seal(self.state.number))
         self._events.put(event)
 
     def lost(self, numbers: Collection[int]) -> None:

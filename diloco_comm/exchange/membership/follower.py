@@ -177,6 +177,8 @@ class Follower:
         self.last_positions: Positions = ()
         # The record that was agreed on last, until its decision is applied.
         self._unsettled: Record | None = None
+        # Since when the training thread waits for the next record.
+        self._began = 0.0
         # An order that was heard during an attempt, and ends it.
         self._next: tuple[Any, Chosen | None] | None = None
         self._driver: Driver | None = None
@@ -229,6 +231,7 @@ class Follower:
 
     def _attempt_until_done(self, attempt: Attempt[T], seal: Seal, began: float) -> list[T]:
         """Return what the attempt that succeeds has returned; nothing if this replica has left."""
+        self._began = began
         while True:
             order, chosen = self._next_order(began)
             if order is None:
@@ -411,7 +414,7 @@ class Follower:
     def _wait_for_record(self, chosen: Chosen) -> Record:
         log = WaitLog()
         while True:
-            order, other, waiting = self._hear(None)
+            order, other, waiting = self._hear(self._began)
             if isinstance(order, st.Enter) and order.record.attempt == chosen.name:
                 return order.record
             if order is not None:
