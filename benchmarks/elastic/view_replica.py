@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import nn
 
+from benchmarks.support.namespaces import opened_connections
 from diloco_comm import DiLoCo, SyncError
 from diloco_comm.elastic.happenings import Happening, ViewChanged
 from diloco_comm.elastic.options import Elastic
@@ -27,12 +28,14 @@ class ViewSettings:
 
     Attributes:
         num_views: That follow the first one.
+        is_insecure: The registry is on another host, and has no keys.
     """
 
     num_replicas: int
     num_views: int
     suspect_after_s: float = 60.0
     quorum_wait_s: float = 300.0
+    is_insecure: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Formed:
     Attributes:
         seconds: From the end of the last view to the beginning of this one, here.
         cpu_s: Of processor time that this process has taken, all its threads together.
+        opened: TCP connections that were opened in the network namespace of this process.
     """
 
     at: float
@@ -49,6 +53,7 @@ class Formed:
     members: tuple[int, ...]
     seconds: float
     cpu_s: float
+    opened: int = 0
 
 
 def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings) -> None:
@@ -60,7 +65,7 @@ def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings)
         if isinstance(happening, ViewChanged):
             who = happening.number, happening.members
             seconds = happening.seconds, time.process_time()
-            pipe.send(Formed(time.monotonic(), *who, *seconds))
+            pipe.send(Formed(time.monotonic(), *who, *seconds, opened_connections()))
 
     diloco = DiLoCo(
         model,
@@ -73,6 +78,7 @@ def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings)
             min_replicas=settings.num_replicas,
             suspect_after=settings.suspect_after_s,
             quorum_wait=settings.quorum_wait_s,
+            insecure=settings.is_insecure,
             on_event=tell,
         ),
     )

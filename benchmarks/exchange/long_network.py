@@ -2,10 +2,10 @@
 
     sudo python -m benchmarks.exchange.long_network --rate 100mbit --round-trip 80 -- -b 32M -n 3
 
-Two ranks have a namespace each, with a TUN device. One process reads the packets of both devices,
-and hands each packet on when the link would have delivered that packet: after the packets before
-it, at the rate of the link, and after half of the round trip. Beyond 200 Mbit/s that process is the
-limit.
+Each rank has a namespace with a TUN device. One process reads the packets of all devices, and hands
+each packet on when the link of its sender would have delivered that packet: after the packets
+before it, at the rate of the link, and after half of the round trip. Beyond 200 Mbit/s that process
+is the limit.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import os
 import random
 import select
 import signal
+import socket
 import struct
 import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.exchange.netns import INTERFACE, Network, parse_rate
@@ -37,17 +39,17 @@ _IPV4 = 4
 
 @dataclass
 class Way:
-    """The way of packets from one device to the other."""
+    """The packets of one sender, each with its arrival and the device of its receiver."""
 
-    target: int
     is_free_at: float = 0.0
-    under_way: deque[tuple[float, bytes]] = field(default_factory=deque)
+    under_way: deque[tuple[float, int, bytes]] = field(default_factory=deque)
 
 
 class LongNetwork(Network):
-    """Two namespaces whose packets take time, and may be lost; a context manager.
+    """Namespaces whose packets take time, and may be lost; a context manager.
 
     Args:
+        world: Number of ranks.
         mbits: Rate in Mbit/s (1e6 bits), each way.
         round_trip_ms: Milliseconds from one rank to the other and back, beside the queues.
         loss: Share of the packets that the link loses, in [0, 1).
@@ -60,12 +62,13 @@ class LongNetwork(Network):
         self,
         mbits: float,
         *,
+        world: int = 2,
         round_trip_ms: float = 0.0,
         loss: float = 0.0,
         queue_s: float = 0.2,
         congestion: str = "",
     ) -> None:
-        super().__init__(2, mbits)
+        super().__init__(world, mbits)
         self.rate = mbits * 1e6 / 8
         self.round_trip_ms, self.loss, self.queue_s = round_trip_ms, loss, queue_s
         self.congestion = congestion
@@ -82,11 +85,11 @@ class LongNetwork(Network):
         return 0
 
     def build(self) -> None:
-        devices = []
+        devices = {}
         for rank, name in enumerate(self.names):
             call("ip", "netns", "add", name)
             made = f"{INTERFACE}{os.getpid()}{rank}"
-            devices.append(_tun(made))
+            devices[socket.inet_aton(address(rank))] = _tun(made)
             call("ip", "link", "set", made, "netns", name)
             call("ip", "-n", name, "link", "set", made, "name", INTERFACE, "mtu", str(_MTU))
             call("ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", INTERFACE)
@@ -101,11 +104,11 @@ class LongNetwork(Network):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             try:
-                self._carry(*devices)
+                self._carry(devices)
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
-        for device in devices:
+        for device in devices.values():
             os.close(device)
 
     def close(self) -> None:
@@ -115,9 +118,9 @@ class LongNetwork(Network):
             self._carrier = 0
         super().close()
 
-    def _carry(self, first: int, second: int) -> None:
-        """Hand packets on for ever."""
-        ways = {first: Way(second), second: Way(first)}
+    def _carry(self, devices: Mapping[bytes, int]) -> None:
+        """Hand packets on for ever, from device to device by address."""
+        ways = {device: Way() for device in devices.values()}
         draw = random.Random(0).random
         events = select.epoll()
         for device in ways:
@@ -129,16 +132,17 @@ class LongNetwork(Network):
                 way, now = ways[device], time.monotonic()
                 for packet in _packets(device):
                     begin = max(now, way.is_free_at)
-                    if packet[0] >> 4 != _IPV4 or begin - now > self.queue_s:
+                    target = devices.get(packet[16:20]) if packet[0] >> 4 == _IPV4 else None
+                    if target is None or begin - now > self.queue_s:
                         continue
                     way.is_free_at = begin + len(packet) / self.rate
                     if draw() >= self.loss:
                         arrival = way.is_free_at + self.round_trip_ms / 2e3
-                        way.under_way.append((arrival, packet))
+                        way.under_way.append((arrival, target, packet))
             now = time.monotonic()
             for way in ways.values():
                 while way.under_way and way.under_way[0][0] <= now:
-                    _put(way.target, way.under_way.popleft()[1])
+                    _put(*way.under_way.popleft()[1:])
 
 
 def _tun(name: str) -> int:

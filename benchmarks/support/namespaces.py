@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # RFC 5737 documentation addresses: they never belong to a real host.
 NETWORK = "192.0.2"
+# From linux/sched.h.
 _CLONE_NEWNET = 0x40000000
 
 
@@ -54,6 +56,13 @@ def enter(namespace: str, interface: str) -> None:
     finally:
         os.close(file)
     os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def opened_connections() -> int:
+    """Return how many TCP connections the namespace of this process has opened since its begin."""
+    lines = Path("/proc/net/snmp").read_text().splitlines()
+    names, values = [line.split() for line in lines if line.startswith("Tcp:")]
+    return int(values[names.index("ActiveOpens")])
 
 
 class Namespaces:
