@@ -12,6 +12,7 @@ between members that stay.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ from benchmarks.support.namespaces import address, enter
 from diloco_comm.elastic.registry.server import RegistryServer
 from diloco_comm.group import driver as group_driver
 from diloco_comm.group import state as st
+from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
 from diloco_comm.tools.common.workers import die_with_launcher
 from diloco_comm.tools.demo.chaos.crew import Place
 from diloco_comm.tools.demo.chaos.messages import DONE, Ended
@@ -83,6 +85,8 @@ def changes_over(round_trip_ms: float, num_replicas: int, num_changes: int, log:
     Raises:
         RuntimeError: If a replica fails, or no view forms for ``_PATIENCE_S`` seconds.
     """
+    for module in WITH_OPTIMIZER:
+        importlib.import_module(module)
     settings = ViewSettings(num_replicas, num_changes, is_insecure=True)
     network = LongNetwork(_MBITS, world=num_replicas + 1, round_trip_ms=round_trip_ms, queue_s=5.0)
     with network, tempfile.TemporaryDirectory(prefix="diloco-trips-") as folder:

@@ -14,10 +14,11 @@ from ..group.beats import Beat, name_of
 from ..group.records import Key, Record
 from ..group.signs import Signs
 from ..group.state import Action, Drained, Fence, Leave, Stage, State
-from ..group.table import Table, TableAway
+from ..group.table import Look, Table, TableAway
 from .exits import is_asked_to_leave
 from .happenings import Fenced, Suspected, Waiting
 from .numbers import NumberChoice
+from .registry.client import RegistryClient
 from .registry.protocol import KeyRefused, Registry, RegistryMismatch, RegistryUnavailable
 from .state_folder import StateFolder
 
@@ -151,14 +152,15 @@ class RegistryTable:
     def id(self) -> bytes:
         return bytes.fromhex(self._registry.registry_id)
 
-    def read(self) -> bytes:
-        return self._ask(self._registry.read)
-
     def swap(self, old: bytes, new: bytes) -> bool:
         return self._ask(lambda: self._registry.swap(old, new))
 
-    def beat(self, name: str, text: bytes) -> dict[str, bytes]:
-        return self._ask(lambda: self._registry.beat(name, text))
+    def look(self, name: str, text: bytes) -> Look:
+        registry = self._registry
+        if isinstance(registry, RegistryClient):
+            return Look(*self._ask(lambda: registry.look(name, text)))
+        beats = self._ask(lambda: registry.beat(name, text))
+        return Look(self._ask(registry.read), beats, {})
 
     def close(self) -> None:
         self._registry.close()

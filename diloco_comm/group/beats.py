@@ -18,6 +18,8 @@ MAX_BEAT_BYTES = 1 << 14
 # More would not fit into a beat.
 _MOST_CUT = 24
 _EVICT = "evict."
+# Of a process that trains, these change in each beat.
+_MOVING = ("counter", "phase", "inner_step")
 # The text of a beat that asks a process to leave.
 EVICT = b"evict"
 _refused = RefusedVersions(logging.getLogger(__name__), "the beat of another replica")
@@ -78,12 +80,18 @@ class Beat:
     def to_bytes(self) -> bytes:
         """Return the text of this beat.
 
+        Only the second line is another one in each beat: others do not need it at once.
+
         Raises:
             ValueError: If it is too long.
         """
         place = replace(self.place, cut=self.place.cut[:_MOST_CUT])
         values = {**_written(place), **{name: getattr(self, name) for name in _OWN}}
-        text = json.dumps({"version": VERSION, **values}, sort_keys=True).encode()
+        moving = {name: values.pop(name) for name in _MOVING}
+        if self.stage != TRAINING:
+            values["inner_step"] = moving.pop("inner_step")
+        lasting = json.dumps({"version": VERSION, **values}, sort_keys=True)
+        text = f"{lasting[:-1]},\n{json.dumps(moving, sort_keys=True)[1:]}".encode()
         if len(text) > MAX_BEAT_BYTES:
             raise ValueError(
                 f"the beat of replica {self.key.number} has {len(text)} bytes, at most "

@@ -22,7 +22,7 @@ from .agreement import step
 from .beats import Beat, Way, evicted, name_of, stage_of
 from .records import NO_RECORD, Key, Record
 from .signs import Signs
-from .table import Seen, Swapped, Table, TableAway, TableThread
+from .table import Look, Seen, Swapped, Table, TableAway, TableThread
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _LATE = 3.0
 # Seconds between two lines about those for whom this process waits.
 _LINE_S = 60.0
+# Seconds between two looks at the table: for each process of a large group, and at most.
+_LOOK_S, _LONGEST_LOOK_S = 1 / 32, 5.0
 # Seconds in which a key that is refused may be allowed again.
 _KEY_WAIT_S = 10.0
 # Seconds for which the listening thread waits for messages at a time.
@@ -120,6 +122,8 @@ class Driver:
         self._orders: dict[type, Order] = {}
         self._ended: Ended | None = None
         self._by_link: dict[str, set[bytes]] = {}
+        # The beats that were read last, by text.
+        self._read: dict[bytes, Beat | None] = {}
         self._last_poll = self._last_seen = time.monotonic()
         self._line_at = self._loss_since = 0.0
         self._has_warned = self._is_closing = False
@@ -350,17 +354,18 @@ class Driver:
         """Tell the core what the table holds."""
         now, before = time.monotonic(), self._last_seen
         self._last_seen = now
-        if now - before > _LATE * self._period_s:
+        if now - before > _LATE * self._table.period_s:
             # The others may have beaten meanwhile.
             self.signs.stood_still(now - before)
         if self.loss is not None:
             self.loss = None
             self._say_whether_cut_off()
             logger.warning("the registry answers again")
-        found = [Beat.from_bytes(text) for text in seen.beats.values()]
-        beats = sorted((one for one in found if one is not None), key=lambda one: one.key)
-        self.signs.note(beats)
-        if self._is_new_number_taken(beats, seen.record):
+        look, beats = seen.look, self._beats_of(seen.look)
+        longest = max(self._period_s, min(_LONGEST_LOOK_S, self.signs.suspect_after_s / 3))
+        self._table.period_s = min(max(self._period_s, len(beats) * _LOOK_S), longest)
+        self.signs.note(beats, self._table.period_s)
+        if self._is_new_number_taken(beats, look.record):
             self._table.look()
             return
         self.beats = beats
@@ -368,7 +373,7 @@ class Driver:
         for beat in beats:
             if beat.ways and (way := Way.from_text(beat.ways[0])) is not None:
                 self._by_link.setdefault(way.nonce, set()).add(beat.key.nonce)
-        leaving = evicted(seen.beats)
+        leaving = evicted(look.beats)
         if name_of(self.state.key) in leaving and not self.state.is_leaving:
             logger.warning("somebody has asked this replica to leave its group")
             self._step(st.Leave())
@@ -376,11 +381,22 @@ class Driver:
         known = self._base()
         evict = frozenset(key.number for key in known if name_of(key) in leaving)
         self._look_after_others()
-        self._step(st.Looked(seen.record, seen.table, places, evict))
+        self._step(st.Looked(look.record, seen.table, places, evict))
         unknown, self._unknown = self._unknown, deque(maxlen=_MOST_UNKNOWN)
         for frame in unknown:
             if frame.content[:16] in self._by_link.get(frame.link, ()):
                 self._hear(frame)
+
+    def _beats_of(self, look: Look) -> list[Beat]:
+        """Return the beats by rising key; a text is read once."""
+        before, self._read, beats = self._read, {}, []
+        for name, text in look.beats.items():
+            beat = before[text] if text in before else Beat.from_bytes(text)
+            self._read[text] = beat
+            if beat is not None:
+                count = look.counts.get(name, beat.counter)
+                beats.append(beat if count == beat.counter else replace(beat, counter=count))
+        return sorted(beats, key=lambda one: one.key)
 
     def _place_in(self, beat: Beat) -> st.Place:
         return replace(beat.place, is_fresh=self.signs.is_fresh(beat.key.nonce))

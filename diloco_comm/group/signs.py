@@ -69,11 +69,12 @@ class Signs:
     ) -> None:
         self._nonce = nonce
         self.link, self.way, self.service = link, way, service
-        self._suspect_after_s, self._busy_after_s = suspect_after_s, busy_after_s
+        self.suspect_after_s, self._busy_after_s = suspect_after_s, busy_after_s
         self.is_cut_off = False
         self._sights: dict[bytes, _Sight] = {}
         # When the table was read last. While no look is answered, no beat is late.
         self._looked_at = time.monotonic()
+        self._period_s = 0.0
         self._lives: dict[bytes, _C.PeerLife] = {}
         self._unheard: frozenset[bytes] = frozenset()
         self._ended: set[bytes] = set()
@@ -101,9 +102,14 @@ class Signs:
 
     # ------------------------------------------------------------------------------- beats
 
-    def note(self, beats: Sequence[Beat]) -> None:
-        """Take the last beats of all processes."""
+    def note(self, beats: Sequence[Beat], period_s: float = 0.0) -> None:
+        """Take the last beats of all processes.
+
+        Args:
+            period_s: Seconds between two beats of a process.
+        """
         now = self._looked_at = time.monotonic()
+        self._period_s = period_s
         for beat in beats:
             nonce, last = beat.key.nonce, self._sights.get(beat.key.nonce)
             if last is None:
@@ -114,14 +120,14 @@ class Signs:
             last.beat = beat
         # A table that was started again has few beats for a while.
         there = {beat.key.nonce for beat in beats}
-        limit = max(self._suspect_after_s, self._busy_after_s)
+        limit = max(self.suspect_after_s, self._busy_after_s)
         sights = self._sights.items()
         self._sights = {n: s for n, s in sights if n in there or now - s.since < limit}
 
     def is_fresh(self, nonce: bytes) -> bool:
         """Whether the table has heard of a process lately."""
         sight = self._sights.get(nonce)
-        return sight is not None and self._silence(sight) < self._suspect_after_s
+        return sight is not None and self._silence(sight) < self.suspect_after_s
 
     def _silence(self, sight: _Sight) -> float:
         return self._looked_at - sight.since
@@ -216,7 +222,7 @@ class Signs:
         life = self._lives.get(nonce)
         if life is None or life.is_refused:
             return False
-        return life.silent_s < (self._suspect_after_s if life.is_connected else _LOST_S)
+        return life.silent_s < (self.suspect_after_s if life.is_connected else _LOST_S)
 
     def _is_suspected(self, nonce: bytes, members: set[bytes]) -> bool:
         sight = self._sights[nonce]
@@ -230,10 +236,11 @@ class Signs:
         if self._is_heard(nonce):
             # A process that takes part, and does not reach the table, stays.
             still = min(silence, self._lives[nonce].still_s)
-            return still >= max(self._busy_after_s, self._suspect_after_s)
+            return still >= max(self._busy_after_s, self.suspect_after_s)
         if nonce not in members and not sight.rises:
             return True
-        return silence >= (_UNHEARD_S if nonce in self._unheard else self._suspect_after_s)
+        unheard = min(max(_UNHEARD_S, 2.5 * self._period_s), self.suspect_after_s)
+        return silence >= (unheard if nonce in self._unheard else self.suspect_after_s)
 
     def _is_cut(self, nonce: bytes, sight: _Sight) -> bool:
         is_late = sight.wanted_at and time.monotonic() - sight.wanted_at > _REACH_AGAIN_S
@@ -251,9 +258,9 @@ class Signs:
             if life is None or sight is None or not self._is_heard(key.nonce):
                 continue
             # Others may wait for the same member.
-            is_still = life.phase != "exchange" and life.still_s >= self._suspect_after_s
-            is_still &= waited >= self._suspect_after_s
-            if self._silence(sight) >= self._suspect_after_s or is_still:
+            is_still = life.phase != "exchange" and life.still_s >= self.suspect_after_s
+            is_still &= waited >= self.suspect_after_s
+            if self._silence(sight) >= self.suspect_after_s or is_still:
                 at = f"inner step {life.inner_step}"
                 phase = f", phase {life.phase}" if life.phase else ""
                 still = f"still for {life.still_s:.0f} s"

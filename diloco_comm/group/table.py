@@ -31,6 +31,23 @@ class TableAway(Exception):
         self.is_refused, self.is_other = is_refused, is_other
 
 
+@dataclass(frozen=True)
+class Look:
+    """The answer of a table.
+
+    Attributes:
+        record: b"" if there is none; linearizable.
+        beats: The last beat of each process by name. The first line of a text is the newest; the
+            rest may be older where the table counts.
+        counts: How often each process has beaten, as the table counts; {} where the counters in the
+            beats say so.
+    """
+
+    record: bytes
+    beats: Mapping[str, bytes]
+    counts: Mapping[str, int]
+
+
 class Table(Protocol):
     """One record and the beats of one run. All methods raise ``TableAway``."""
 
@@ -39,16 +56,12 @@ class Table(Protocol):
         """16 bytes that a table gets when it begins empty; b"" before the first answer."""
         ...
 
-    def read(self) -> bytes:
-        """Return the record, b"" if there is none; linearizable."""
-        ...
-
     def swap(self, old: bytes, new: bytes) -> bool:
         """Replace the record by ``new`` if it is ``old``, in one step; return whether it was."""
         ...
 
-    def beat(self, name: str, text: bytes) -> Mapping[str, bytes]:
-        """Publish the beat of a process, and return the last beats of all by name.
+    def look(self, name: str, text: bytes) -> Look:
+        """Publish the beat of a process, and return all beats, and the record as it is then.
 
         Args:
             name: "" publishes nothing.
@@ -63,11 +76,10 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Seen:
-    """The answers of the table to one look: the beats first, then the record."""
+    """What the table of this id holds."""
 
     table: bytes
-    record: bytes
-    beats: Mapping[str, bytes]
+    look: Look
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ class TableThread:
 
     Args:
         table: Used by this thread alone from now on.
-        period_s: Seconds between two looks at most.
+        period_s: Seconds between two looks at most; may be changed.
         beat: Returns name and text of the own beat.
         post: Takes what the table has answered, or the ``TableAway`` of a call.
     """
@@ -95,7 +107,7 @@ class TableThread:
         beat: Callable[[], tuple[str, bytes]],
         post: Callable[[Seen | Swapped | TableAway], None],
     ) -> None:
-        self._table, self._period_s, self._beat, self._post = table, period_s, beat, post
+        self._table, self.period_s, self._beat, self._post = table, period_s, beat, post
         self._swaps: deque[tuple[bytes, bytes]] = deque()
         self._old_names: deque[str] = deque()
         self._news, self._is_closed = threading.Event(), False
@@ -135,7 +147,7 @@ class TableThread:
         try:
             is_last = False
             while not is_last:
-                self._news.wait(self._period_s)
+                self._news.wait(self.period_s)
                 self._news.clear()
                 is_last = self._is_closed
                 if self._is_left:
@@ -158,7 +170,7 @@ class TableThread:
                 if not is_last or time.monotonic() > until:
                     self._post(Swapped(new, Outcome.UNKNOWN))
                     return
-                time.sleep(self._period_s)
+                time.sleep(self.period_s)
             else:
                 self._post(Swapped(new, Outcome.DONE if is_done else Outcome.REFUSED))
                 return
@@ -166,8 +178,8 @@ class TableThread:
     def _look(self) -> None:
         try:
             while self._old_names:
-                self._table.beat(self._old_names.popleft(), b"")
-            beats = self._table.beat(*self._beat())
-            self._post(Seen(self._table.id, self._table.read(), beats))
+                self._table.look(self._old_names.popleft(), b"")
+            look = self._table.look(*self._beat())
+            self._post(Seen(self._table.id, look))
         except TableAway as error:
             self._post(error)

@@ -157,18 +157,31 @@ class Ending:
 
 
 def end_like_others(
-    exchange: Exchange, parts: Sequence[SyncedPart], impl: str, writing: Writing
-) -> None:
+    exchange: Exchange,
+    parts: Sequence[SyncedPart],
+    impl: str,
+    writing: Writing,
+    beside: Any = None,
+) -> list[Any] | None:
     """End the parts that others have ended, whose flush broke off here; a collective call.
+
+    Args:
+        beside: A further JSON value of this replica.
+
+    Returns:
+        The values ``beside`` of all replicas, in rank order; None on every replica if a part of one
+        of them ends here: the values are older than that end.
 
     Raises:
         ReplicaMismatch: On every replica, if one lacks the mean on which others have ended.
     """
-    views = gather_json(exchange, [_view(part) for part in parts])
+    views, others = zip(
+        *gather_json(exchange, [[_view(part) for part in parts], beside]), strict=True
+    )
     for part in parts:
         _refuse_without_mean(exchange, part, [_View(*view[part.index]) for view in views])
     if exchange.replica in exchange.joined:
-        return  # A newcomer is given the state, or has a copy of it, with its end.
+        return None  # A newcomer is given the state, or has a copy of it, with its end.
     due: list[tuple[SyncedFragment, list[_View]]] = []
     for part in parts:
         if isinstance(part, SyncedFragment) and not has_ended(part):
@@ -177,6 +190,10 @@ def end_like_others(
             if ended:
                 due.append((part, ended))
     _end(due, impl, writing)
+    ends = {(part.index, *view[part.index][:2]) for part in parts for view in views}
+    # Some replica is at the same step of a part as another one that has ended there.
+    is_new = len({end[:2] for end in ends}) < len(ends)
+    return None if is_new else list(others)
 
 
 def _refuse_without_mean(exchange: Exchange, part: SyncedPart, views: Sequence[_View]) -> None:

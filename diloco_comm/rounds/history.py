@@ -52,19 +52,29 @@ def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def refuse_difference(exchange: Exchange, parts: Sequence[SyncedPart], *, is_shared: bool) -> None:
-    """Compare the outer state of all replicas as it is now; a collective call.
+def standing(parts: Sequence[SyncedPart], *, is_shared: bool) -> list[list[int]]:
+    """Return the numbers by which replicas compare their outer state, as JSON types.
+
+    Args:
+        is_shared: As in ``begin``.
+    """
+    return [[part.round, part.history, digest_of_state(part) if is_shared else 0] for part in parts]
+
+
+def refuse_difference(
+    exchange: Exchange, parts: Sequence[SyncedPart], views: Sequence[Sequence[Sequence[int]]]
+) -> None:
+    """Compare the outer state of all replicas as it is now.
 
     After a difference the histories differ too, so that no exchange succeeds from then on.
 
     Args:
-        is_shared: As in ``begin``.
+        views: ``standing`` of each replica, in rank order.
 
     Raises:
         ReplicaMismatch: On every replica, naming the first fragment that differs and the replicas.
     """
-    own = [[part.round, part.history, digest_of_state(part) if is_shared else 0] for part in parts]
-    views = gather_json(exchange, own)
+    own = views[exchange.rank]
     for part in parts:
         values = [tuple(view[part.index]) for view in views]
         if len(set(values)) > 1:

@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import _profiler_enabled
@@ -146,10 +147,10 @@ class RoundRunner(ABC):
     def _flush(self, inner_step: int, num_skipped: int, ending: Ending) -> None:
         """As ``flush``, without the limits on skipped rounds, and without the end of training."""
 
-    def end_like_others(self) -> None:
+    def end_like_others(self, beside: Any = None) -> list[Any] | None:
         """End training where others of a new group have; see ``consensus``. A collective call."""
         with self.uninterruptible():
-            end_like_others(self.exchange, self.parts, self.impl, self._writing)
+            return end_like_others(self.exchange, self.parts, self.impl, self._writing, beside)
 
     def has_ended(self) -> bool:
         """Whether training has ended for all parts, and was not gone on with."""

@@ -441,8 +441,13 @@ class Agreement:
             self._compare_newcomers()
             return self.share_state(inner_step)
         self.fix_weight()
-        self._rounds.end_like_others()
-        self.refuse_different_state()
+        # One call for both questions: a change of the group waits for a round trip less.
+        own = history.standing(self._plan.parts, is_shared=self.is_state_shared)
+        views = self._rounds.end_like_others(own)
+        if views is None:
+            self.refuse_different_state()
+        else:
+            history.refuse_difference(self._exchange, self._plan.parts, views)
         return inner_step
 
     def _compare_newcomers(self) -> None:
@@ -486,7 +491,9 @@ class Agreement:
             is_shared: The states must be equal; default: as the overlap policies have them.
         """
         is_shared = self.is_state_shared if is_shared is None else is_shared
-        history.refuse_difference(self._exchange, self._plan.parts, is_shared=is_shared)
+        own = history.standing(self._plan.parts, is_shared=is_shared)
+        views = handshake.gather_json(self._exchange, own)
+        history.refuse_difference(self._exchange, self._plan.parts, views)
 
     def scope(self) -> Scope:
         """Name the replica, worker and group that a state is saved by."""

@@ -39,7 +39,9 @@ class Leasing:
         if self.book is not None:
             self.book.set_back(steps)
 
-    def change(self, exchange: Exchange, parts: Sequence[SyncedPart], view: int) -> None:
+    def change(
+        self, exchange: Exchange, parts: Sequence[SyncedPart], view: int, beside: Any
+    ) -> list[Any]:
         """Agree on the next plan, when the members have met; every member calls this.
 
         After an error this replica has its present account, and the next one if all members had
@@ -47,6 +49,10 @@ class Leasing:
 
         Args:
             view: Number of the next view.
+            beside: A further JSON value of this replica.
+
+        Returns:
+            The values ``beside`` of all members, in rank order.
 
         Raises:
             ReplicaMismatch: If samplers differ.
@@ -56,15 +62,16 @@ class Leasing:
         sent = [part.last_sent for part in parts]
         self._agree_in_replica()
         with self.all_workers():
-            plan, held = self._prepare(exchange, step, sent, view)
+            plan, held, others, has_books = self._prepare(exchange, step, sent, view, beside)
         with self.all_workers():
-            found = self._agreed_plan(exchange, plan)
+            found = self._agreed_plan(exchange, plan) if has_books else None
         if found is not None:
             self.shape, plan = found
         if self.book is not None:
             self.book.go_on(view)
         elif plan is not None:
             self.account = Account(view, plan, step, known_of(held, exchange.members))
+        return others
 
     def all_workers(self) -> AbstractContextManager[None]:
         """Return a context in which an error of one worker of this replica is that of all."""
@@ -83,13 +90,20 @@ class Leasing:
                 self.book.draw()
 
     def _prepare(
-        self, exchange: Exchange, step: int, sent: Sequence[int], view: int
-    ) -> tuple[Plan | None, dict[int, Held]]:
-        """Hear what all members hold; return the plan of the next view, as this replica sees it."""
+        self, exchange: Exchange, step: int, sent: Sequence[int], view: int, beside: Any
+    ) -> tuple[Plan | None, dict[int, Held], list[Any], bool]:
+        """Hear what all members hold, and whether one has a book.
+
+        The plan of the next view is as this replica sees it.
+        """
         own = NO_PLAN if self._present is None else self._present.view
         holds = {} if self.book is None else self.book.held(step, sent)
-        report = [own, {number: asdict(one) for number, one in holds.items()}]
-        reports = dict(zip(exchange.members, gather_json(exchange, report), strict=True))
+        all_held = {number: asdict(one) for number, one in holds.items()}
+        told = gather_json(exchange, [own, all_held, self.book is not None, beside])
+        reports = {
+            member: tuple(each[:2]) for member, each in zip(exchange.members, told, strict=True)
+        }
+        others, has_books = [each[3] for each in told], any(each[2] for each in told)
         # A member has gone on with this account, so all members had prepared it.
         newest = max(number for number, _ in reports.values())
         held = {
@@ -99,11 +113,11 @@ class Leasing:
         }
         if self.book is not None:
             self.book.go_on(newest)
-            return self.book.prepare(view, held, exchange.members, step), held
+            return self.book.prepare(view, held, exchange.members, step), held, others, has_books
         if self.account is None:
-            return None, held
+            return None, held, others, has_books
         plan = self.account.plan
-        return Plan(exchange.members, plan.first, plan.again), held
+        return Plan(exchange.members, plan.first, plan.again), held, others, has_books
 
     def _agreed_plan(self, exchange: Exchange, plan: Plan | None) -> tuple[Any, Plan] | None:
         """Return shape and plan of the replicas that have a book; None if there are none."""

@@ -207,7 +207,6 @@ class ElasticTraining:
                 rounds.log = self.transfer.log
             if change.role == "join":
                 self._ask_what_broke_off(rounds, joined.inner_step, view)
-                self.leasing.change(rounds.exchange, rounds.parts, view.number)
         except BaseException:
             rounds.exchange.close()
             raise
@@ -462,13 +461,13 @@ class ElasticTraining:
             diloco.inner_step = diloco._agreement.renew(diloco.inner_step)
         self.group.copied_bytes = diloco._agreement.copied_bytes
         self._ask_what_broke_off(rounds, diloco.inner_step, view)
-        self.leasing.change(exchange, rounds.parts, view.number)
         if self._unreported:
             raise self._unreported.pop()
 
     def _ask_what_broke_off(self, rounds: RoundRunner, step: int, view: Record) -> None:
         """Find out whether a flush, or a send at this step, is to be repeated; every member asks.
 
+        The same call agrees on the leases: a change waits for a round trip less.
         A member that has ended its flush before the view broke takes part in the flush again. A
         send that was repeated once, and broke off again, is left to the schedule's next send.
         """
@@ -476,8 +475,8 @@ class ElasticTraining:
         is_open = self._own_flush is not None and not rounds.has_ended()
         has_unsent = is_open or rounds.has_unsent(step)
         own = Report(self._loop.before in FLUSHES, has_unsent, unsent)
-        with self.leasing.all_workers():
-            reports = [Report(*report) for report in gather_json(rounds.exchange, own)]
+        told = self.leasing.change(rounds.exchange, rounds.parts, view.number, own)
+        reports = [Report(*report) for report in told]
         found = Repetition.agreed(reports, has_newcomers=bool(view.joined))
         if self._workers is not None:
             found = Repetition.of_workers(self._workers.gather(found))

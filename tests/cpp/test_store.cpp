@@ -463,6 +463,26 @@ void test_limits_are_sentences() {
     refuses("takes at most 65536 keys", [&] { store->check(keys); });
 }
 
+void test_a_look_brings_what_has_changed() {
+    Beats beats(1h);
+    const auto first = beats.beat("run", "b", "one\n1");
+    EXPECT(first.is_whole && first.changed.size() == 3 && first.counts == std::string("\x01"));
+    EXPECT(beats.beat("run", "a", "two\n1").is_whole);
+    // Another second line is a beat, and no news.
+    const auto second = beats.beat("run", "a", "two\n2", first.version);
+    EXPECT(!second.is_whole && second.changed.size() == 3 && second.changed[1] == "two\n2");
+    EXPECT(second.counts == std::string("\x02\x01"));
+    const auto third = beats.beat("run", "b", "one\n2", second.version);
+    EXPECT(!third.is_whole && third.changed.empty() && third.counts == std::string("\x02\x02"));
+    const auto fourth = beats.beat("run", "b", "three", third.version);
+    EXPECT(!fourth.is_whole && fourth.changed[0] == "b" && fourth.changed[1] == "three");
+    // One has gone: the rest comes as a whole, as it does to a client of another host.
+    const auto fifth = beats.beat("run", "a", "", fourth.version);
+    EXPECT(fifth.is_whole && fifth.changed.size() == 3 && fifth.counts == std::string("\x03"));
+    EXPECT(beats.beat("run", "", "", fifth.version + 1).is_whole);
+    EXPECT(!beats.beat("run", "", "", fifth.version).is_whole);
+}
+
 void test_the_memory_of_beats_and_swaps_has_bounds() {
     using diloco::store::Beats, diloco::store::Records;
     const auto refusal = [](const std::function<void()>& call) -> std::string {
@@ -508,6 +528,7 @@ int main() {
     test_swaps_wait_for_the_journal();
     test_a_watch_ends_with_a_change();
     test_limits_are_sentences();
+    test_a_look_brings_what_has_changed();
     test_the_memory_of_beats_and_swaps_has_bounds();
     return passed("store");
 }

@@ -28,6 +28,7 @@ from diloco_comm.elastic.registry import (
     connect,
 )
 from diloco_comm.elastic.registry import journal as journal_module
+from diloco_comm.elastic.registry.client import RegistryClient
 
 
 @pytest.mark.parametrize("has_keys", [False, True], ids=["plain", "keyed"])
@@ -308,6 +309,27 @@ def test_garbage_on_the_port_changes_nothing(tmp_path: Path) -> None:
             # The host ends such a connection.
             assert raw.recv(1 << 16) == b""
         assert registry.read() == b"x" and registry.swap(b"x", b"y")
+
+
+def test_a_look_brings_the_record_and_the_texts_that_have_changed() -> None:
+    with serving() as server:
+        one, two = (RegistryClient(server.address, "r", 20.0) for _ in range(2))
+        beats = {"0": b"a\n1", "é": b"b\n1"}
+        assert one.look("0", beats["0"]) == (b"", {"0": b"a\n1"}, {"0": 1})
+        assert two.swap(b"", b"record")
+        assert two.look("é", beats["é"]) == (b"record", beats, {"0": 1, "é": 1})
+        # Behind the first line a text is what the client was told last.
+        assert one.look("0", b"a\n2") == (b"record", beats, {"0": 2, "é": 1})
+        assert two.look("é", b"c\n2")[1:] == ({"0": b"a\n1", "é": b"c\n2"}, {"0": 2, "é": 2})
+        assert one.look("", b"")[1:] == ({"0": b"a\n1", "é": b"c\n2"}, {"0": 2, "é": 2})
+        assert one.beat("", b"") == {"0": b"a\n2", "é": b"c\n2"}
+        # Counts go on, where the server's byte begins anew.
+        for _ in range(300):
+            two.beat("é", b"c\n3")
+            counts = one.look("", b"")[2]
+        assert counts == {"0": 2, "é": 302}
+        assert two.look("0", b"") == (b"record", {"é": b"c\n3"}, {"é": 302 - 256})
+        assert one.look("", b"")[1:] == ({"é": b"c\n3"}, {"é": 302})
 
 
 def test_beats_are_dropped_after_time_in_which_the_server_ran() -> None:

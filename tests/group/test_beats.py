@@ -69,6 +69,16 @@ def test_a_beat_is_read_as_it_was_written(one: Beat) -> None:
     assert one.key == one.place.key and one.is_gone == (one.stage in (GONE, FINISHED))
 
 
+def test_the_first_line_stays_while_a_process_trains() -> None:
+    def beat(counter: int, phase: str, step: int, stage: str = TRAINING) -> list[bytes]:
+        place = replace(ONE.place, inner_step=step)
+        return Beat(place, counter, stage, phase).to_bytes().split(b"\n")
+
+    assert beat(1, "steps", 5)[0] == beat(2, "exchange", 6)[0]
+    # Checkpoints of newcomers are compared.
+    assert beat(1, "", 5, READY)[0] == beat(2, "", 5, READY)[0] != beat(2, "", 6, READY)[0]
+
+
 @given(beats, st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_beat_is_another_beat_or_none(one: Beat, data: st.DataObject) -> None:

@@ -408,18 +408,25 @@ void register_store_client(py::module_& m) {
                double limit_s) { return store.swap_record(run, old, next, from_seconds(limit_s)); },
             py::arg("run"), py::arg("old"), py::arg("new"), py::arg("limit_s"), release())
         .def(
-            "beat",
+            "look",
             [](StoreClient& store, const std::string& run, const std::string& member,
-               const std::string& text, double limit_s) {
+               const std::string& text, uint64_t version, uint64_t revision, double limit_s) {
+                const auto seen = without_gil([&] {
+                    return store.look(run, member, text, version, revision, from_seconds(limit_s));
+                });
                 py::list beats;
-                for (const auto& [name, last, age_s] : without_gil(
-                         [&] { return store.beat(run, member, text, from_seconds(limit_s)); })) {
+                for (const auto& [name, last, age_s] : seen.beats) {
                     beats.append(py::make_tuple(name, py::bytes(last), age_s));
                 }
-                return beats;
+                return py::make_tuple(seen.version, seen.revision, py::bytes(seen.record),
+                                      py::bytes(seen.counts), seen.is_whole, beats);
             },
-            py::arg("run"), py::arg("member"), py::arg("text"), py::arg("limit_s"),
-            "Keeps a member's beat, and returns (member, text, age in seconds) of each beat.")
+            py::arg("run"), py::arg("member"), py::arg("text"), py::arg("version"),
+            py::arg("revision"), py::arg("limit_s"),
+            "Keeps a member's beat, and returns what has changed since a look: its version, the "
+            "revision and the record (empty where the revision is known), the last byte of the "
+            "number of each member's beats, whether all beats follow, and (member, text, age in "
+            "seconds) of beats.")
         .def(
             "watch_record",
             [record_of](StoreClient& store, const std::string& run, uint64_t revision,

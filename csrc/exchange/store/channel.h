@@ -50,7 +50,7 @@ enum class Request : uint8_t {
     kListKeys,    // no parts
     kRead,        // parts: run
     kSwap,        // parts: run, expected record, new record
-    kBeat,        // parts: run, member or "", text
+    kBeat,        // parts: run, member or "", text, known version of beats, known revision
     kWatch,       // parts: run, known revision as text; number: milliseconds for another one
 };
 
@@ -64,7 +64,7 @@ enum class Answer : uint8_t {
 
 // The answer to a hello: kProtocol, the table's id, the name of the host's process; number: 1 where
 // swaps are in a journal. A host of another version answers with its own protocol.
-constexpr char kProtocol[] = "diloco store 2";
+constexpr char kProtocol[] = "diloco store 3";
 
 // Values are bytes to c10d and text here.
 inline std::string text_of(const std::vector<uint8_t>& bytes) {

@@ -418,12 +418,24 @@ bool StoreClient::swap_record(const std::string& run, const std::string& old,
 
 std::vector<StoreClient::Beat> StoreClient::beat(const std::string& run, const std::string& member,
                                                  const std::string& text, milliseconds limit) {
-    const std::vector<std::string> parts = ask({Request::kBeat, {run, member, text}}, limit).parts;
-    std::vector<Beat> beats;
-    for (size_t i = 0; i + 2 < parts.size(); i += 3) {
-        beats.emplace_back(parts[i], parts[i + 1], std::stod(parts[i + 2]) / 1000.0);
+    return look(run, member, text, 0, 0, limit).beats;
+}
+
+StoreClient::Look StoreClient::look(const std::string& run, const std::string& member,
+                                    const std::string& text, uint64_t version, uint64_t revision,
+                                    milliseconds limit) {
+    const store::Keys known{run, member, text, std::to_string(version), std::to_string(revision)};
+    const Packet answer = ask({Request::kBeat, known}, limit);
+    const store::Keys& parts = answer.parts;
+    Look look;
+    look.version = static_cast<uint64_t>(answer.number);
+    std::tie(look.record, look.revision) = record_in(answer);
+    look.counts = parts.at(2);
+    look.is_whole = !parts.at(3).empty();
+    for (size_t i = 4; i + 2 < parts.size(); i += 3) {
+        look.beats.emplace_back(parts[i], parts[i + 1], std::stod(parts[i + 2]) / 1000.0);
     }
-    return beats;
+    return look;
 }
 
 StoreClient::Record StoreClient::watch_record(const std::string& run, uint64_t revision,

@@ -43,6 +43,14 @@ class StoreClient : public store::Values {
     };
     using Record = std::pair<std::string, uint64_t>;            // bytes and revision
     using Beat = std::tuple<std::string, std::string, double>;  // member, text, age in seconds
+    // A look at the record and at the beats of a run.
+    struct Look {
+        uint64_t version = 0, revision = 0;
+        std::string record{};  // empty where the known revision is that of the record
+        bool is_whole = true;  // `beats` has all, and not only what has changed
+        std::string counts{};  // the last byte of the number of beats of each member, by name
+        std::vector<Beat> beats{};
+    };
 
     // `timeout`: of waits. With `connects` it tries until then where nobody listens, and for a
     // while where the host does not answer; else the first call dials. `table_id`: the table that
@@ -66,6 +74,9 @@ class StoreClient : public store::Values {
                      milliseconds limit);
     std::vector<Beat> beat(const std::string& run, const std::string& member,
                            const std::string& text, milliseconds limit);
+    // Beats and reads at once. `version` and `revision`: of the last look; 0: there was none.
+    Look look(const std::string& run, const std::string& member, const std::string& text,
+              uint64_t version, uint64_t revision, milliseconds limit);
     // Returns once the revision is another one, or the time has passed.
     Record watch_record(const std::string& run, uint64_t revision, milliseconds time);
 

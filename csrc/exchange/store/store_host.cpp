@@ -13,6 +13,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <iterator>
 #include <list>
 #include <map>
 #include <memory>
@@ -150,6 +151,7 @@ class StoreHost::Server {
     Packet answer(Client& client, Packet& request);
     Packet welcome(Client& client, const Packet& request);
     Packet change(Client& client, Packet& request);
+    Packet look(const Packet& request);
     void start_wait(Client& client, Packet& request);
     void start_watch(Client& client, const Packet& request);
     void swap(Client& client, const Packet& request);
@@ -568,11 +570,25 @@ store::Packet StoreHost::Server::answer(Client& client, Packet& request) {
         case Request::kRead:
             return done(records.read(request.parts.at(0)));
         case Request::kBeat:
-            return done(0,
-                        beats_.beat(request.parts.at(0), request.parts.at(1), request.parts.at(2)));
+            return look(request);
         default:
             return table.answer(request);
     }
+}
+
+// Parts: the record or "" where the client knows the record, its revision, the counts of beats, "1"
+// where the rest has all beats; then member, text and age of beats.
+store::Packet StoreHost::Server::look(const Packet& request) {
+    const Keys& parts = request.parts;
+    const uint64_t known = std::stoull(parts.at(3)), revision = std::stoull(parts.at(4));
+    store::Beats::Seen seen = beats_.beat(parts[0], parts[1], parts[2], known);
+    store::Records::Record record = records.read(parts[0]);
+    if (record.revision == revision) record.bytes.clear();
+    Keys found{std::move(record.bytes), std::to_string(record.revision), std::move(seen.counts),
+               seen.is_whole ? "1" : ""};
+    found.insert(found.end(), std::make_move_iterator(seen.changed.begin()),
+                 std::make_move_iterator(seen.changed.end()));
+    return done(static_cast<int64_t>(seen.version), std::move(found));
 }
 
 store::Packet StoreHost::Server::welcome(Client& client, const Packet& request) {

@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cstring>
 #include <stdexcept>
+#include <string_view>
 
 namespace diloco::store {
 namespace {
@@ -383,13 +384,24 @@ void Records::settle(const std::string& sentence, bool is_doubtful) {
 
 // ------------------------------------------------------------------------------------- beats
 
+namespace {
+
+std::string_view first_line(std::string_view text) { return text.substr(0, text.find('\n')); }
+
+}  // namespace
+
+// Another process of the same table has other versions.
+Beats::Beats(Clock::duration drop_after)
+    : drop_after_(drop_after), version_(std::stoull(random_name().substr(0, 15), nullptr, 16)) {}
+
 void Beats::pass_time() {
     const auto now = Clock::now();
     if (looked_at_) now_ += std::min<Time>(now - *looked_at_, kMostGap);
     looked_at_ = now;
 }
 
-Keys Beats::beat(const std::string& run, const std::string& member, const std::string& text) {
+Beats::Seen Beats::beat(const std::string& run, const std::string& member, const std::string& text,
+                        uint64_t known) {
     check_name("run", run);
     if (!member.empty()) {
         check_name("member", member);
@@ -397,25 +409,32 @@ Keys Beats::beat(const std::string& run, const std::string& member, const std::s
             refuse("a beat has at most " + std::to_string(kMostBytes) + " bytes, got " +
                    std::to_string(text.size()) + " bytes");
         }
-        forget(run, member);
-        if (!text.empty()) keep(run, member, text);
+        text.empty() ? forget(run, member) : keep(run, member, text);
     }
     drop(run);
-    Keys beats;
+    Seen seen;
+    seen.version = version_;
     const auto found = runs_.find(run);
-    if (found == runs_.end()) return beats;
-    for (const auto& [name, beat] : found->second) {
+    if (found == runs_.end()) return seen;
+    seen.is_whole = known < found->second.since || known > version_;
+    for (const auto& [name, beat] : found->second.beats) {
+        seen.counts.push_back(static_cast<char>(beat.count));
+        if (!seen.is_whole && beat.version <= known) continue;
         const auto age = std::chrono::duration_cast<milliseconds>(now_ - beat.at);
-        beats.insert(beats.end(), {name, beat.text, std::to_string(age.count())});
+        seen.changed.insert(seen.changed.end(), {name, beat.text, std::to_string(age.count())});
     }
-    return beats;
+    return seen;
 }
 
 void Beats::keep(const std::string& run, const std::string& member, const std::string& text) {
     const auto is_full = [&] {
         const auto found = runs_.find(run);
-        const bool has_most = found != runs_.end() && found->second.size() >= kMostMembers;
-        return has_most || num_beats_ >= kMostBeats || num_bytes_ + text.size() > kMostSum;
+        const auto* const beats = found == runs_.end() ? nullptr : &found->second.beats;
+        const bool has_most = beats != nullptr && beats->size() >= kMostMembers;
+        const auto former = beats == nullptr ? 0 : beats->count(member);
+        const size_t freed = former == 0 ? 0 : beats->at(member).text.size();
+        return (former == 0 && (has_most || num_beats_ >= kMostBeats)) ||
+               num_bytes_ - freed + text.size() > kMostSum;
     };
     if (is_full()) {
         Keys runs;
@@ -426,27 +445,36 @@ void Beats::keep(const std::string& run, const std::string& member, const std::s
         refuse("this registry holds the beats of " + std::to_string(num_beats_) + " members in " +
                std::to_string(num_bytes_) + " bytes, no more fit");
     }
-    runs_[run][member] = {text, now_};
-    ++num_beats_;
-    num_bytes_ += text.size();
+    Run& all = runs_[run];
+    if (all.since == 0) all.since = ++version_;
+    const auto placed = all.beats.try_emplace(member);
+    Beat& beat = placed.first->second;
+    if (placed.second) ++num_beats_;
+    if (placed.second || first_line(beat.text) != first_line(text)) beat.version = ++version_;
+    num_bytes_ += text.size() - beat.text.size();
+    beat.text = text;
+    beat.at = now_;
+    ++beat.count;
 }
 
 void Beats::forget(const std::string& run, const std::string& member) {
     const auto found = runs_.find(run);
     if (found == runs_.end()) return;
-    const auto beat = found->second.find(member);
-    if (beat == found->second.end()) return;
+    auto& [beats, since] = found->second;
+    const auto beat = beats.find(member);
+    if (beat == beats.end()) return;
     --num_beats_;
     num_bytes_ -= beat->second.text.size();
-    found->second.erase(beat);
-    if (found->second.empty()) runs_.erase(found);
+    beats.erase(beat);
+    since = ++version_;
+    if (beats.empty()) runs_.erase(found);
 }
 
 void Beats::drop(const std::string& run) {
     const auto found = runs_.find(run);
     if (found == runs_.end()) return;
     Keys late;
-    for (const auto& [name, beat] : found->second) {
+    for (const auto& [name, beat] : found->second.beats) {
         if (now_ - beat.at > drop_after_) late.push_back(name);
     }
     for (const std::string& name : late) forget(run, name);

@@ -144,31 +144,46 @@ class Records {
 
 // ------------------------------------------------------------------------------------- beats
 
-// The last beat of each member of each run.
+// The last beat of each member of each run. The first line of a text is what other members need;
+// the rest may be another one in each beat.
 class Beats {
   public:
     // kMostMembers: of a run; kMostBeats and kMostSum: of all runs.
     static constexpr size_t kMostBytes = 16384, kMostMembers = 1024, kMostBeats = 16384,
                             kMostSum = size_t{64} << 20;
 
+    // What a member has not seen yet.
+    struct Seen {
+        uint64_t version = 0;  // rises with each first line that is another one
+        bool is_whole = true;  // `changed` has all beats
+        std::string counts{};  // the last byte of the number of each member's beats, by name
+        Keys changed{};        // member, text and age in milliseconds
+    };
+
     // Beats that no other has followed for `drop_after` are dropped.
-    explicit Beats(Clock::duration drop_after) : drop_after_(drop_after) {}
+    explicit Beats(Clock::duration drop_after);
 
     // The time since the last call passes, but for a gap in which this process stood still: then no
     // member could beat.
     void pass_time();
     // Keeps a member's beat, an empty text takes the beat back, and an empty name does neither.
-    // Returns member, text and age in milliseconds of each beat of the run. Throws
-    // std::invalid_argument for what does not fit.
-    Keys beat(const std::string& run, const std::string& member, const std::string& text);
+    // Returns what has changed since the version `known`, or all. Throws std::invalid_argument for
+    // what does not fit.
+    Seen beat(const std::string& run, const std::string& member, const std::string& text,
+              uint64_t known = 0);
 
   private:
     using Time = Clock::duration;
     struct Beat {
         std::string text{};
         Time at{};
+        uint64_t version = 0;  // of the first line
+        uint8_t count = 0;
     };
-    using Run = std::map<std::string, Beat>;
+    struct Run {
+        std::map<std::string, Beat> beats{};
+        uint64_t since = 0;  // the version after which no beat has gone
+    };
 
     void drop(const std::string& run);
     void keep(const std::string& run, const std::string& member, const std::string& text);
@@ -176,6 +191,7 @@ class Beats {
 
     const Time drop_after_;
     std::map<std::string, Run> runs_;
+    uint64_t version_;
     size_t num_beats_ = 0, num_bytes_ = 0;
     Time now_{};
     std::optional<Clock::time_point> looked_at_;

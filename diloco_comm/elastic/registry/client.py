@@ -127,6 +127,9 @@ class RegistryClient:
         self.registry_id, self._keys = registry_id, link_keys(key)
         self._lock = threading.Lock()
         self._client: _C.StoreClient | None = None
+        # The answer of the last look.
+        self._version = self._revision = 0
+        self._record, self._beats, self._counts = b"", dict[str, bytes](), dict[str, int]()
 
     def close(self) -> None:
         """Close the connection; idempotent."""
@@ -155,8 +158,50 @@ class RegistryClient:
     def beat(self, member: str, text: bytes) -> dict[str, bytes]:
         """Publish a member's beat, and return all last beats; see ``Registry.beat``."""
         check_beat(member, text)
-        beats = self._call(lambda client, limit: client.beat(self.run, member, text, limit))
+        *_, beats = self._call(
+            lambda client, limit: client.look(self.run, member, text, 0, 0, limit)
+        )
         return {name: last for name, last, _ in beats}
+
+    def look(self, member: str, text: bytes) -> tuple[bytes, dict[str, bytes], dict[str, int]]:
+        """Publish a member's beat, and return the record, all beats, and how many there were.
+
+        The server sends the texts alone whose first line has changed, and the record if that has
+        changed.
+
+        Returns:
+            The record, the last beats by member, and for each member a number that rises with each
+            beat. Behind its first line, a text may be that of an earlier beat.
+
+        Raises:
+            RegistryUnavailable: If there is no answer in time.
+        """
+        check_beat(member, text)
+        return self._call(lambda client, limit: self._look(client, member, text, limit))
+
+    def _look(
+        self, client: _C.StoreClient, member: str, text: bytes, limit: float
+    ) -> tuple[bytes, dict[str, bytes], dict[str, int]]:
+        known = self._version, self._revision
+        version, revision, record, counts, is_whole, beats = client.look(
+            self.run, member, text, *known, limit
+        )
+        changed = {name: last for name, last, _ in beats}
+        found = changed if is_whole else {**self._beats, **changed}
+        if revision != self._revision:
+            self._record = record
+        # The server's order, in which it counts.
+        names = sorted(found, key=str.encode)
+        if len(names) != len(counts):
+            self._version = 0
+            raise RegistryUnavailable(f"the registry {self.address} has answered for other members")
+        before = self._counts
+        self._counts = {
+            name: before.get(name, 0) + (count - before.get(name, 0)) % 256
+            for name, count in zip(names, counts, strict=True)
+        }
+        self._version, self._revision, self._beats = version, revision, found
+        return self._record, found, self._counts
 
     def _call(self, ask: Callable[[_C.StoreClient, float], T]) -> T:
         deadline = time.monotonic() + self.timeout_s

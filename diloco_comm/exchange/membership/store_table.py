@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ...base.store_host import place_of_store
-from ...group.table import TableAway
+from ...group.table import Look, TableAway
 
 T = TypeVar("T")
 _NONCE_BYTES = 16
@@ -43,14 +43,15 @@ class StoreTable:
     def id(self) -> bytes:
         return self._id
 
-    def read(self) -> bytes:
-        return self._ask(lambda store: _get(store, "record")[_NONCE_BYTES:])
-
     def swap(self, old: bytes, new: bytes) -> bool:
         return self._ask(lambda store: _replace(store, "record", old, new))
 
-    def beat(self, name: str, text: bytes) -> dict[str, bytes]:
-        return self._ask(lambda store: self._beat(store, name, text))
+    def look(self, name: str, text: bytes) -> Look:
+        def ask(store: dist.Store) -> Look:
+            beats = self._beat(store, name, text)
+            return Look(_get(store, "record")[_NONCE_BYTES:], beats, {})
+
+        return self._ask(ask)
 
     def close(self) -> None:
         """Do nothing: the store is the program's."""
