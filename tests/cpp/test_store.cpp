@@ -464,7 +464,7 @@ void test_limits_are_sentences() {
 }
 
 void test_a_look_brings_what_has_changed() {
-    Beats beats(1h);
+    diloco::store::Beats beats(1h);
     const auto first = beats.beat("run", "b", "one\n1");
     EXPECT(first.is_whole && first.changed.size() == 3 && first.counts == std::string("\x01"));
     EXPECT(beats.beat("run", "a", "two\n1").is_whole);
