@@ -73,7 +73,7 @@ class Driver(group.Driver):
         gone = state.life.suspected | state.life.dead
         return {
             name_of(beat.key): beat.ways[0]
-            for beat in self.beats or ()
+            for beat in (self.beats or {}).values()
             if beat.key in members
             and beat.key.nonce not in gone
             and beat.place.has_state

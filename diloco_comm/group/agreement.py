@@ -655,7 +655,7 @@ def _go_on(turn: Turn) -> None:
     if record is not None and record.is_finished:
         return
     if state.stage is Stage.TRAINING and not state.settings.is_fixed:
-        if not state.life.dead & {key.nonce for key in Roster(state).base}:
+        if not (record and state.life.dead & {key.nonce for key in record.members}):
             _ask_for_boundary(turn)
             return
         turn.seal()
@@ -707,17 +707,20 @@ def _tell_leader(turn: Turn, leader: Key | None) -> None:
 
 def _ask_for_boundary(turn: Turn) -> None:
     """Ask for a boundary when somebody is to come or to go (rule 9), once in a record."""
+    if turn.state.is_pending:
+        return
     roster = Roster(turn.state)
     wanted = roster.leaving or roster.reaching(roster.here, roster.newcomers)
-    if not turn.state.is_pending and (wanted or turn.state.is_leaving):
+    if wanted or turn.state.is_leaving:
         turn.change(is_pending=True)
         turn.act(st.Pend())
 
 
 def _has_left(turn: Turn) -> bool:
     """Leave, if nobody is here to go on, or to be given the state (rule 15)."""
-    state, roster = turn.state, Roster(turn.state)
+    state = turn.state
     if state.is_leaving and state.stage in (Stage.STOPPED, Stage.SEALED):
+        roster = Roster(state)
         takers = state.has_state and (roster.newcomers or roster.coming)
         if not (set(roster.here) - {state.key} or takers):
             turn.end(st.Drained("this replica has left"))

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from ..base.extension import GROUP as VERSION
@@ -160,6 +161,7 @@ class Way:
         return " ".join([self.nonce, self.address or "-", self.key or "-", self.relay or "-"])
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def from_text(cls, text: str) -> Way | None:
         """Return the way that a beat names; None if the text names none."""
         words = ["" if word == "-" else word for word in text.split(" ")]

@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from . import messages as ms
@@ -95,7 +95,7 @@ class Driver:
         waits_since: Since when the training thread may wait for the other members; 0: it does not.
         waiting_for: The reason for which the core waits; "" for nothing.
         loss: Why the last look had no answer of the table; None if it had one.
-        beats: The last beat of every process; None before the first look.
+        beats: The last beat of every process, by rising key; None before the first look.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Driver:
         self.waits_since = 0.0
         self.waiting_for = ""
         self.loss: TableAway | None = None
-        self.beats: Collection[Beat] | None = None
+        self.beats: Mapping[Key, Beat] | None = None
         self._break: Callable[[], None] = lambda: None
         self._counter = 0
         self._events: queue.SimpleQueue[st.Event | Seen | Swapped | TableAway | _Frame | None] = (
@@ -228,11 +228,12 @@ class Driver:
         """Return the address of a process's store; "" if that is not known."""
         if key == self.state.key:
             return self.store
-        return next((beat.store for beat in self.beats or () if beat.key == key), "")
+        beat = (self.beats or {}).get(key)
+        return "" if beat is None else beat.store
 
     def ways_of(self, key: Key) -> list[Way] | None:
         """Return where the links of a process's workers are found; None if that is not known."""
-        beat = next((beat for beat in self.beats or () if beat.key == key), None)
+        beat = (self.beats or {}).get(key)
         if key == self.state.key:
             found = [Way.from_text(text) for text in self.ways]
         else:
@@ -300,9 +301,8 @@ class Driver:
     def _look_after_others(self) -> None:
         """Tell the core who lives, if that is news."""
         base = self._base()
-        newcomers = [
-            beat.key for beat in self.beats or () if not (beat.place.entered or beat.is_gone)
-        ]
+        beats = (self.beats or {}).values()
+        newcomers = [beat.key for beat in beats if not (beat.place.entered or beat.is_gone)]
         self.signs.want(key.nonce for key in (*base, *newcomers))
         before, life = self.state.life, self.signs.judge(base)
         if life == before:
@@ -368,7 +368,7 @@ class Driver:
         if self._is_new_number_taken(beats, look.record):
             self._table.look()
             return
-        self.beats = beats
+        self.beats = {beat.key: beat for beat in beats}
         self._by_link = {}
         for beat in beats:
             if beat.ways and (way := Way.from_text(beat.ways[0])) is not None:
@@ -399,7 +399,8 @@ class Driver:
         return sorted(beats, key=lambda one: one.key)
 
     def _place_in(self, beat: Beat) -> st.Place:
-        return replace(beat.place, is_fresh=self.signs.is_fresh(beat.key.nonce))
+        is_fresh = self.signs.is_fresh(beat.key.nonce)
+        return beat.place if is_fresh else replace(beat.place, is_fresh=False)
 
     def _is_new_number_taken(self, beats: Sequence[Beat], record: bytes) -> bool:
         """Take another number where the own one is taken; return whether that was so."""

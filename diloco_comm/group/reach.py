@@ -30,6 +30,8 @@ def largest_connected(num_members: int, cuts: Iterable[tuple[int, int]]) -> list
         ValueError: If a pair names no member.
     """
     apart = [0] * num_members
+    if not (cuts := list(cuts)):
+        return list(range(num_members))
     for one, other in cuts:
         if not (0 <= one < num_members and 0 <= other < num_members):
             raise ValueError(f"the pair {one}, {other} is not of members 0 to {num_members - 1}")
