@@ -314,7 +314,7 @@ class FixedGroup(Follower):
         if self.view is not None or driver.beats is None:
             return None
         own, counters = driver.state.key, driver.signs.counters()
-        for beat in driver.beats:
+        for beat in driver.beats.values():
             number, nonce = beat.key
             if number != own.number or nonce == own.nonce or beat.is_gone:
                 continue

@@ -168,8 +168,8 @@ def _pair(one: int, other: int) -> tuple[int, int]:
 
 def _that_have_failed(driver: Driver | None) -> set[Key]:
     """Return the members that say that their rounds have ended, too."""
-    beats = () if driver is None else driver.beats or ()
-    return {beat.key for beat in beats if beat.stage == CHANGING}
+    beats = {} if driver is None else driver.beats or {}
+    return {key for key, beat in beats.items() if beat.stage == CHANGING}
 
 
 def _told_cuts(driver: Driver | None, others: dict[Key, str]) -> set[tuple[int, int]]:
