@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..base.background import batch_threads
 from . import messages as ms
 from . import state as st
 from .agreement import step
@@ -138,10 +139,11 @@ class Driver:
 
     def start(self) -> None:
         self.signs.link.told(self.signs.service, 0.0)
-        self.signs.start()
-        self._listener.start()
-        self._table.start()
-        self._thread.start()
+        with batch_threads():
+            self.signs.start()
+            self._listener.start()
+            self._table.start()
+            self._thread.start()
 
     def close(self, patience_s: float = 15.0) -> None:
         """End the threads and the connection to the table; idempotent.
