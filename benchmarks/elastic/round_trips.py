@@ -69,9 +69,9 @@ class Changes:
     """The changes of a group over one round trip.
 
     Attributes:
-        seconds: Of each change, those of the member that stood still for longest.
+        seconds: The longest standstill of a member in each change.
         opened: TCP connections that a member has opened for one change, the highest of all members.
-        steps: Of replica 0.
+        steps: The steps of replica 0.
     """
 
     seconds: list[float]

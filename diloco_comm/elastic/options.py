@@ -377,7 +377,7 @@ class Place:
         """Delete what other attempts have left, when a view has begun; one member of them does.
 
         Args:
-            attempt: The one that has led to the view.
+            attempt: Name of the attempt that has led to the view.
             is_lowest: This process is the lowest member of the view.
         """
         if self._connect is not None and not is_lowest:

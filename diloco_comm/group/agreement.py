@@ -523,7 +523,7 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
     if turn.state.num_cut_polls == 3 * limit:
         # A process that could not be reached once may be reached after a while.
         turn.change(cuts=frozenset())
-    # A demand is said again soon: the one that leads may have begun to demand since.
+    # A demand is said again soon: its leader may have begun to demand since.
     often = _SAY_AGAIN if state.settings.is_fixed and state.demand is not None else limit // 2
     is_due = turn.state.num_waits % max(1, often) == 0
     proposal = state.proposal

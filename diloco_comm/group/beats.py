@@ -19,7 +19,7 @@ MAX_BEAT_BYTES = 1 << 14
 # More would not fit into a beat.
 _MOST_CUT = 24
 _EVICT = "evict."
-# Of a process that trains, these change in each beat.
+# These change in each beat of a process that trains.
 _MOVING = ("counter", "phase", "inner_step")
 # The text of a beat that asks a process to leave.
 EVICT = b"evict"

@@ -41,7 +41,7 @@ _LISTEN_S = 0.5
 _MOST_HEARD = 4096
 # Frames of unknown processes that are kept until the table is read.
 _MOST_UNKNOWN = 64
-# Seconds to wait for another process's settings, to name the one that differs.
+# Seconds to wait for another process's settings, to name the setting that differs.
 _ASK_S = 3.0
 # The first byte of a frame behind the nonce of its sender.
 _MESSAGE, _ASK, _SHOWN, _LEFT = range(4)
@@ -85,7 +85,7 @@ class Driver:
         state: The core's first state.
         signs: The life of other processes.
         period_s: Seconds between two polls.
-        shown: What must be equal on all members, as JSON.
+        shown: The settings that must be equal on all members, as JSON.
 
     Attributes:
         state: The core's newest state.
@@ -316,7 +316,7 @@ class Driver:
         self._step(life)
 
     def _break_off_silent_round(self) -> None:
-        """Let a round fail that waits for a member of which nothing is heard."""
+        """Let a round fail that waits for a silent member."""
         if self._waited < 2 * self._period_s or self.state.stage is not st.Stage.TRAINING:
             return
         silent = self.state.life.suspected & {key.nonce for key in self._base()}
@@ -565,7 +565,7 @@ class Driver:
         """Tell the user why this process waits; "" when it waits no longer."""
 
     def _say_suspected(self, numbers: tuple[int, ...]) -> None:
-        """Tell the user of members of which nothing is heard."""
+        """Tell the user of silent members."""
 
 
 def _is_old(beat: Beat) -> bool:

@@ -26,12 +26,12 @@ CUT_OFF = "cut off"
 
 @dataclass
 class _Sight:
-    """What is known of one process.
+    """The knowledge of one process.
 
     Attributes:
         since: When its beat was another one last, by the monotonic clock.
-        counter: Of that beat.
-        rises: The counter was seen to rise: an old beat may be that of a dead process.
+        counter: The counter of the last beat.
+        rises: The counter was seen to rise: an old beat may come from a dead process.
         wanted_at: Since when the link is asked for a way; 0: never.
     """
 

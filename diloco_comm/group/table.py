@@ -76,7 +76,7 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Seen:
-    """What the table of this id holds."""
+    """The contents of the table of this id."""
 
     table: bytes
     look: Look

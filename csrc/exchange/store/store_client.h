@@ -46,7 +46,7 @@ class StoreClient : public store::Values {
     // A look at the record and at the beats of a run.
     struct Look {
         uint64_t version = 0, revision = 0;
-        std::string record{};  // empty where the known revision is that of the record
+        std::string record{};  // empty where the client knows this revision
         bool is_whole = true;  // `beats` has all, and not only what has changed
         std::string counts{};  // the last byte of the number of beats of each member, by name
         std::vector<Beat> beats{};

@@ -152,7 +152,7 @@ class Beats {
     static constexpr size_t kMostBytes = 16384, kMostMembers = 1024, kMostBeats = 16384,
                             kMostSum = size_t{64} << 20;
 
-    // What a member has not seen yet.
+    // The beats that a member has not seen yet.
     struct Seen {
         uint64_t version = 0;  // rises with each first line that is another one
         bool is_whole = true;  // `changed` has all beats

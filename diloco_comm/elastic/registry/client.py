@@ -171,7 +171,7 @@ class RegistryClient:
 
         Returns:
             The record, the last beats by member, and for each member a number that rises with each
-            beat. Behind its first line, a text may be that of an earlier beat.
+            beat. Behind its first line, a text may come from an earlier beat.
 
         Raises:
             RegistryUnavailable: If there is no answer in time.
