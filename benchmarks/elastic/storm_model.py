@@ -58,7 +58,7 @@ class Prediction:
     def useful(self, num_replicas: int, end: float) -> float:
         """Return the part of the inner steps that living replicas take, of those they could."""
         living, lost = self._sums(num_replicas, 0.0, end)
-        return 1.0 - lost / living
+        return 1.0 - lost / living if living else 0.0
 
     def _sums(self, num_replicas: int, begin: float, end: float) -> tuple[float, float]:
         living_s = lost_s = 0.0

@@ -130,12 +130,13 @@ def results_of(storm: Storm) -> dict[str, Any]:
             }
         )
     gaps = [b - a for life in lives for a, b in itertools.pairwise(life.steps)]
+    living_s = figures.living_s(begin, end)
     mean, worst = figures.taking_part(begin, end)
     ways_back = [row["way_back_s"] for row in rows]
     return {
         "seconds": round(end - begin, 1),
         "faults": dict(Counter(fault.fault for fault in storm.schedule)),
-        "useful": round(figures.kept_s(begin, end) / figures.living_s(begin, end), 4),
+        "useful": round(figures.kept_s(begin, end) / living_s, 4) if living_s else 0.0,
         "predicted": round(prediction.useful(storm.num_replicas, end - begin), 4),
         "taking_part": {"mean": round(mean, 4), "worst": round(worst, 4)},
         "outer_steps_lost": len(checks.lost_rounds(lives)),

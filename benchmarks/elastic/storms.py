@@ -23,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -197,11 +197,8 @@ class Storm:
         for one in ending:
             self.crew.tell(one.number, max(steps) + 3 * self.settings.sync_every)
         self._until(lambda: all(one.has_ended for one in ending), "all replicas end together")
-        # The registry closes its journal.
-        self._registry.end(signal.SIGTERM)
-        self._read_journal()
 
-    def _read_journal(self) -> None:
+    def read_journal(self) -> None:
         """Read the records since the registry was started: a restart keeps the newest only."""
         found = list(checks.records_of(self.crew.journal / "journal", RUN))
         known = self.records[-1:] == found[:1]
@@ -218,7 +215,7 @@ class Storm:
         end = now + fault.seconds
         if fault.fault == "registry":
             self._registry.end()
-            self._read_journal()
+            self.read_journal()
             return self._at(end, self._registry.start)
         if fault.fault == "return":
             return self._return(number)
@@ -330,30 +327,6 @@ class Storm:
                 self.samples.append(checks.resources(replica.pid, len(self._view.members)))
 
 
-@contextmanager
-def _services(
-    folder: Path, has_relay: bool, network: Network | None
-) -> Iterator[tuple[str, Hosted, tuple[str, str] | None]]:
-    """Host a registry; for replicas that nobody can dial, a store and a relay, too."""
-    host, hub = ("127.0.0.1", "") if network is None else (_HUB, network.hub)
-    hosted: list[Hosted] = []
-    meeting = None
-    with (folder / "services.log").open("w") as log:
-        try:
-            place = f"{host}:{free_port()}"
-            journal = ["--journal", str(folder / "journal"), "--insecure"]
-            hosted.append(Hosted(["registry", "--listen", place, *journal], log, hub))
-            if has_relay:
-                store, relay = f"{host}:{free_port()}", str(free_port())
-                hosted.append(Hosted(["store", "--listen", store, "--relay-port", relay], log))
-                hosted[-1].wait()
-                meeting = f"tcp://{store}", f"tcp://{host}:{relay}"
-            yield f"tcp://{place}", hosted[0], meeting
-        finally:
-            for one in hosted:
-                one.end()
-
-
 def run(
     schedule: Sequence[Fault],
     num_replicas: int,
@@ -370,15 +343,26 @@ def run(
         has_relay: Nobody can dial a replica: all meet at a relay.
         tail_s: Seconds of training after the schedule.
     """
-    with ExitStack() as stack:
-        network = None
+    host, hub, network = "127.0.0.1", "", None
+    with (folder / "services.log").open("w") as log, ExitStack() as stack:
+
+        def serve(*words: str) -> Hosted:
+            one = Hosted(words, log, hub)
+            stack.callback(one.end)
+            return one
+
         if any(fault.fault == "cut" for fault in schedule):
             network = stack.enter_context(Network(num_replicas))
+            host, hub = _HUB, network.hub
             settings = replace(settings, namespaces=tuple(network.names))
-        address, registry, meeting = stack.enter_context(_services(folder, has_relay, network))
-        if meeting is not None:
+        place, journal = f"{host}:{free_port()}", str(folder / "journal")
+        registry = serve("registry", "--listen", place, "--journal", journal, "--insecure")
+        if has_relay:
+            store, relay = f"{host}:{free_port()}", str(free_port())
+            serve("store", "--listen", store, "--relay-port", relay).wait()
+            meeting = f"tcp://{store}", f"tcp://{host}:{relay}"
             settings = replace(settings, meeting=meeting)
-        crew = Crew(train, settings, folder, [__name__, *WITH_OPTIMIZER], address)
+        crew = Crew(train, settings, folder, [__name__, *WITH_OPTIMIZER], f"tcp://{place}")
         stack.callback(crew.close)
         storm = Storm(crew, registry, network, schedule, num_replicas, settings)
         try:
@@ -386,6 +370,9 @@ def run(
         except Hang as hang:
             storm.end = time.monotonic()
             storm.failures.append(f"hang: {hang}")
+        # The registry closes its journal.
+        registry.end(signal.SIGTERM)
+        storm.read_journal()
     return storm
 
 

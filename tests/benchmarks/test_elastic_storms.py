@@ -236,6 +236,15 @@ def test_lost_outer_steps_are_counted() -> None:
     assert lost_rounds(lives.values()) == [1, 2]
 
 
+def test_a_storm_that_never_began_has_figures() -> None:
+    crew: Any = IdleCrew()
+    storm = Storm(crew, None, None, [Fault(1.0, "kill", 0)], 2, QUICK)  # type: ignore[arg-type]
+    storm.failures.append("hang")
+    results = results_of(storm)
+    assert (results["useful"], results["violations"]) == (0.0, ["hang"])
+    assert results["longest_way_back_s"] is None
+
+
 # --------------------------------------------------------------------------------------- runs
 
 
