@@ -154,7 +154,6 @@ soak-decoupled: setup
 
 # Elastic membership under faults, for a quarter of an hour; SECONDS= and SEED= choose.
 soak-elastic: setup
-	mkdir -p build
 	$(BIN)/python -m benchmarks.elastic.storms build/soak.jsonl --make soak --replicas 6 --every 20 \
 		--seconds $(or $(SECONDS),900) --seed $(or $(SEED),0)
 	$(BIN)/python -m benchmarks.elastic.storms build/soak.jsonl --replicas 6 --suspect-after 5 \

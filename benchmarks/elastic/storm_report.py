@@ -159,7 +159,8 @@ def print_results(report: common.Report, results: dict[str, Any]) -> None:
     report.print(f"# {results['seconds']:.0f} s: {faults}")
     report.print(
         f"# {results['views']} views, {results['processes']} processes, {results['rounds']} rounds "
-        f"that count, {results['rounds_discarded']} discarded; load {results['load'][0]}"
+        f"that count, {results['rounds_discarded']} discarded; load {results['load'][0]}, "
+        f"median of a step {results['median_step_s']} s"
     )
     report.print("# lost: seconds of living replicas without a step that counts, to the next line")
     report.print("# back: seconds until all living replicas take part")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,6 +288,19 @@ def test_a_process_that_ends_is_started_again_like_by_a_launcher(
     storm._take(first, Ended(1.0, how))
     assert (crew.replicas[0] is not first) == is_started
     assert bool(storm.failures) == is_wrong and storm.lives[0].how == how
+
+
+def test_a_replica_that_starts_while_it_is_cut_off_could_take_no_steps() -> None:
+    cut: list[tuple[int, bool]] = []
+    network: Any = SimpleNamespace(cut=lambda *arguments: cut.append(arguments))
+    crew: Any = IdleCrew()
+    storm = Storm(crew, None, network, [], 1, QUICK)  # type: ignore[arg-type]
+    storm._start(0)
+    storm._happen(Fault(0.0, "cut", 0, 600.0))
+    storm._take(crew.replicas[0], Ended(time.monotonic(), LEFT_BEHIND))
+    now = time.monotonic()
+    assert cut == [(0, True)] and not any(one.is_well(now) for one in storm.lives.values())
+    assert storm.lives[1].is_well(now + 600.0)
 
 
 @pytest.mark.slow
