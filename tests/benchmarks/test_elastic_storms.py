@@ -223,6 +223,20 @@ def test_figures_of_a_life_by_hand() -> None:
     assert figures.num_discarded() == 1
 
 
+def test_a_view_with_a_dead_member_is_no_way_back() -> None:
+    lives = lives_of()
+    lives[0].entered[1] = replace(lives[0].entered[1], members=(0, 1))
+    assert Figures(lives, step_s=1.0).way_back_s(4.0) == 5.0
+
+
+def test_a_round_that_two_replicas_have_discarded_counts_once() -> None:
+    lives = lives_of()
+    for process in (0, 2):
+        last = lives[process].applied[-1]
+        lives[process].applied[-1] = replace(last, num_discarded=last.num_discarded + 1)
+    assert Figures(lives, step_s=1.0).num_discarded() == 2
+
+
 def test_a_pause_is_no_time_in_which_a_replica_could_train() -> None:
     lives = lives_of()
     lives[0].pauses = [(1.0, 3.0)]
@@ -254,15 +268,16 @@ class IdleCrew:
 
     def __init__(self) -> None:
         self.replicas: dict[int, Any] = {}
-        self.killed: list[int] = []
+        self.num_started = 0
 
     def start(self, number: int) -> Any:
-        place = Place(number, len(self.killed) + len(self.replicas), "")
+        self.num_started += 1
+        place = Place(number, self.num_started - 1, "")
         self.replicas[number] = SimpleNamespace(number=number, place=place, started=0.0)
         return self.replicas[number]
 
     def kill(self, number: int) -> None:
-        self.killed.append(number)
+        pass
 
 
 @pytest.mark.parametrize(
@@ -288,6 +303,12 @@ def test_a_process_that_ends_is_started_again_like_by_a_launcher(
     storm._take(first, Ended(1.0, how))
     assert (crew.replicas[0] is not first) == is_started
     assert bool(storm.failures) == is_wrong and storm.lives[0].how == how
+    if is_killed:
+        first.has_ended = True
+        storm._happen(Fault(2.0, "return", 0))
+        second = crew.replicas[0]
+        storm._take(second, Ended(3.0, LEFT_BEHIND))
+        assert second is not first and crew.replicas[0] is not second
 
 
 def test_a_replica_that_starts_while_it_is_cut_off_could_take_no_steps() -> None:
