@@ -55,9 +55,9 @@ class StreamMember(Member):
         """
         if self.collectives != "nccl":
             return
-        assert store is not None
         try:
-            store = dist.PrefixStore(f"{self.name}/streams", store)
+            if store is not None:
+                store = dist.PrefixStore(f"{self.name}/streams", store)
             self._open_streams(members, store, self._streams_limit())
         except Exception as error:
             if self._driver is not None:
@@ -71,11 +71,14 @@ class StreamMember(Member):
         changed_s = min(self.timeout, max(self.join_timeout, _CONNECT_S))
         return self.timeout if is_first else changed_s
 
-    def _open_streams(self, members: tuple[int, ...], store: dist.Store, limit: float) -> None:
+    def _open_streams(
+        self, members: tuple[int, ...], store: dist.Store | None, limit: float
+    ) -> None:
         if self._driver is not None:
             self._driver.abort("the group has changed")
         group, rank, size = None, members.index(self.replica), len(members)
         if size > 1:
+            assert store is not None
             group = nccl_group.make_group(store, rank, size, self.device, self.timeout)
         self._driver = StreamDriver(
             self.device, group, rank, size, self.timeout, self.impl, self.engine
