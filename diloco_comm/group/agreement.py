@@ -289,6 +289,9 @@ def _advance(turn: Turn, proposal: Proposal) -> None:
     if proposal.is_swapping:
         return
     is_lost = {key.nonce for key in draft.members} & (state.life.dead | state.life.suspected)
+    named = {place.key.nonce: place.key for place in state.places}
+    # A newcomer without a number of its own may have taken another one.
+    is_lost |= {k.nonce for k in draft.members if named.get(k.nonce, k) != k}
     if is_lost or draft.table != state.table or draft.parent != state.base_hash:
         turn.drop()
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import struct
 import threading
 import time
 import zlib
@@ -44,7 +45,7 @@ _MOST_UNKNOWN = 64
 # Seconds to wait for another process's settings, to name the setting that differs.
 _ASK_S = 3.0
 # The first byte of a frame behind the nonce of its sender.
-_MESSAGE, _ASK, _SHOWN, _LEFT = range(4)
+_MESSAGE, _ASK, _SHOWN, _LEFT, _WITHOUT = range(5)
 _MOST_SHOWN = 1 << 20
 
 
@@ -97,6 +98,8 @@ class Driver:
         waiting_for: The reason for which the core waits; "" for nothing.
         loss: Why the last look had no answer of the table; None if it had one.
         beats: The last beat of every process, by rising key; None before the first look.
+        left_out_by: The number of a record, and members of it that are about to go on without this
+            process, as one of them has said last.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Driver:
         self.waiting_for = ""
         self.loss: TableAway | None = None
         self.beats: Mapping[Key, Beat] | None = None
+        self.left_out_by: tuple[int, tuple[int, ...]] = (NO_RECORD, ())
         self._break: Callable[[], None] = lambda: None
         self._counter = 0
         self._events: queue.SimpleQueue[st.Event | Seen | Swapped | TableAway | _Frame | None] = (
@@ -162,15 +166,20 @@ class Driver:
             self._orders.pop(st.Fail, None)
         if isinstance(event, st.Broke | st.Boundary):
             self.is_change_wanted = self.is_broken = False
-            record = self.state.record
-            if record is not None and event.number < record.number:
-                # A Ctrl-C has lost the order to enter.
-                self._order(st.Enter(record))
         if isinstance(event, st.Broke | st.Boundary | st.Demanded):
-            if self.state.stage is st.Stage.SEALING:
-                # A Ctrl-C may have lost the order to seal.
-                self._order(st.Seal(self.state.number))
+            self._order_again(event)
         self._events.put(event)
+
+    def _order_again(self, event: st.Broke | st.Boundary | st.Demanded) -> None:
+        """Give the present orders again: a Ctrl-C may have lost one that was taken."""
+        record, joint = self.state.record, self.state.joint
+        number = -1 if isinstance(event, st.Demanded) else event.number
+        if record is not None and 0 <= number < record.number:
+            self._order(st.Enter(record))
+        elif self.state.stage is st.Stage.SEALING:
+            self._order(st.Seal(self.state.number))
+        elif joint is not None and not joint.is_connected:
+            self._order(st.Connect(joint.attempt, joint.members))
 
     def lost(self, numbers: Collection[int]) -> None:
         """Note members to which a round has lost its connection."""
@@ -448,6 +457,9 @@ class Driver:
             self._send(nonce, _SHOWN, shown if len(shown) < ms.MAX_MESSAGE_BYTES else b"")
         elif kind == bytes([_SHOWN]):
             self._take_shown(nonce, content)
+        elif kind == bytes([_WITHOUT]) and len(content) % 4 == 0 and len(content) > 4:
+            number, *numbers = struct.unpack(f"<{len(content) // 4}I", content)
+            self.left_out_by = number, tuple(numbers)
         elif kind == bytes([_LEFT]) and len(content) == 8:
             self.signs.has_left(nonce, int.from_bytes(content, "little", signed=True))
             self._look_after_others()
@@ -527,7 +539,10 @@ class Driver:
         elif isinstance(action, st.Refuse | st.Fail) and action.other is not None:
             self._refused = action, time.monotonic() + _ASK_S, action.other
             self._ask_again()
-        elif isinstance(action, st.Connect | st.Fail):
+        elif isinstance(action, st.Connect):
+            self._tell_left_out(action.members)
+            self._order(action)
+        elif isinstance(action, st.Fail):
             self._order(action)
         elif isinstance(action, st.Pend):
             self.is_change_wanted = True
@@ -536,6 +551,13 @@ class Driver:
             self._say_waiting(action.reason)
         elif isinstance(action, st.End):
             self._end(_KINDS[type(action)], action.reason)
+
+    def _tell_left_out(self, members: Collection[Key]) -> None:
+        """Tell members of the record that an attempt goes on without them."""
+        away = [key for key in self._base() if key not in members] if self.state.record else []
+        numbers = [self.state.number, *[key.number for key in members]]
+        for key in away:
+            self._send(key.nonce, _WITHOUT, struct.pack(f"<{len(numbers)}I", *numbers))
 
     def _order(self, order: Order, drops: Collection[type] = ()) -> None:
         with self._news:

@@ -260,7 +260,7 @@ def _both_behind_nat(rank: int, world: int, address: Address) -> Any:
 def test_two_replicas_that_nobody_can_dial_are_named(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     results = pool.run(_both_behind_nat, pool.store)
-    assert len({text for text, *_ in results}) == 1
+    assert any("no address that others can dial" in text for text, *_ in results)
     for text, stage, seconds in results:
         assert stage == "connect" and seconds < 2.0 + SLACK_S + PATIENCE_S
         assert "rank" not in text and "\n" not in text

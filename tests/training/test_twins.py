@@ -56,13 +56,9 @@ def train(critics: dict[str, Critic]) -> list[bool]:
 # ------------------------------------------------------------------------------- without a name
 
 
-def without_names(rank: int, world: int, overlap: Any, port: int = 0) -> tuple[float, str]:
-    """Make two objects in turns; with a port, both have one name at a store."""
-    more: dict[str, Any] = {}
-    if port:
-        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-        more = {"name": "critic", "peers": StorePeers(store, rank, of=world)}
-    critics = {kind: Critic(kind, overlap=overlap, **more) for kind in ("ab", "ba")[rank]}
+def without_names(rank: int, world: int, overlap: Any) -> tuple[float, str]:
+    """Make two objects in turns."""
+    critics = {kind: Critic(kind, overlap=overlap) for kind in ("ab", "ba")[rank]}
     began = time.monotonic()
     with pytest.raises(RuntimeError) as info:
         train(critics)
@@ -78,9 +74,21 @@ def test_twins_without_a_name_are_refused_on_all_replicas(overlap: Any, workers)
         assert seconds < 20
 
 
+def of_one_name(rank: int, world: int, port: int) -> str:
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    peers = StorePeers(store, rank, of=world, name="critic")
+    critic = Critic("a", peers=peers)
+    with pytest.raises(RuntimeError) as info:
+        Critic("b", peers=peers)
+    dist.barrier()
+    critic.diloco.close()
+    return str(info.value)
+
+
 def test_twins_of_one_name_are_refused_at_a_store(workers) -> None:
-    for _, sentence in workers(2).run(without_names, Delayed(1), free_port()):
-        assert "two DiLoCo objects of one layout" in sentence and "as 'critic'" in sentence
+    for sentence in workers(2).run(of_one_name, free_port()):
+        assert "is already taken by this process" in sentence
+        assert "or give the second one another name" in sentence
 
 
 def one_after_the_other(rank: int, world: int, way: str) -> list[bool]:

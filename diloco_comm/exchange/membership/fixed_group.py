@@ -211,9 +211,10 @@ class FixedGroup(Follower):
         try:
             return self._attempt_until_done(attempt, seal, began)[0]
         except BaseException as error:
-            self._tell(st.GivenUp())
             if isinstance(error, SyncError):
+                self._find_missing(error)
                 error.seconds = time.monotonic() - began
+            self._tell(st.GivenUp())
             raise
 
     def _open(self) -> FixedDriver:
@@ -248,6 +249,26 @@ class FixedGroup(Follower):
             self._driver.close(patience_s)
         if self._mates is not None:
             self._mates.close()
+
+    def _find_missing(self, error: SyncError) -> None:
+        """Find out who has died, where connecting has failed for no other reason."""
+        driver = self._driver
+        if driver is None or error.stage != "connect" or error.cuts or error.missing:
+            return
+        until = time.monotonic() + self._patience
+        wanted = set(self._demand) or _living(driver.state)
+        while time.monotonic() < until:
+            gone = driver.state.life.dead | driver.state.life.suspected
+            places = [place.key for place in driver.state.places]
+            missing = {key.number for key in places if key.nonce in gone} & wanted
+            missing -= _living(driver.state)
+            if missing:
+                base = driver.state.record
+                stay = wanted & set(wanted if base is None else base.numbers)
+                error.missing = tuple(sorted(missing))
+                error.survivors = tuple(sorted(stay - missing))
+                return
+            time.sleep(PERIOD_S / 4)
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context in which an error of one worker of this replica is that of all."""

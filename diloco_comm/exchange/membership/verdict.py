@@ -32,6 +32,7 @@ class Verdict:
         cuts: Pairs of replicas that live and cannot reach each other.
         survivors: All that live and reach each other.
         cause: Why the rounds were broken off here; "" for another end.
+        left_out_by: Members that are about to go on without this replica.
     """
 
     replica: int
@@ -44,6 +45,7 @@ class Verdict:
     survivors: tuple[int, ...] = ()
     patience: float = 0.0
     cause: str = ""
+    left_out_by: tuple[int, ...] = ()
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -59,12 +61,15 @@ class Verdict:
         kind: type[SyncError] = type(error)
         if self.left and error.stage == "header":
             kind = PeerLeft
-        if self.replica in self.missing:
+        if self.replica in self.missing or self.left_out_by:
             kind = LeftBehind
         # A call in an epoch that has failed before repeats the first error.
         found = kind(str(error) if error.stage == "start" else f"{text}: {self._findings()}")
         vars(found).update({**vars(error)})
         found.missing, found.survivors, found.cuts = self.missing, self.survivors, self.cuts
+        if self.left_out_by:
+            found.survivors = self.left_out_by
+            found.missing = tuple([one for one in self.members if one not in self.left_out_by])
         if isinstance(found, PeerLeft):
             found.replicas, found.inner_steps = tuple(self.left), tuple(self.left.values())
         if isinstance(found, LeftBehind):
@@ -84,11 +89,13 @@ class Verdict:
             parts.append(f"{named(self.ended)} {'has' if len(self.ended) == 1 else 'have'} ended")
         if self.silent:
             parts.append(f"{named(self.silent)} did not report within {self.patience:.1f} s")
+        if self.left_out_by:
+            parts.append(f"{named(self.left_out_by)} left replica {self.replica} out of the group")
         if self.cuts:
             pairs = [f"replicas {a} and {b} live but cannot reach each other" for a, b in self.cuts]
             parts.append(", and ".join(pairs))
         text = "; ".join(parts) or "all other replicas live and have reported"
-        if self.replica in self.missing:
+        if self.replica in self.missing or self.left_out_by:
             own = f"replica {self.replica}"
             return (
                 f"{text}; the others have decided to go on without {own}: {own} may come back as a "
@@ -159,7 +166,14 @@ def judge(
         cuts=tuple(pairs),
         survivors=tuple(alive[index] for index in whole),
         patience=patience,
+        left_out_by=_left_out_by(driver),
     )
+
+
+def _left_out_by(driver: Driver | None) -> tuple[int, ...]:
+    if driver is None or driver.left_out_by[0] != driver.state.number:
+        return ()
+    return driver.left_out_by[1]
 
 
 def _pair(one: int, other: int) -> tuple[int, int]:
