@@ -596,7 +596,7 @@ def _is_old(beat: Beat) -> bool:
 
 
 def _is_news(before: st.State, after: st.State) -> bool:
-    """Whether the beat of a process changes in what others decide by; other stages are for people."""
+    """Whether the beat of a process changes in the parts by which other processes decide."""
     names = ("entered", "has_state", "follows", "is_leaving", "is_finished", "cuts")
     has_gone = after.stage is st.Stage.GONE and before.stage is not st.Stage.GONE
     return has_gone or any(getattr(before, name) is not getattr(after, name) for name in names)
