@@ -9,7 +9,7 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,15 +20,14 @@ from torch import Tensor
 
 from .. import _C
 from ..base.background import batch_threads
-from ..base.errors import SyncError
+from ..base.errors import SyncError, way_on
 from ..group.streams import Positions, Rounds
 from ..ops.implementations import resolve_impl
 from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
 from .membership import change as changing
-from .membership import group_stores
-from .membership.change import Agreed, Change, Repair
-from .membership.connecting import Groups
+from .membership import stores
+from .membership.change import Agreed, Change, Groups, Repair
 from .membership.fixed_group import FixedGroup
 from .membership.follower import GroupChange, Workers
 from .membership.member import Epoch, Options, checked_members
@@ -215,8 +214,8 @@ class Exchange(StreamMember):
 
         The exchange makes groups of its own: nothing interleaves with ``group``'s collectives.
         """
-        store, rank, size = group_stores.store_of_group(group, name)
-        board = group_stores.board_of_group(group)
+        store, rank, size = stores.store_of_group(group, name)
+        board = stores.board_of_group(group)
         return cls(store, rank, range(size), name=name, board=board, **options)
 
     def buffers(
@@ -383,6 +382,29 @@ class Exchange(StreamMember):
         self.engine.emulate_link(gbps, rtt_ms)
         self.link = f"emulated {gbps:g} Gbit/s, {rtt_ms:g} ms round trip" if gbps else None
 
+    def chosen_members(
+        self, members: Iterable[int] | str, workers: Workers | None
+    ) -> list[int] | None:
+        """Return the members with which ``change_group`` goes on; None for all that live.
+
+        Raises:
+            ValueError: For a text other than "survivors", or if no loss is known.
+        """
+        if not isinstance(members, str):
+            return sorted(members) if isinstance(members, Set) else list(members)
+        if members != "survivors":
+            raise ValueError(f'members must be replicas or "survivors", got {members!r}')
+        knows = [self.knows_of_loss]
+        if workers is not None:
+            knows = workers.any(knows)
+        if not knows[0]:
+            raise ValueError(
+                'change_group("survivors") follows the loss of a replica, but none is known in '
+                f"epoch {self.epoch} of replicas {list(self.members)}: nobody is missing; "
+                + way_on(self.last_error)
+            )
+        return None
+
     def change_group(
         self,
         members: Sequence[int] | None,
@@ -453,7 +475,12 @@ class Exchange(StreamMember):
                 group.has_settled()
                 self.begin(agreed, groups)
 
-        group.change(members, attempt, seal)
+        try:
+            group.change(members, attempt, seal)
+        except SyncError as error:
+            # Without its traceback, which holds this exchange.
+            self.last_error = type(error)(str(error))
+            raise
         repairs, self._repairs = self._repairs, []
         return repairs
 

@@ -54,11 +54,14 @@ class Ended:
     """Why the driver takes no further part.
 
     Attributes:
-        kind: "fenced", "refused", "over", "drained", "failed" or "waited".
+        kind: "fenced", "refused", "over", "drained", "failed", "waited", or a kind of a room above.
+        missing, survivors: Numbers of replicas, where a caller waits no longer.
     """
 
     kind: str
     reason: str
+    missing: tuple[int, ...] = ()
+    survivors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

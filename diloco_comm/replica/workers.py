@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..base.errors import ERRORS, NonFiniteError, ReplicaMismatch, SyncError
 from ..base.memory import memory_order
-from ..exchange.membership import connecting, group_stores
+from ..exchange.membership import change, stores
 from . import sharding
 from .fragments import Fragment
 
@@ -366,8 +366,8 @@ class WorkerMessages:
         self._group: Any = group
         self.is_closed = False
         if all(device.type != "cpu" for device in group._device_types):
-            store, rank, size = group_stores.store_of_group(group)
-            self._group = connecting.connect(store, rank, size, 2 * timeout, "a replica's workers")
+            store, rank, size = stores.store_of_group(group)
+            self._group = change.connect_gloo(store, rank, size, 2 * timeout, "a replica's workers")
 
     def largest(self, value: int) -> int:
         """Return the largest of the workers' values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import unwrap
@@ -17,7 +17,7 @@ from typing_extensions import Unpack, overload
 from .. import ops
 from ..base import recording
 from ..base.checks import choice, flag, integer, refuse_copy
-from ..base.errors import LeftBehind, NonFiniteError, PeerLeft, SyncError, way_on
+from ..base.errors import LeftBehind, NonFiniteError, PeerLeft
 from ..methods.outer import OuterOptimizer
 from ..methods.overlap import Blocking
 from ..ops.digests import digest_of
@@ -514,14 +514,12 @@ class DiLoCo:
         error only another call, or ``close``, is left.
 
         Args:
-            members: Numbers of the replicas that go on; "survivors": those that the members of the
-                present group have agreed on when it failed, as ``SyncError.survivors`` says.
+            members: Numbers of the replicas that go on; "survivors": all members that live.
             store: Where they meet, if the old store is gone.
 
         Raises:
             SyncError: If the members did not all come or cannot reach each other, or a replica
-                lacks a round that counts; the same on all of them. If nobody could decide who
-                survives.
+                lacks a round that counts.
             LeftBehind: If the others have decided to go on without this replica.
             NonFiniteError: The new group is formed. A round under way, on NCCL, turned out to have
                 values that no wire carries, and ``on_nonfinite`` is "raise".
@@ -533,30 +531,22 @@ class DiLoCo:
         self._refuse_in_step("change_group")
         self._change_group(members, store)
 
-    def _change_group(
-        self, members: Iterable[int] | str, store: dist.Store | str | None = None
-    ) -> None:
+    def _change_group(self, members: Iterable[int] | str, store: dist.Store | str | None) -> None:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self._watch.forget_writes()
         exchange = self.exchange
-        chosen = self._chosen_members(members)
+        chosen = exchange.chosen_members(members, self._workers)
         with self._rounds.all_workers(self.parts):
             self._refuse_changes(self.parts)
-            names = exchange.join_timeout, exchange.link_keys, exchange.proxy
-            there = handshake.connected_store(store, *names)
+            link = exchange.link_keys, exchange.proxy
+            there = handshake.connected_store(store, exchange.join_timeout, *link)
         unreported: list[NonFiniteError] = []
         while True:
-            try:
-                repairs = exchange.change_group(
-                    chosen,
-                    store=there,
-                    last_rounds=partial(self._rounds.last_rounds, self.inner_step, unreported),
-                    inner_step=self.inner_step,
-                )
-            except SyncError as error:
-                exchange.last_error = type(error)(str(error))
-                raise
+            last_rounds = partial(self._rounds.last_rounds, self.inner_step, unreported)
+            repairs = exchange.change_group(
+                chosen, store=there, last_rounds=last_rounds, inner_step=self.inner_step
+            )
             with self._recorder.deferred_callbacks(), self._rounds.all_workers(self.parts):
                 with self._rounds.uninterruptible():
                     self._rounds.settle(repairs, self.inner_step, exchange.agreed_step)
@@ -568,24 +558,6 @@ class DiLoCo:
             there = None
         if unreported:
             raise unreported[0]
-
-    def _chosen_members(self, members: Iterable[int] | str) -> list[int] | None:
-        """Return the members with which ``change_group`` goes on; None for all that live."""
-        if not isinstance(members, str):
-            return sorted(members) if isinstance(members, Set) else list(members)
-        if members != "survivors":
-            raise ValueError(f'members must be replicas or "survivors", got {members!r}')
-        knows = [self.exchange.knows_of_loss]
-        if self._workers is not None:
-            knows = self._workers.any(knows)
-        if not knows[0]:
-            exchange = self.exchange
-            raise ValueError(
-                'change_group("survivors") follows the loss of a replica, but none is known in '
-                f"epoch {exchange.epoch} of replicas {list(exchange.members)}: nobody is missing; "
-                + way_on(exchange.last_error)
-            )
-        return None
 
     @property
     def _leasing(self) -> Leasing | None:

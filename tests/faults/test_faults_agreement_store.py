@@ -16,7 +16,7 @@ from test_faults_store import STORE
 from zygote import Job, Zygote
 
 from diloco_comm import SyncError
-from diloco_comm.exchange.membership.store_table import StoreTable
+from diloco_comm.exchange.membership.stores import StoreTable
 
 # --------------------------------------------------------------------------------- the store
 

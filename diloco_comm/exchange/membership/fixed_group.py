@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -34,9 +34,8 @@ from ...group.state import Settings, Stage, start
 from ..waiting import ANOTHER_STORE, describe_store
 from .follower import Attempt, Chosen, Follower, Seal, T, Void, Workers, attempt_text, way_of
 from .member import Epoch, Member
-from .names import Names
 from .own_link import LinkShare
-from .store_table import StoreTable
+from .stores import Names, StoreTable
 from .verdict import Verdict, judge
 
 logger = logging.getLogger(__name__)
@@ -53,14 +52,6 @@ _LONGEST_LOOK_S = 2.0
 # How a replica that was left behind may take part again.
 WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
 _VERSION = "diloco_comm"
-
-
-@dataclass(frozen=True)
-class _GivenUp(Ended):
-    """Why a caller waits no longer, and who was there."""
-
-    missing: tuple[int, ...] = ()
-    survivors: tuple[int, ...] = ()
 
 
 class FixedDriver(group.Driver):
@@ -382,10 +373,8 @@ class FixedGroup(Follower):
             return ReplicaMismatch(end.reason, stage="rendezvous")
         if end.kind == "fenced":
             return self._left_behind(end)
-        if isinstance(end, _GivenUp):
-            missing, survivors = end.missing, end.survivors
-            return SyncError(end.reason, stage="rendezvous", missing=missing, survivors=survivors)
-        return SyncError(end.reason, stage="connect" if end.kind == "connect" else "rendezvous")
+        stage = "connect" if end.kind == "connect" else "rendezvous"
+        return SyncError(end.reason, stage=stage, missing=end.missing, survivors=end.survivors)
 
     def _left_behind(self, end: Ended) -> LeftBehind:
         record = None if self._driver is None else self._driver.state.in_table
@@ -525,7 +514,7 @@ class Attendance:
         base = () if driver.state.record is None else driver.state.record.numbers
         wanted = set(self._away) | {self._replica} if self._away else here
         survivors = tuple(sorted((set(base) or wanted) & wanted - set(missing)))
-        return _GivenUp(
+        return Ended(
             "late", f"{subject} were to form a group, but {why}", tuple(missing), survivors
         )
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from ... import _C
 from ...base.errors import NonFiniteError, SyncError
 from ...group import state as st
 from ...group.beats import Way
@@ -24,7 +27,6 @@ from ...group.records import Key, Record
 from ...group.streams import Positions
 from ..waiting import WaitLog
 from .change import Agreed
-from .mates import Mates
 from .member import Epoch
 from .own_link import LinkShare
 
@@ -40,6 +42,12 @@ Seal = Callable[[bool], tuple[Positions, int, bool]]
 HEAR_S = 1.0
 # Seconds to wait for the place of a member whose beat this process has not read yet.
 _PLACES_S, _POLL_S = 5.0, 0.02
+
+
+_LISTEN_S, _REACH_AGAIN_S = 0.5, 3.0
+_EPOCH = struct.Struct("<q")
+# In the place of an epoch: the attempt that is under way.
+_ATTEMPT = -1
 
 
 class Workers(Protocol):
@@ -508,3 +516,71 @@ def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...]
         return (), ()
     cuts = {one for pair in error.cuts if replica in pair for one in pair}
     return tuple(sorted(cuts - {replica})), tuple(error.missing)
+
+
+class Mates:
+    """The workers of one replica, over their links; worker 0 speaks, and the others listen.
+
+    A round of another worker may wait for a replica that has stopped. The agreement of the group,
+    at worker 0, finds that out.
+
+    Args:
+        link: The link of this worker.
+        ways: To the links of all workers.
+        rank: Of this worker.
+        service: Names the messages, equal on all workers of this replica, and on no other.
+
+    Attributes:
+        is_void: Worker 0 has given up the attempt under way.
+    """
+
+    def __init__(self, link: _C.Link, ways: Sequence[Way], rank: int, service: str) -> None:
+        self._link, self._service = link, service
+        self._others = [way for way in ways[1:] if way != ways[0]] if rank == 0 else [ways[0]]
+        self._seal: Callable[[], None] = lambda: None
+        self._epoch: Callable[[], int] = lambda: 0
+        self._is_closed = False
+        self.is_void = False
+        link.told(service, 0.0)
+        run = self._reach if rank == 0 else self._listen
+        self._thread = threading.Thread(target=run, daemon=True, name="diloco_comm mates")
+        self._thread.start()
+
+    def guard(self, seal: Callable[[], None], epoch: Callable[[], int]) -> None:
+        """Call ``seal`` when worker 0 breaks the rounds of ``epoch`` off."""
+        self._seal, self._epoch = seal, epoch
+
+    def break_off(self, epoch: int) -> None:
+        """Break off the rounds of the other workers in an epoch; at worker 0."""
+        for way in self._others:
+            self._link.tell(way.nonce, self._service, _EPOCH.pack(epoch))
+
+    def give_up(self) -> None:
+        """Let the other workers give up the attempt under way; at worker 0."""
+        self.break_off(_ATTEMPT)
+
+    def close(self) -> None:
+        """End the thread soon; idempotent."""
+        self._is_closed = True
+
+    def _reach(self) -> None:
+        wait = threading.Event()
+        with contextlib.suppress(RuntimeError):  # The link was closed.
+            while not self._is_closed:
+                self._link.reach(self._service, [way.words for way in self._others])
+                wait.wait(_REACH_AGAIN_S)
+            self._link.reach(self._service, [])
+
+    def _listen(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The link was closed.
+            self._link.reach(self._service, [way.words for way in self._others])
+            while not self._is_closed:
+                for nonce, message in self._link.told(self._service, _LISTEN_S):
+                    if nonce != self._others[0].nonce or len(message) != _EPOCH.size:
+                        continue
+                    (epoch,) = _EPOCH.unpack(message)
+                    if epoch == _ATTEMPT:
+                        self.is_void = True
+                    elif epoch == self._epoch():
+                        self._seal()
+            self._link.reach(self._service, [])

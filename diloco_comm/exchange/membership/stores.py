@@ -1,0 +1,280 @@
+"""The stores of fixed groups: the table of a group, names that replicas wait at, stores of groups.
+
+A store's ``compare_set`` returns the value that the key has afterwards. If the key is absent and
+something was expected, a ``TCPStore`` creates nothing and returns the expectation. So the record is
+stored behind a nonce of its writer, and only the own nonce coming back means success.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...base.errors import ReplicaMismatch
+from ...base.store_host import place_of_store
+from ...group.table import Look, TableAway
+
+T = TypeVar("T")
+_NONCE_BYTES = 16
+# Names of processes that are kept; a long-lived store may have seen more.
+_MOST_NAMES = 1024
+
+
+class StoreTable:
+    """The table of the exchanges of one name; see ``group.table.Table``.
+
+    The driver's thread alone calls the methods: a store that hangs holds nobody else up. They go
+    over a connection of their own, as a wait of the program for a key holds a connection up.
+
+    Args:
+        store: Shared by the replicas, under a prefix of the exchanges' name.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._is_own = store, False
+        self._id = b""
+        # A connection that has broken never connects again, and torch logs each call.
+        self._loss: TableAway | None = None
+
+    @property
+    def id(self) -> bytes:
+        return self._id
+
+    def swap(self, old: bytes, new: bytes) -> bool:
+        return self._ask(lambda store: _replace(store, "record", old, new))
+
+    def look(self, name: str, text: bytes) -> Look:
+        def ask(store: dist.Store) -> Look:
+            beats = self._beat(store, name, text)
+            return Look(_get(store, "record")[_NONCE_BYTES:], beats, {})
+
+        return self._ask(ask)
+
+    def close(self) -> None:
+        """Do nothing: the store is the program's."""
+
+    def _beat(self, store: dist.Store, name: str, text: bytes) -> dict[str, bytes]:
+        names = json.loads(_get(store, "names")[_NONCE_BYTES:] or b"[]")
+        if name:
+            store.set(f"beat/{name}", text)  # type: ignore[arg-type]
+        while name and name not in names:
+            old = _get(store, "names")[_NONCE_BYTES:]
+            names = [*json.loads(old or b"[]"), name][-_MOST_NAMES:]
+            if not _replace(store, "names", old, json.dumps(names).encode()):
+                names = []
+        if not names:
+            return {}
+        texts = store.multi_get([f"beat/{one}" for one in names])
+        return {one: text for one, text in zip(names, texts, strict=True) if text}
+
+    def _ask(self, call: Callable[[dist.Store], T]) -> T:
+        if self._loss is not None:
+            raise self._loss
+        try:
+            if not self._is_own:
+                self._store, self._is_own = another_connection(self._store), True
+            if not self._id:
+                # A store that is cleared has another table then.
+                self._id = bytes.fromhex(decide_once(self._store, "id", secrets.token_hex(16)))
+            return call(self._store)
+        except RuntimeError as error:
+            # The errors of torch's stores are RuntimeErrors.
+            away = TableAway(str(error).split("\n")[0])
+            away.is_lost = isinstance(error, dist.DistNetworkError)
+            self._loss = away if away.is_lost else None
+            raise away from None
+
+
+def another_connection(store: dist.Store) -> dist.Store:
+    """Return a store that a wait on the given one does not hold up."""
+    _, place = place_of_store(store)
+    clone = getattr(store, "clone", None)
+    return store if place is None or clone is None else clone()
+
+
+def decide_once(store: dist.Store, key: str, value: str) -> str:
+    """Set a key that is absent; return what the key holds then, which never changes again.
+
+    With a store that lacks ``compare_set``, two processes that decide at once may differ.
+    """
+    return _swapped(store, key, b"", value.encode()).decode()
+
+
+def read_known(store: dist.Store, keys: list[str], known: set[str]) -> dict[str, bytes]:
+    """Return what the existing ones of the keys hold.
+
+    Args:
+        known: Keys that exist and are never deleted; what is found is added.
+    """
+    # get() of a key that does not exist would wait for it.
+    known.update(key for key in keys if key not in known and store.check([key]))
+    there = [key for key in keys if key in known]
+    return dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+
+
+def _get(store: dist.Store, key: str) -> bytes:
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+def _replace(store: dist.Store, key: str, old: bytes, new: bytes) -> bool:
+    """Replace what a key holds behind a nonce, b"" for nothing; return whether that was there."""
+    stored = _get(store, key)
+    if stored[_NONCE_BYTES:] != old:
+        return False
+    fresh = secrets.token_bytes(_NONCE_BYTES) + new
+    return _swapped(store, key, stored, fresh) == fresh
+
+
+def _swapped(store: dist.Store, key: str, old: bytes, new: bytes) -> bytes:
+    """Set a key that holds ``old``, or is absent where that is b""; return what it holds then."""
+    try:
+        # Stores take bytes, but their stubs say text.
+        return bytes(store.compare_set(key, old, new))  # type: ignore[arg-type]
+    except RuntimeError as error:
+        # A store written in Python lacks it, which an assertion of torch says.
+        if "ot implemented" not in str(error):
+            raise
+    held = _get(store, key)
+    if held == old:
+        store.set(key, new)  # type: ignore[arg-type]
+        held = new
+    return held
+
+
+# ----------------------------------------------------------------- names that replicas wait at
+
+# Looks, about a second each, in which another replica must have renewed its name.
+_RISES = 3
+_PERIOD_S = 1.0
+
+
+class Names:
+    """The names that replicas wait at, each on its main thread, which can wait at one name only.
+
+    Two replicas that wait for each other at two names would wait in vain. A replica writes its name
+    once a second while it waits, so that the others know that it still does.
+
+    Args:
+        store: Has the names of all exchanges of one process group, where a rank is one process.
+        name: The name of this replica's exchange.
+    """
+
+    def __init__(self, store: dist.Store, replica: int, members: Sequence[int], name: str) -> None:
+        self._store, self._replica, self._name = store, replica, name
+        self._members = list(members)
+        self._keys = {_key(member): member for member in members}
+        self._is_main = threading.current_thread() is threading.main_thread()
+        self._next, self._beat = time.monotonic() + _PERIOD_S, 0
+        self._known: set[str] = set()
+        self._told: dict[str, bytes] = {}
+        self._rises: Counter[str] = Counter()
+
+    def look(self) -> None:
+        """Write the own name, and read the others' names, at most once a second.
+
+        Raises:
+            ReplicaMismatch: On all replicas that wait for each other at several names.
+        """
+        if not self._is_main or time.monotonic() < self._next:
+            return
+        self._tell()
+        for key, text in read_known(self._store, list(self._keys), self._known).items():
+            name, members, _ = json.loads(text)
+            is_other = name != self._name and self._replica in members
+            if not is_other or key not in self._told:
+                self._rises[key] = 0
+            elif text != self._told[key]:
+                self._rises[key] += 1
+            self._told[key] = text
+            if self._rises[key] >= _RISES:
+                self._refuse(self._keys[key], name)
+
+    def _tell(self) -> None:
+        self._next, self._beat = time.monotonic() + _PERIOD_S, self._beat + 1
+        text = json.dumps([self._name, self._members, self._beat])
+        self._store.set(_key(self._replica), text)
+
+    def _refuse(self, other: int, name: str) -> None:
+        for _ in range(_RISES):  # The others see this replica here for as long.
+            time.sleep(_PERIOD_S)
+            self._tell()
+        raise ReplicaMismatch(
+            f"replica {self._replica} makes the DiLoCo named {self._name!r} while replica {other} "
+            f"makes the one named {name!r}, and each waits for the other: make objects of the same "
+            "names in one order on all replicas, or each object on a thread of its own",
+            stage="rendezvous",
+        )
+
+
+def _key(member: int) -> str:
+    return f"waits/{member}"
+
+
+# ------------------------------------------------------------------------- stores of groups
+
+_POLL_S = 0.001
+# Seconds of a group's first broadcast for which a replica looks at the names of the others.
+_NAMES_S = 60.0
+
+
+def store_of_group(
+    group: dist.ProcessGroup | None, name: str = "default"
+) -> tuple[dist.Store, int, int]:
+    """Return the store of a group under a prefix that its ranks agree on, own rank, and size.
+
+    A collective call: rank 0 draws the prefix and broadcasts it through the group. With a name the
+    prefix needs no agreement, and no order of the calls: calls of one name meet.
+    """
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise ValueError("no group was given and torch.distributed is not initialised")
+    if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
+        raise ValueError("this process is not a member of the group")
+    rank, size = group.rank(), group.size()
+    if name != "default":
+        return board_of_group(group), rank, size
+    token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+    if size > 1:
+        kinds = [kind.type for kind in group._device_types]
+        on_device = token.to("cpu" if "cpu" in kinds else kinds[0])
+        work = group.broadcast([on_device], _broadcast_options())
+        names = Names(board_of_group(group), rank, range(size), name)
+        # The work of a group written in Python may never say that it is completed.
+        until = time.monotonic() + _NAMES_S
+        while not work.is_completed() and time.monotonic() < until:
+            names.look()
+            time.sleep(_POLL_S)
+        work.wait()
+        token = on_device.cpu()
+    prefix = f"diloco_comm/{bytes(token.tolist()).hex()}"
+    return dist.PrefixStore(prefix, _group_store(group)), rank, size
+
+
+def board_of_group(group: dist.ProcessGroup | None) -> dist.Store:
+    """Return the part of a group's store that has its named exchanges, and who waits at them."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    return dist.PrefixStore("diloco_comm/named", _group_store(group))
+
+
+def _broadcast_options() -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return options
+
+
+def _group_store(group: dist.ProcessGroup) -> dist.Store:
+    known = dist.distributed_c10d._world.pg_map.get(group)
+    if known is not None:
+        return known[1]
+    return group.get_group_store()
