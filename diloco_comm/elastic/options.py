@@ -202,7 +202,7 @@ class Elastic:
             insecure=bool(self.insecure),
             registry_id=known,
         )
-        log, began = WaitLog(), time.monotonic()
+        log, began, refused_since = WaitLog(), time.monotonic(), 0.0
         while True:
             try:
                 record = registry.read()
@@ -216,8 +216,10 @@ class Elastic:
                 registry.close()
                 raise
             except RegistryUnavailable as error:
-                limit, waited = self.quorum_wait, time.monotonic() - began
-                if isinstance(error, KeyRefused) and waited > KEY_WAIT_S:
+                limit, now = self.quorum_wait, time.monotonic()
+                is_refused, waited = isinstance(error, KeyRefused), now - began
+                refused_since = (refused_since or now) if is_refused else 0.0
+                if is_refused and now - refused_since > KEY_WAIT_S:
                     registry.close()
                     raise ReplicaMismatch(str(error), stage="registry") from None
                 if limit is not None and waited > limit:

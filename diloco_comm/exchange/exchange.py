@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import _C
 from ..base.background import batch_threads
 from ..base.errors import SyncError, way_on
+from ..base.interrupts import deferred_interrupts
 from ..group.streams import Positions, Rounds
 from ..ops.implementations import resolve_impl
 from ..ops.wire import WireFormat, encoding_keys
@@ -471,8 +472,7 @@ class Exchange(StreamMember):
             agreed, groups = self.meet(change)
             group.entered(change.chosen)
             with group.together():
-                self._repairs += self.settle(agreed, self._fragments)
-                group.has_settled()
+                self._settle_as(agreed)
                 self.begin(agreed, groups)
 
         try:
@@ -489,7 +489,13 @@ class Exchange(StreamMember):
         assert self._group is not None
         unsettled = self._group.unsettled
         if unsettled is not None:
-            self._repairs += self.settle(unsettled, self._fragments)
+            self._settle_as(unsettled)
+
+    def _settle_as(self, agreed: Agreed) -> None:
+        """Settle the rounds of the last epoch, wholly or not at all."""
+        assert self._group is not None
+        with deferred_interrupts():
+            self._repairs += self.settle(agreed, self._fragments)
             self._group.has_settled()
 
     def _found(

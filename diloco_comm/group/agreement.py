@@ -323,6 +323,9 @@ def _leave_behind(turn: Turn, holders: dict[bytes, ms.Sealed], why: str) -> None
     last = min(ends, key=lambda nonce: (ends[nonce], nonce))
     if last == turn.state.nonce:
         turn.end(st.Fence(f"replica {turn.state.key.number} cannot go on with the others: {why}"))
+    elif turn.state.settings.is_fixed and turn.state.joint is not None:
+        # The callers alone can choose other members.
+        turn.forget(turn.state.joint, why)
     else:
         turn.note(turn.state.nonce, [last])
         turn.drop()
@@ -423,6 +426,10 @@ def _follow(turn: Turn, content: bytes) -> None:
     elif record.number == mine.number:
         # The table forgot the record of this process before any member with state entered it.
         turn.end(st.Fence(f"view {record.number} was opened anew without this process"))
+    elif record.is_member(state.key) and record.is_finished:
+        # All steps are taken and shared, here too.
+        turn.change(is_finished=True)
+        turn.end(st.Drained("the run has ended"))
     elif record.is_member(state.key):
         _enter(turn, content)
     elif state.is_leaving or state.key.number in record.evicted:
@@ -658,7 +665,9 @@ def _go_on(turn: Turn) -> None:
     if record is not None and record.is_finished:
         return
     if state.stage is Stage.TRAINING and not state.settings.is_fixed:
-        if not (record and state.life.dead & {key.nonce for key in record.members}):
+        finished = {place.key.nonce for place in state.places if place.is_finished}
+        dead = state.life.dead - finished
+        if not (record and dead & {key.nonce for key in record.members}):
             _ask_for_boundary(turn)
             return
         turn.seal()

@@ -122,7 +122,7 @@ class Driver:
         self.left_out_by: tuple[int, tuple[int, ...]] = (NO_RECORD, ())
         self._break: Callable[[], None] = lambda: None
         self._counter = 0
-        self._events: queue.SimpleQueue[st.Event | Seen | Swapped | TableAway | _Frame | None] = (
+        self._events: queue.SimpleQueue[st.Event | Seen | Swapped | Exception | _Frame | None] = (
             queue.SimpleQueue()
         )
         self._table = TableThread(table, period_s, self._own_beat, self._events.put)
@@ -158,7 +158,7 @@ class Driver:
         The others learn that this process takes no further part.
         """
         self._events.put(None)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(patience_s)
 
     # --------------------------------------------------------------- for the training thread
@@ -167,7 +167,7 @@ class Driver:
         """Tell the core what has happened to the training thread."""
         if isinstance(event, st.Demanded):
             self._orders.pop(st.Fail, None)
-        if isinstance(event, st.Broke | st.Boundary):
+        if isinstance(event, st.Broke | st.Boundary) and event.number == self.state.number:
             self.is_change_wanted = self.is_broken = False
         if isinstance(event, st.Broke | st.Boundary | st.Demanded):
             self._order_again(event)
@@ -266,7 +266,9 @@ class Driver:
         finally:
             self._is_closing = True
             step = self.inner_step.to_bytes(8, "little", signed=True)
-            for key in self._base():
+            # The last beat tells of a run that has ended.
+            has_ended = self.state.is_finished and not self.state.settings.is_fixed
+            for key in () if has_ended else self._base():
                 self._send(key.nonce, _LEFT, step)
             self._table.close(self._period_s + 5.0 + 5.0)
             self.signs.close()
@@ -290,6 +292,8 @@ class Driver:
             self._step(st.Swapped(news.new, news.outcome))
         elif isinstance(news, TableAway):
             self._note_loss(news)
+        elif isinstance(news, Exception):
+            raise news
         elif news is not None:
             self._step(news)
         return news is not None
@@ -368,7 +372,7 @@ class Driver:
         """Tell the core what the table holds."""
         now, before = time.monotonic(), self._last_seen
         self._last_seen = now
-        if now - before > _LATE * self._table.period_s:
+        if self.loss is not None or now - before > self.signs.suspect_after_s / 2:
             # The others may have beaten meanwhile.
             self.signs.stood_still(now - before)
         if self.loss is not None:
@@ -424,6 +428,7 @@ class Driver:
         if self.loss is None or error.is_other != self.loss.is_other:
             level = logging.ERROR if error.is_other else logging.WARNING
             logger.log(level, "rounds go on, but nobody can come or go: %s", error)
+        if self.loss is None or error.is_refused != self.loss.is_refused:
             self._loss_since = time.monotonic()
         self.loss = error
         self._say_whether_cut_off()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .. import _C
-from .beats import Beat, Way
+from .beats import FINISHED, Beat, Way
 from .records import Key
 from .state import Life
 
@@ -134,8 +134,9 @@ class Signs:
 
     def stood_still(self, seconds: float) -> None:
         """Note that this process stood still: that is no silence of the others."""
+        now = time.monotonic()
         for sight in self._sights.values():
-            sight.since += seconds
+            sight.since = min(now, sight.since + seconds)
 
     def has_left(self, nonce: bytes, inner_step: int) -> None:
         """Note that a process has said that it ends."""
@@ -207,7 +208,9 @@ class Signs:
         # A process that has ended stays so when the link is not asked for it any more.
         self._ended |= {nonce for nonce, life in self._lives.items() if life.is_refused}
         self._ended -= {nonce for nonce in self._lives if self._is_heard(nonce)}
-        self._ended |= self.left().keys()
+        # The place of a member that has taken all steps says so, and the others need not stop.
+        sights = self._sights.items()
+        self._ended |= self.left().keys() - {n for n, s in sights if s.beat.stage == FINISHED}
         self._ended &= set(self._sights) | members
         suspected = {nonce for nonce in self._sights if self._is_suspected(nonce, members)}
         cut = {nonce for nonce, sight in self._sights.items() if self._is_cut(nonce, sight)}
@@ -227,12 +230,14 @@ class Signs:
     def _is_suspected(self, nonce: bytes, members: set[bytes]) -> bool:
         sight = self._sights[nonce]
         silence = self._silence(sight)
-        if nonce in self._given_up:
+        # The training thread may replace the processes that are given up.
+        given_up = self._given_up
+        if nonce in given_up:
             life = self._lives.get(nonce)
             is_heard = life is not None and life.silent_s < _LOST_S and not life.is_refused
-            if sight.counter == self._given_up[nonce] and not is_heard:
+            if sight.counter == given_up[nonce] and not is_heard:
                 return True
-            del self._given_up[nonce]
+            del given_up[nonce]
         if self._is_heard(nonce):
             # A process that takes part, and does not reach the table, stays.
             still = min(silence, self._lives[nonce].still_s)

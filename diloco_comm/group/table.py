@@ -97,7 +97,7 @@ class TableThread:
         table: Used by this thread alone from now on.
         period_s: Seconds between two looks at most; may be changed.
         beat: Returns name and text of the own beat.
-        post: Takes what the table has answered, or the ``TableAway`` of a call.
+        post: Takes the answers of the table, ``TableAway``, and the error that ends the thread.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TableThread:
         table: Table,
         period_s: float,
         beat: Callable[[], tuple[str, bytes]],
-        post: Callable[[Seen | Swapped | TableAway], None],
+        post: Callable[[Seen | Swapped | Exception], None],
     ) -> None:
         self._table, self.period_s, self._beat, self._post = table, period_s, beat, post
         self._swaps: deque[tuple[bytes, bytes]] = deque()
@@ -155,6 +155,9 @@ class TableThread:
                 while self._swaps:
                     self._swap(*self._swaps.popleft(), is_last=is_last)
                 self._look()
+        except Exception as error:
+            # Nobody else would learn of the end of this thread.
+            self._post(error)
         finally:
             self._table.close()
             # The driver refers to this object.

@@ -167,7 +167,8 @@ class ElasticGroup(Follower):
 
     def _finished(self, has_all_steps: bool) -> st.Finished:
         step = 0 if self._driver is None else self._driver.inner_step
-        return st.Finished(has_all_steps, self.last_positions, step)
+        # Nothing is under way: no round needs a decision.
+        return st.Finished(has_all_steps, (), step)
 
     def leave(self) -> None:
         """Leave the group at the next boundary."""
@@ -266,6 +267,11 @@ class ElasticGroup(Follower):
         self.is_done = not self._attempt_until_done(attempt, seal, began)
 
     # ------------------------------------------------------------------------------- orders
+
+    def _is_interrupted(self, chosen: Chosen) -> None:
+        if self._driver is not None:
+            error = f"the program of replica {self.replica} was interrupted"
+            self._driver.tell(st.Connected(chosen.name, (), error))
 
     def _awaited(self, waiting: str) -> str:
         return f"a view, {waiting}" if waiting else "a view"

@@ -111,7 +111,10 @@ class FixedDriver(group.Driver):
         self._say_whether_cut_off()
 
     def _words_of_difference(self, other: int, shown: str) -> str:
-        own, theirs = json.loads(self._shown), json.loads(shown or "{}")
+        try:
+            own, theirs = json.loads(self._shown), dict(json.loads(shown or "{}"))
+        except (ValueError, TypeError, RecursionError):
+            own, theirs = json.loads(self._shown), {}
         number = self.state.key.number
         spoken = own[extension.HANDSHAKE_NAME], theirs.get(extension.HANDSHAKE_NAME)
         for name in (_VERSION, *own, *theirs):

@@ -270,8 +270,8 @@ class Follower:
                 continue
             except BaseException:
                 if change.record is None:
-                    # A Ctrl-C: the next call of the program goes on with this attempt.
-                    self._next = order, chosen
+                    # A Ctrl-C: groups of this attempt may be there, and are not made again.
+                    self._is_interrupted(chosen)
                 self._broke(change.record, None)
                 raise
             assert change.record is not None
@@ -286,8 +286,10 @@ class Follower:
         """End the rounds of all workers for good; see ``Seal``."""
         try:
             own: Any = seal(is_patient)
-        except SyncError as error:
-            own = str(error)
+        except Exception as error:
+            if self._workers is None:
+                raise
+            own = f"{type(error).__name__}: {error}"
         ends = self._of_workers(own)
         for end in ends:
             if isinstance(end, str):
@@ -388,17 +390,19 @@ class Follower:
             SyncError: If the members have agreed, and a worker of this replica is not connected.
         """
         cut = self._cut_off(chosen, failure)
-        told = self._of_workers((cut, "" if failure is None else str(failure)))
-        text = next((text for _, text in told if text), "")
+        is_over = self._driver is not None and self._driver.has_order
+        told = self._of_workers((cut, "" if failure is None else str(failure), is_over))
+        text = next((text for _, text, _ in told if text), "")
         if self._driver is not None and chosen.record is None:
-            nonces = tuple(sorted({nonce for cut, _ in told for nonce in cut}))
+            nonces = tuple(sorted({nonce for cut, _, _ in told for nonce in cut}))
             error = "" if nonces else text
-            if not (text and self._driver.has_order):
+            if not (text and is_over):
                 self._driver.tell(st.Connected(chosen.name, nonces, error))
         if text:
             self._refuse(text, failure)
         if text and chosen.record is None:
-            raise Void(text, stage="connect", cuts=() if failure is None else failure.cuts)
+            stage = "view" if any(is_over for _, _, is_over in told) else "connect"
+            raise Void(text, stage=stage, cuts=() if failure is None else failure.cuts)
         if chosen.record is not None:
             # The decision counts also where a worker is not connected.
             self._unsettled = chosen.record
@@ -487,6 +491,9 @@ class Follower:
     def _goes_on_after(self, error: SyncError) -> bool:
         """Whether this replica can try again after the error of an attempt."""
         return False
+
+    def _is_interrupted(self, chosen: Chosen) -> None:
+        """Note an attempt that an error of the program has ended."""
 
     def _has_failed(self, error: Void) -> None:
         """Note an attempt that came to nothing, which may end all attempts."""
