@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -220,6 +221,12 @@ class Signs:
             dead=frozenset(self._ended - own),
             cut=frozenset(cut - members - own),
         )
+
+    def unreachable(self, keys: Iterable[Key]) -> list[Key]:
+        """Return processes that were heard on the link, and are not for ``suspect_after``."""
+        silent = {nonce: life.silent_s for nonce, life in self._lives.items()}
+        limit = self._suspect_after_s
+        return [key for key in keys if limit <= silent.get(key.nonce, 0.0) < math.inf]
 
     def _is_heard(self, nonce: bytes) -> bool:
         life = self._lives.get(nonce)

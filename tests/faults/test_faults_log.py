@@ -78,7 +78,7 @@ def test_waits_are_told_to_the_log(fresh_workers: Fresh) -> None:
         meeting
     )
     assert f"replicas [0, 1] on {place}, for 1 s now" in meeting, meeting
-    assert header.startswith("waiting for replica 1 to begin sync of fragment 0, round 0 (last")
+    assert header.startswith("waiting for replica 1 to begin sync of fragment 0, round 0")
 
 
 @pytest.mark.nightly("2 s; the first tier has other waits that are told")

@@ -94,11 +94,15 @@ class FixedDriver(group.Driver):
         self._busy_since = self._busy_since or now
         members = {key.nonce for key in self._base()}
         lost = (life.suspected | life.dead) & members - self.signs.left().keys()
+        cut = [key for key in self.signs.unreachable(self._base()) if key.nonce not in lost]
         is_inside = self.state.stage in (Stage.TRAINING, Stage.SEALING)
-        if lost and is_inside and now - self._busy_since > 2 * self._period_s:
+        if (lost or cut) and is_inside and now - self._busy_since > 2 * self._period_s:
             silent = [key.number for key in self._base() if key.nonce in lost - life.dead]
             limit = f"{self._suspect_after:g} s"
             self.cause = f"nothing was heard of {named(silent)} for {limit}" if silent else ""
+            if cut and not lost:
+                numbers = [key.number for key in cut]
+                self.cause = f"{named(numbers)} could not be reached for {limit}"
             self._break_off()
 
     @property

@@ -15,8 +15,8 @@ from ...group.records import Key
 from .own_link import OwnLink
 
 _POLL_S = 0.02
-# Seconds in which a peer that has closed the connection says that it has left, or ends.
-_CLOSED_S = 1.5
+# Seconds more for a peer that has closed a connection, and lives, to say what it has found.
+_CLOSED_S = 1.0
 _SEALED = "a change of the group has begun"
 
 
@@ -124,7 +124,7 @@ def judge(
     counters = {} if driver is None else driver.signs.counters()
     while True:
         elapsed = time.monotonic() - began
-        left, ended, open_ = {}, [], []
+        left, ended, open_, closed = {}, [], [], []
         lives = link.life()
         known = {} if driver is None else driver.signs.left()
         dead = frozenset() if driver is None else driver.state.life.dead
@@ -140,10 +140,11 @@ def judge(
                 open_.append(key)
             elif not life.silent_s < elapsed:
                 open_.append(key)
-            elif key.number in error.missing and elapsed < min(_CLOSED_S, patience):
+            elif key.number in error.missing and key not in has_failed:
                 # It has closed a connection: it says why, or it has failed itself.
-                open_ += [key] if key not in has_failed else []
-        if not open_ or elapsed >= patience:
+                closed.append(key)
+        is_over = elapsed >= patience + (_CLOSED_S if closed and driver is not None else 0.0)
+        if not (open_ or closed) or is_over or (elapsed >= patience and not closed):
             break
         if driver is not None:
             driver.look()
