@@ -56,12 +56,14 @@ class Ended:
     Attributes:
         kind: "fenced", "refused", "over", "drained", "failed", "waited", or a kind of a room above.
         missing, survivors: Numbers of replicas, where a caller waits no longer.
+        cuts: Pairs of replicas that cannot reach each other.
     """
 
     kind: str
     reason: str
     missing: tuple[int, ...] = ()
     survivors: tuple[int, ...] = ()
+    cuts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

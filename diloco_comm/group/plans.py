@@ -159,18 +159,19 @@ class Roster:
         """Return the largest set of processes that reach each other."""
         keys = sorted(keys)
         place = {key.nonce: index for index, key in enumerate(keys)}
-        cuts = [(place[a], place[b]) for a, b in self._cuts() if a in place and b in place]
+        cuts = [(place[a], place[b]) for a, b in self.cuts() if a in place and b in place]
         return [keys[index] for index in largest_connected(len(keys), cuts)]
 
     def reaching(self, group: Sequence[Key], others: Iterable[Key]) -> list[Key]:
         """Return the others that reach all of a group and each other, the lowest first."""
-        cuts, taken = {frozenset(pair) for pair in self._cuts()}, list(group)
+        cuts, taken = {frozenset(pair) for pair in self.cuts()}, list(group)
         for key in sorted(others):
             if not any(frozenset((key.nonce, one.nonce)) in cuts for one in taken):
                 taken.append(key)
         return taken[len(group) :]
 
-    def _cuts(self) -> set[tuple[bytes, bytes]]:
+    def cuts(self) -> set[tuple[bytes, bytes]]:
+        """Return pairs of processes that cannot reach each other, as one of them says."""
         state = self._state
         cuts = set(state.cuts) | {(state.nonce, nonce) for nonce in state.life.cut}
         for place in state.places:

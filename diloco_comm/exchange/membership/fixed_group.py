@@ -28,6 +28,7 @@ from ...group import driver as group
 from ...group import state as st
 from ...group.driver import Driver, Ended
 from ...group.plans import Roster
+from ...group.reach import largest_connected
 from ...group.records import Key, Record
 from ...group.signs import Signs
 from ...group.state import Settings, Stage, start
@@ -36,7 +37,7 @@ from .follower import Attempt, Chosen, Follower, Seal, T, Void, Workers, attempt
 from .member import Epoch, Member
 from .own_link import LinkShare
 from .stores import Names, StoreTable
-from .verdict import Verdict, judge
+from .verdict import Verdict, judge, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +257,12 @@ class FixedGroup(Follower):
         until = time.monotonic() + self._patience
         wanted = set(self._demand) or _living(driver.state)
         while time.monotonic() < until:
+            apart = self._apart(driver)
+            if apart is not None:
+                error.args, error.stage = (apart.reason,), "rendezvous"
+                error.missing, error.survivors = apart.missing, apart.survivors
+                error.cuts = apart.cuts
+                return
             gone = driver.state.life.dead | driver.state.life.suspected
             places = [place.key for place in driver.state.places]
             missing = {key.number for key in places if key.nonce in gone} & wanted
@@ -308,6 +315,7 @@ class FixedGroup(Follower):
                 "connect", f"{self._subject()} cannot form a group: {driver.state.failure}"
             )
         ends = self._is_taken(driver) or self._runs_already(driver)
+        ends = ends or self._apart(driver)
         ends = ends or self._none_trains(driver, time.monotonic() - began)
         if ends is not None:
             return ends
@@ -357,6 +365,29 @@ class FixedGroup(Follower):
             return None
         return Ended("runs", re.sub(r"^until (.*) has ended, which (runs already)", r"\1 \2", why))
 
+    def _apart(self, driver: FixedDriver) -> _GivenUp | None:
+        """Return why a group cannot be formed whose members live, and do not reach each other."""
+        state = driver.state
+        roster = Roster(state)
+        living = [key for key in roster.base if roster.lives(key)]
+        known = {key.number: key for key in (*roster.newcomers, *living)}
+        keys = [known[number] for number in self._demand if number in known]
+        away = [key for key in driver.signs.unreachable(roster.base) if key in keys]
+        if away and state.record is not None:
+            # The others learn of it by the place of this process.
+            driver.tell(st.Broke(state.number, tuple([key.nonce for key in away])))
+        place = {key.nonce: index for index, key in enumerate(keys)}
+        told = [(a, b) for a, b in roster.cuts() if a in place and b in place]
+        found = {(min(place[a], place[b]), max(place[a], place[b])) for a, b in told}
+        if not found:
+            return None
+        pairs = sorted(found)
+        whole = [keys[index].number for index in largest_connected(len(keys), pairs)]
+        cuts = [(keys[one].number, keys[other].number) for one, other in pairs]
+        text = f"{self._subject()} cannot form a group: {words_of(cuts)}; replicas {whole} can"
+        missing = tuple([number for number in self._demand if number not in whole])
+        return Ended("late", text, missing, tuple(whole), tuple(cuts))
+
     def _none_trains(self, driver: FixedDriver, seconds: float) -> Ended | None:
         """Return why a newcomer ends that has met newcomers alone."""
         state = driver.state
@@ -381,7 +412,10 @@ class FixedGroup(Follower):
         if end.kind == "fenced":
             return self._left_behind(end)
         stage = "connect" if end.kind == "connect" else "rendezvous"
-        return SyncError(end.reason, stage=stage, missing=end.missing, survivors=end.survivors)
+        missing, survivors = end.missing, end.survivors
+        return SyncError(
+            end.reason, stage=stage, missing=missing, survivors=survivors, cuts=end.cuts
+        )
 
     def _left_behind(self, end: Ended) -> LeftBehind:
         record = None if self._driver is None else self._driver.state.in_table

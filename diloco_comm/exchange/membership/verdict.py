@@ -92,8 +92,7 @@ class Verdict:
         if self.left_out_by:
             parts.append(f"{named(self.left_out_by)} left replica {self.replica} out of the group")
         if self.cuts:
-            pairs = [f"replicas {a} and {b} live but cannot reach each other" for a, b in self.cuts]
-            parts.append(", and ".join(pairs))
+            parts.append(words_of(self.cuts))
         text = "; ".join(parts) or "all other replicas live and have reported"
         if self.replica in self.missing or self.left_out_by:
             own = f"replica {self.replica}"
@@ -175,6 +174,11 @@ def _left_out_by(driver: Driver | None) -> tuple[int, ...]:
     if driver is None or driver.left_out_by[0] != driver.state.number:
         return ()
     return driver.left_out_by[1]
+
+
+def words_of(cuts: Sequence[tuple[int, int]]) -> str:
+    """Name pairs of replicas that are cut off from each other."""
+    return ", and ".join(f"replicas {a} and {b} live but cannot reach each other" for a, b in cuts)
 
 
 def _pair(one: int, other: int) -> tuple[int, int]:
