@@ -15,6 +15,7 @@ from ...group.records import Key
 from .own_link import OwnLink
 
 _POLL_S = 0.02
+_MANY = 1 << 62
 # Seconds more for a peer that has closed a connection, and lives, to say what it has found.
 _CLOSED_S = 1.0
 _SEALED = "a change of the group has begun"
@@ -120,9 +121,12 @@ def judge(
     began = time.monotonic()
     members = tuple([key.number for key, _ in peers])
     others = [(key, nonce) for key, nonce in peers if key.number != replica]
-    counters = {} if driver is None else driver.signs.counters()
+    counters: dict[bytes, int] = {}
     while True:
         elapsed = time.monotonic() - began
+        if driver is not None and not counters and elapsed > patience / 2:
+            # A beat from before the failure may be read after it.
+            counters = driver.signs.counters()
         left, ended, open_, closed = {}, [], [], []
         lives = link.life()
         known = {} if driver is None else driver.signs.left()
@@ -149,7 +153,7 @@ def judge(
             driver.look()
         time.sleep(_POLL_S)
     beaten = {} if driver is None else driver.signs.counters()
-    lone = [key for key in open_ if beaten.get(key.nonce, 0) > counters.get(key.nonce, 0)]
+    lone = [key for key in open_ if beaten.get(key.nonce, 0) > counters.get(key.nonce, _MANY)]
     cuts = {_pair(replica, key.number) for key in lone} | _told_cuts(driver, dict(others))
     gone = {*left, *ended, *[key.number for key in open_ if key not in lone]}
     alive = [number for number in members if number not in gone]
