@@ -225,7 +225,7 @@ class Signs:
     def unreachable(self, keys: Iterable[Key]) -> list[Key]:
         """Return processes that were heard on the link, and are not for ``suspect_after``."""
         silent = {nonce: life.silent_s for nonce, life in self._lives.items()}
-        limit = self._suspect_after_s
+        limit = self.suspect_after_s
         return [key for key in keys if limit <= silent.get(key.nonce, 0.0) < math.inf]
 
     def _is_heard(self, nonce: bytes) -> bool:

@@ -368,7 +368,7 @@ class FixedGroup(Follower):
             return None
         return Ended("runs", re.sub(r"^until (.*) has ended, which (runs already)", r"\1 \2", why))
 
-    def _apart(self, driver: FixedDriver) -> _GivenUp | None:
+    def _apart(self, driver: FixedDriver) -> Ended | None:
         """Return why a group cannot be formed whose members live, and do not reach each other."""
         state = driver.state
         roster = Roster(state)
