@@ -50,8 +50,8 @@ _MISMATCH_PATIENCE_S = 3.0
 # Seconds for which a replica with other settings still answers the others.
 _LINGER_S = 1.0
 _LONGEST_LOOK_S = 2.0
-# Seconds more for other members that fail to connect, and know why.
-_CONNECT_S = 5.0
+# Seconds more for other members that fail to connect, and know why: gloo takes its time.
+_CONNECT_S = 12.0
 # How a replica that was left behind may take part again.
 WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
 _VERSION = "diloco_comm"
@@ -257,7 +257,8 @@ class FixedGroup(Follower):
         if driver is None or error.stage != "connect" or error.cuts or error.missing:
             return
         # Another member may fail to connect later, and know why.
-        until = time.monotonic() + self._patience + min(self._suspect_after, _CONNECT_S)
+        more = _CONNECT_S if self._uses_store else min(self._suspect_after, _CONNECT_S)
+        until = time.monotonic() + self._patience + more
         wanted = set(self._demand) or _living(driver.state)
         while time.monotonic() < until:
             apart = self._apart(driver)
