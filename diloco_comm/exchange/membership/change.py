@@ -44,7 +44,7 @@ class Agreed:
     """The next epoch, and the rounds of the last one that count.
 
     Attributes:
-        decision: Of this worker's fragments, by rising index; () for a replica without state.
+        decision: One stream for each fragment of this worker, by rising index; () for a replica without state.
     """
 
     epoch: Epoch
@@ -55,9 +55,9 @@ class Agreed:
 class Repair:
     """A round that counts and that this replica has not applied.
 
-    ``terms`` are laid out as ``layout``, that of a mean in the group at the time. A round counts
+    ``terms`` are laid out as ``layout``, the layout of a mean in the group at the time. A round counts
     only when all survivors have voted, and a replica that votes has the whole result: the terms are
-    this replica's own, kept since its exchange ended. ``headers`` are those of that group, in rank
+    this replica's own, kept since its exchange ended. ``headers`` are the headers of that group, in rank
     order; the own header alone where streams were given up before the others had come.
     """
 
@@ -155,7 +155,7 @@ def seal(member: Member) -> None:
 
 
 def fragments_of(member: Member, last_rounds: Mapping[int, int]) -> list[int]:
-    """Return the index of each fragment of which ``positions_of`` tells, rising."""
+    """Return the index of each fragment that ``positions_of`` names, rising."""
     held = [key[0] for buffers in member.all_buffers for key in buffers.standings()]
     return sorted({*last_rounds, *held})
 

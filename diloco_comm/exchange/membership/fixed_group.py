@@ -89,7 +89,7 @@ class FixedDriver(group.Driver):
         self.tell(st.Demanded(members, may_found))
 
     def _break_off_silent_round(self) -> None:
-        """Let rounds fail that wait for a member that has ended, or of which nothing is heard."""
+        """Let rounds fail that wait for a member that has ended, or that is not heard any more."""
         if not self._is_busy():
             self._busy_since = 0.0
             return
@@ -143,7 +143,7 @@ class FixedGroup(Follower):
         member: The exchange.
         share: A part in the link over which the driver speaks.
         workers: The other workers of this replica; None without any.
-        store: Of the exchange; that of worker 0 has the table.
+        store: The store of the exchange; the store of worker 0 has the table.
         board: See ``Exchange``.
         is_busy, is_dead: Whether rounds of the exchange are under way, and whether its epoch has
             failed; from any thread.
@@ -280,7 +280,7 @@ class FixedGroup(Follower):
             time.sleep(PERIOD_S / 4)
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context in which an error of one worker of this replica is that of all."""
+        """Return a context in which an error of one worker of this replica is raised on all."""
         return nullcontext() if self._workers is None else self._workers.all_workers()
 
     def has_state(self) -> None:
@@ -513,7 +513,7 @@ class Attendance:
 
     Args:
         timeout: Seconds for all.
-        unheard: For a member of which nothing is heard.
+        unheard: For a member that is not heard.
         silence: For a member that was here, and is heard no more.
     """
 

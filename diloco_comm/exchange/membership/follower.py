@@ -65,7 +65,7 @@ class Workers(Protocol):
         ...
 
     def all_workers(self) -> AbstractContextManager[None]:
-        """Return a context in which an error of one worker is that of all."""
+        """Return a context in which an error of one worker is raised on all."""
         ...
 
 
@@ -77,7 +77,7 @@ class Chosen(NamedTuple):
     """An attempt that is to enter a record, as worker 0 tells all workers of its replica.
 
     Attributes:
-        ways: Of each member's workers, in the order of the members.
+        ways: The ways to each member's workers, in the order of the members.
         stores: The store at which each member is found; "" for none.
         record: None where the members have yet to agree.
         has_state: This replica holds the state of the record before.
@@ -129,7 +129,7 @@ class GroupChange:
 
     @property
     def role(self) -> str:
-        """What this replica does in the record: "change", "join" or "broadcast".
+        """The part of this replica in the record: "change", "join" or "broadcast".
 
         "join": it takes the state of a member that has the state; "broadcast": all take the state
         of the record's source.
@@ -534,7 +534,7 @@ class Mates:
     Args:
         link: The link of this worker.
         ways: To the links of all workers.
-        rank: Of this worker.
+        rank: The rank of this worker.
         service: Names the messages, equal on all workers of this replica, and on no other.
 
     Attributes:

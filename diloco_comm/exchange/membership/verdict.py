@@ -1,4 +1,4 @@
-"""Who is missing, and who lives, after a round has failed: as the link and the beats tell."""
+"""The missing members, and the living ones, after a round has failed: by link and beats."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SEALED = "a change of the group has begun"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a replica knows of the other members of its group after a failure.
+    """The knowledge that a replica has of the other members of its group after a failure.
 
     Attributes:
         left: Numbers of members that said that they leave, each with its inner step.
-        ended: That have ended.
-        silent: Of which nothing was heard within ``patience``.
-        unheard: The nonces of those.
+        ended: Numbers of members that have ended.
+        silent: Numbers of members that were not heard within ``patience``.
+        unheard: The nonces of the silent members.
         cuts: Pairs of replicas that live and cannot reach each other.
         survivors: All that live and reach each other.
         cause: Why the rounds were broken off here; "" for another end.
