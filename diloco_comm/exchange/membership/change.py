@@ -44,7 +44,8 @@ class Agreed:
     """The next epoch, and the rounds of the last one that count.
 
     Attributes:
-        decision: One stream for each fragment of this worker, by rising index; () for a replica without state.
+        decision: One stream for each fragment of this worker, by rising index; () for a replica
+            without state.
     """
 
     epoch: Epoch
@@ -55,10 +56,10 @@ class Agreed:
 class Repair:
     """A round that counts and that this replica has not applied.
 
-    ``terms`` are laid out as ``layout``, the layout of a mean in the group at the time. A round counts
-    only when all survivors have voted, and a replica that votes has the whole result: the terms are
-    this replica's own, kept since its exchange ended. ``headers`` are the headers of that group, in rank
-    order; the own header alone where streams were given up before the others had come.
+    ``terms`` are laid out as ``layout``, the layout of a mean in the group at the time. A round
+    counts only when all survivors have voted, and a replica that votes has the whole result: the
+    terms are this replica's own, kept since its exchange ended. ``headers`` are the headers of that
+    group, in rank order; the own header alone where streams were given up before the others came.
     """
 
     fragment: int
