@@ -188,6 +188,7 @@ class Exchange(StreamMember):
         # Rounds that count, and that the caller has yet to apply.
         self._repairs: list[Repair] = []
         self._fragments: list[int] = []
+        self._lacks_state = True
         self._group: FixedGroup | None = None
         self._plain: LinkShare | None = None
         _open.add(self)
@@ -314,7 +315,8 @@ class Exchange(StreamMember):
         round.epoch = self.epoch
         if self._group is not None:
             round.blame = self._group.blame
-            self._group.has_state()
+        if self._lacks_state:
+            self.has_state()
         keys = 0, 0
         if stochastic or buffers.wire.is_random:
             keys = encoding_keys(
@@ -330,7 +332,6 @@ class Exchange(StreamMember):
         if residuals.is_kept:
             of_encoding = residuals.added, residuals.new
             of_reduction = residuals.reduction(header.round)
-        self.tell_of_lost_store()
         try:
             round.job = self.engine.start(
                 plan=buffers.native,
@@ -523,6 +524,7 @@ class Exchange(StreamMember):
 
     def has_state(self) -> None:
         """Note that this replica holds the state of its group, which it may have been given."""
+        self._lacks_state = False
         if self._group is not None:
             self._group.has_state()
 
@@ -531,10 +533,6 @@ class Exchange(StreamMember):
         """Where peers reach the link of this process; "" where nobody can dial it."""
         link = self.tcp if self._plain is None else self._plain.link
         return "" if link is None else link.address
-
-    @property
-    def loss(self) -> str:
-        return "" if self._group is None else self._group.loss
 
     def blame(self, error: SyncError) -> SyncError:
         return error if self._group is None else self._group.blame(error)
@@ -591,7 +589,7 @@ class Exchange(StreamMember):
         except RuntimeError as error:
             raise SyncError(str(error), stage="attach") from error
         self._enter_epoch(epoch)
-        self.last_error = None
+        self.last_error, self._lacks_state = None, True
         for buffers in self.all_buffers:
             self.plan_buffers(buffers)
 

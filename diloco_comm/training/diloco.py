@@ -408,8 +408,6 @@ class DiLoCo:
             raise
 
     def _count_step(self, is_skipped: bool) -> None:
-        if self.exchange.loss:
-            self.exchange.tell_of_lost_store()
         self._skipped.observe(is_skipped=is_skipped)
         self._watch.stepped()
 

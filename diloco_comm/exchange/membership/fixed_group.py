@@ -70,7 +70,9 @@ class FixedDriver(group.Driver):
     ) -> None:
         super().__init__(*arguments, **options)
         self._suspect_after = suspect_after
-        self._is_busy, self._busy_since = is_busy, 0.0
+        self._is_busy, self._busy_since, self._logged_epoch = is_busy, 0.0, -1
+        # The store, for people.
+        self.place = ""
         # Why the rounds of the present record were broken off.
         self.cause = ""
 
@@ -95,6 +97,7 @@ class FixedDriver(group.Driver):
             return
         now, life = time.monotonic(), self.state.life
         self._busy_since = self._busy_since or now
+        self._tell_of_lost_store()
         members = {key.nonce for key in self._base()}
         lost = (life.suspected | life.dead) & members - self.signs.left().keys()
         cut = [key for key in self.signs.unreachable(self._base()) if key.nonce not in lost]
@@ -107,6 +110,19 @@ class FixedDriver(group.Driver):
                 numbers = [key.number for key in cut]
                 self.cause = f"{named(numbers)} could not be reached for {limit}"
             self._break_off()
+
+    def _tell_of_lost_store(self) -> None:
+        """Log once in an epoch that the connection to its store has broken, if rounds go on."""
+        is_lost = self.loss is not None and self.loss.is_lost
+        if not is_lost or self._logged_epoch == self.state.number:
+            return
+        self._logged_epoch = self.state.number
+        logger.warning(
+            "this replica's connection to the store at %s has broken, and the store is not asked "
+            "again: rounds go on without a store, but nobody can come or go until all replicas "
+            "call change_group(members, store=...) with another store",
+            self.place,
+        )
 
     @property
     def _waited(self) -> float:
@@ -235,6 +251,7 @@ class FixedGroup(Follower):
             suspect_after=self._suspect_after,
         )
         driver.ways, driver.store = self._ways, own_place()
+        driver.place = describe_store(self._store)
         return driver
 
     def move(self, store: dist.Store) -> None:
@@ -242,6 +259,7 @@ class FixedGroup(Follower):
         self._store = store
         if self._driver is not None:
             self._driver.move(StoreTable(store))
+            self._driver.place = describe_store(store)
 
     def close(self, inner_step: int, patience_s: float) -> None:
         """Tell the others that this replica has left; idempotent."""
@@ -469,12 +487,6 @@ class FixedGroup(Follower):
             self._tell(st.Started(record.number))
 
     # ---------------------------------------------------------------------------------- errors
-
-    @property
-    def loss(self) -> str:
-        """Why the store of this group has not answered lately; "" where it has."""
-        loss = None if self._driver is None else self._driver.loss
-        return "" if loss is None or not loss.is_lost else str(loss)
 
     def blame(self, error: SyncError) -> SyncError:
         """Return the error of a failed round with the replicas that are missing, and that live.

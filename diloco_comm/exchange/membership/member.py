@@ -24,7 +24,6 @@ from ...base.service import keys
 from ...base.service.addresses import Proxy, check_link, proxy_of
 from ..buffers import ExchangeBuffers
 from ..round import END, Header, error_from, wait_for_job
-from ..waiting import describe_store
 from .own_link import OwnLink
 
 _log = logging.getLogger(__name__)
@@ -193,7 +192,6 @@ class Member:
         self.inner_step = -1
         self.last_error: SyncError | None = None
         self._all_buffers: weakref.WeakSet[ExchangeBuffers] = weakref.WeakSet()
-        self._logged_epoch = -1  # the last epoch whose store was logged as lost
         self._is_sending_blob = False
         self._enter_epoch(current)
 
@@ -206,11 +204,6 @@ class Member:
     def _enter_epoch(self, epoch: Epoch) -> None:
         self._enter_group(epoch.number, epoch.members)
         self.joined, self.agreed_step = epoch.joined, epoch.agreed_step
-
-    @property
-    def loss(self) -> str:
-        """Why the store of the group is lost; "" where it is not."""
-        return ""
 
     def blame(self, error: SyncError) -> SyncError:
         """Return the error of a failure with the replicas that are missing, and that live."""
@@ -260,19 +253,6 @@ class Member:
     def store_of(self, name: str) -> dist.Store:
         """Return the part of the store that an exchange of this name has."""
         return dist.PrefixStore(f"diloco_comm/{name}", self._users_store)
-
-    def tell_of_lost_store(self) -> None:
-        """Log once in an epoch that the connection to its store has broken."""
-        if self._logged_epoch == self.epoch or not self.loss:
-            return
-        self._logged_epoch = self.epoch
-        _log.warning(
-            "this replica's connection to the store at %s has broken, and the store is not asked "
-            "again: rounds go on without a store, but this replica cannot agree with others on who "
-            "has failed, and nobody can join, until all "
-            "replicas call change_group(members, store=...) with another store",
-            describe_store(self.store),
-        )
 
     # --------------------------------------------------------------------------- small messages
 
@@ -370,7 +350,6 @@ class Member:
         **named: Any,
     ) -> _C.Job:
         """Hand a job to the engine; that the epoch died before is a SyncError, too."""
-        self.tell_of_lost_store()
         try:
             return begin(*arguments, **named)
         except RuntimeError as error:
