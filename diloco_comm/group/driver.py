@@ -382,8 +382,7 @@ class Driver:
             self._say_whether_cut_off()
             logger.warning("the registry answers again")
         look, beats = seen.look, self._beats_of(seen.look)
-        longest = max(self._period_s, min(_LONGEST_LOOK_S, self.signs.suspect_after_s / 3))
-        self._table.period_s = min(max(self._period_s, len(beats) * _LOOK_S), longest)
+        self._table.period_s = look_s(len(beats), self._period_s, self.signs.suspect_after_s)
         self.signs.note(beats, self._table.period_s)
         if self._is_new_number_taken(beats, look.record):
             self._table.look()
@@ -610,6 +609,12 @@ def _is_news(before: st.State, after: st.State) -> bool:
     names = ("entered", "has_state", "follows", "is_leaving", "is_finished", "cuts")
     has_gone = after.stage is st.Stage.GONE and before.stage is not st.Stage.GONE
     return has_gone or any(getattr(before, name) is not getattr(after, name) for name in names)
+
+
+def look_s(num_beats: int, least_s: float, suspect_after_s: float) -> float:
+    """Return the seconds between two looks at the table: a large group looks less often."""
+    longest_s = max(least_s, min(_LONGEST_LOOK_S, suspect_after_s / 3))
+    return min(max(least_s, num_beats * _LOOK_S), longest_s)
 
 
 def shown_of(content: bytes) -> str:

@@ -12,6 +12,7 @@ import pytest
 from diloco_comm import _C
 from diloco_comm.group import signs
 from diloco_comm.group.beats import GONE, Beat, Way
+from diloco_comm.group.driver import look_s
 from diloco_comm.group.records import Key
 from diloco_comm.group.signs import Signs
 from diloco_comm.group.state import Place
@@ -76,6 +77,26 @@ def test_a_silent_member_is_suspected_by_looks_that_were_answered(own: Signs) ->
     # A standstill of this process is no silence of the other one.
     own.stood_still(SUSPECT_AFTER_S)
     assert suspected(own, OTHER) == set()
+
+
+def test_a_large_group_looks_less_often() -> None:
+    periods = [look_s(number, 0.5, 30.0) for number in (1, 16, 64, 160, 1000)]
+    assert periods == [0.5, 0.5, 2.0, 5.0, 5.0]
+    assert look_s(1000, 0.5, 6.0) == 2.0 and look_s(1000, 0.5, 0.9) == 0.5
+
+
+def test_a_member_that_a_round_has_lost_is_late_after_more_than_two_periods(
+    own: Signs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "suspect_after_s", 30.0)
+    own.note([beat_of(OTHER, None)], 0.5)
+    own.lost([OTHER.nonce])
+    own.stood_still(-2.2)
+    assert suspected(own, OTHER) == {OTHER.nonce}
+    own.note([beat_of(OTHER, None)], 5.0)
+    assert suspected(own, OTHER) == set()
+    own.stood_still(-11.0)
+    assert suspected(own, OTHER) == {OTHER.nonce}
 
 
 def test_a_table_that_begins_empty_ends_nobody(own: Signs) -> None:

@@ -31,8 +31,8 @@ _MIN_DROP_S, _MAX_DROP_S = 1.0, 30 * 86400.0
 class RegistryServer:
     """Serve the records and beats of many runs, and the keys of a store.
 
-    A server keeps the records of 1,024 runs, each of at most 8,192 bytes, and the last beats of
-    1,024 members a run and 16,384 in all, each of at most 2,048 bytes. A swap is answered when the
+    A server keeps the records of 1,024 runs, each of at most 61,440 bytes, and the last beats of
+    1,024 members a run and 16,384 in all, each of at most 16,384 bytes. A swap is answered when the
     journal holds the new record. Where a swap cannot be written, such as on a full disk, nothing
     changes, and the client is told why; reads and beats go on. If the disk fails while a swap is
     written, the client is told that the outcome is unknown.
