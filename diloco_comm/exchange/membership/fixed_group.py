@@ -50,6 +50,8 @@ _MISMATCH_PATIENCE_S = 3.0
 # Seconds for which a replica with other settings still answers the others.
 _LINGER_S = 1.0
 _LONGEST_LOOK_S = 2.0
+# Seconds for which training goes on without a store before that is logged.
+_LOST_S = 1.0
 # Seconds more for other members that fail to connect, and know why: gloo takes its time.
 _CONNECT_S = 12.0
 # How a replica that was left behind may take part again.
@@ -92,12 +94,12 @@ class FixedDriver(group.Driver):
 
     def _break_off_silent_round(self) -> None:
         """Let rounds fail that wait for a member that has ended, or that is not heard any more."""
+        self._tell_of_lost_store()
         if not self._is_busy():
             self._busy_since = 0.0
             return
         now, life = time.monotonic(), self.state.life
         self._busy_since = self._busy_since or now
-        self._tell_of_lost_store()
         members = {key.nonce for key in self._base()}
         lost = (life.suspected | life.dead) & members - self.signs.left().keys()
         cut = [key for key in self.signs.unreachable(self._base()) if key.nonce not in lost]
@@ -112,9 +114,9 @@ class FixedDriver(group.Driver):
             self._break_off()
 
     def _tell_of_lost_store(self) -> None:
-        """Log once in an epoch that the connection to its store has broken, if rounds go on."""
+        """Log once in an epoch that the connection to its store has broken, if training goes on."""
         is_lost = self.loss is not None and self.loss.is_lost
-        if not is_lost or self._logged_epoch == self.state.number:
+        if not is_lost or self.table_silence < _LOST_S or self._logged_epoch == self.state.number:
             return
         self._logged_epoch = self.state.number
         logger.warning(

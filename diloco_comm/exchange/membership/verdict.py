@@ -87,7 +87,7 @@ class Verdict:
             steps = ", ".join(map(str, self.left.values()))
             parts.append(f"{named(list(self.left))} {words} {steps}")
         if self.ended:
-            parts.append(f"{named(self.ended)} {'has' if len(self.ended) == 1 else 'have'} ended")
+            parts += [f"replica {number} has ended" for number in self.ended]
         if self.silent:
             parts.append(f"{named(self.silent)} did not report within {self.patience:.1f} s")
         if self.left_out_by:
