@@ -440,10 +440,13 @@ class Exchange(StreamMember):
             SyncError: If a member does not come, or lacks a round that counts.
         """
         self.engine.check_process()
+        assert self._group is not None
         if members is not None:
+            left_out = None if self.replica in members else self._group.left_out()
+            if left_out is not None:
+                raise left_out
             members = checked_members(members, self.replica)
         self.inner_step = inner_step
-        assert self._group is not None
         if store is not None:
             self.use_store(store)
             self._group.move(self.store_of(self.line_name))

@@ -435,6 +435,7 @@ def _follow(turn: Turn, content: bytes) -> None:
     elif state.is_leaving or state.key.number in record.evicted:
         turn.end(st.Drained("this replica has left"))
     elif state.settings.is_fixed:
+        turn.change(recorded=content)
         number, own = record.number, state.key.number
         reason = f"the group of replicas {numbers} went on in epoch {number} without replica {own}"
         turn.end(st.Fence(reason))

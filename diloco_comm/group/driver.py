@@ -167,8 +167,10 @@ class Driver:
 
     def tell(self, event: st.Event) -> None:
         """Tell the core what has happened to the training thread."""
-        if isinstance(event, st.Demanded):
-            self._orders.pop(st.Fail, None)
+        if isinstance(event, st.Demanded | st.GivenUp):
+            with self._news:
+                self._orders.pop(st.Fail, None)
+                self._orders.pop(st.Connect, None)
         if isinstance(event, st.Broke | st.Boundary) and event.number == self.state.number:
             self.is_change_wanted = self.is_broken = False
         if isinstance(event, st.Broke | st.Boundary | st.Demanded):
@@ -183,7 +185,7 @@ class Driver:
             self._order(st.Enter(record))
         elif self.state.stage is st.Stage.SEALING:
             self._order(st.Seal(self.state.number))
-        elif joint is not None and not joint.is_connected:
+        elif number >= 0 and joint is not None and not joint.is_connected:
             self._order(st.Connect(joint.attempt, joint.members))
 
     def lost(self, numbers: Collection[int]) -> None:

@@ -256,6 +256,19 @@ class FixedGroup(Follower):
         driver.place = describe_store(self._store)
         return driver
 
+    def left_out(self) -> LeftBehind | None:
+        """Return the error of this replica if the others went on without it; None if they did not.
+
+        All workers of the replica call this.
+        """
+        driver, until = self._driver, time.monotonic() + _LINGER_S
+        while driver is not None and driver.fence is None and time.monotonic() < until:
+            driver.look()
+            time.sleep(PERIOD_S)
+        fence = self._from_worker_0(None if driver is None else driver.fence)
+        is_fenced = fence is not None and fence.kind == "fenced"
+        return self._left_behind(fence) if is_fenced else None
+
     def move(self, store: dist.Store) -> None:
         """Go on at another store."""
         self._store = store
