@@ -71,7 +71,8 @@ class Link:
     Args:
         backend: How payloads travel. "gloo": encoded bytes of parameters on a GPU are copied to
             host memory, and travel from there; across sites. "tcp": likewise, but everything goes
-            over a single port of this process. "nccl": the bytes stay on the device.
+            over a single port of this process. "nccl": the bytes stay on the device. With "gloo"
+            and "nccl" this process opens a port for signs of life and changes of the group, too.
             Default: tcp with ``StorePeers`` and ``Elastic``; else what the replicas' process group
             has for the device.
         lanes: Connections to each peer in each direction (1), over which chunks are spread. More
@@ -83,8 +84,8 @@ class Link:
             waited for (1800).
         join_timeout: Seconds, or a timedelta, that ``change_group`` and a newcomer wait for members
             that were never heard (60).
-        suspect_after: Seconds, or a timedelta, after which a peer is given up that shows no sign of
-            life, or to which there is no way (30).
+        suspect_after: Seconds, or a timedelta, after which a peer is given up from which nothing
+            comes over the link (30). A peer whose host refuses connections is given up at once.
         listen: With "tcp", the "host:port" at which this process listens, such as "0.0.0.0:29700";
             port 0 is any free port. "": this process does not listen. Default: the interface that
             gloo would take, and any free port.

@@ -18,11 +18,11 @@ class SyncError(RuntimeError):
         round: Outer round of the fragment, -1 if the exchange had no fragment.
         stage: Stage that failed: "header", a step of the exchange, or "vote".
         seconds: Seconds from the start of the exchange to the failure.
-        missing: Replicas that the others go on without: dead, hanging, cut off, or gone. Decided
-            once, on the store, and the same on all members. If the store does not answer: the
-            replicas whose connection this replica has lost.
-        survivors: Members that live and reach each other, the same on all members; empty if no
-            member could decide. ``change_group("survivors")`` forms a group of the survivors.
+        missing: Replicas that are dead, silent, cut off, or gone, as this replica knows at this
+            moment. Other members may know of others.
+        survivors: Members that live and reach each other, as this replica knows at this moment;
+            empty if it does not know. ``change_group("survivors")`` forms a group of all members
+            that live, on which they agree.
         cuts: Pairs of replicas that live and cannot reach each other. With the stage "connect":
             the first replica of a pair does not let in the key of the second.
     """

@@ -95,16 +95,16 @@ class Exchange(StreamMember):
         collectives: "gloo"; "tcp": everything travels over one port of this process; or "nccl":
             fragments on the device are exchanged there, on streams, and small messages travel over
             gloo all the same.
-        report_patience: Seconds that a failed exchange waits for the reports of the others;
+        report_patience: Seconds for which a failed exchange waits for signs of life of the others;
             default: the environment's, 3.
         join_timeout: Seconds that ``change_group``, and one that joins, wait for members of which
-            nothing is heard; ``timeout`` is for live members, and for the first meeting. In
+            nothing is heard; ``timeout`` is for live members, and for the first group. In
             ``change_group``, and for one that joins, also the seconds in which NCCL must connect
-            the members once they have met, 30 at least; a first group has ``timeout`` for that.
+            the members, 30 at least; a first group has ``timeout`` for that.
             Default: the environment's, 60.
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
-        change: Leads the first epoch; None: the members meet on the store.
+        change: Leads the first epoch; None: the agreement, with its table on the store.
         listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
         link_share: With "tcp", the caller's part in a link, which the caller ends after this

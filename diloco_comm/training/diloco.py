@@ -508,12 +508,12 @@ class DiLoCo:
         Every member calls this after the same failure or at the same inner step; a newcomer
         constructs ``DiLoCo(..., init="join", peers=StorePeers(...))`` meanwhile. Rounds under
         way count, and are applied, if all survivors have voted for them: so no outer step is lost
-        that any replica has taken. Once the members have met, the old group is at an end; after an
-        error only another call, or ``close``, is left.
+        that any replica has taken. The call ends the old group; after an error only another call,
+        or ``close``, is left.
 
         Args:
             members: Numbers of the replicas that go on; "survivors": all members that live.
-            store: Where they meet, if the old store is gone.
+            store: Has the record of the group from now on, if the old store is gone.
 
         Raises:
             SyncError: If the members did not all come or cannot reach each other, or a replica

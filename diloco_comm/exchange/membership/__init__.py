@@ -1,1 +1,1 @@
-"""Which replicas exchange: rendezvous, beats, verdicts, and the change to the next epoch."""
+"""Which replicas exchange: they follow the agreement of their group from epoch to epoch."""
