@@ -501,19 +501,26 @@ def _on_here(turn: Turn, nonce: bytes, here: ms.Here) -> None:
         turn.note(nonce, here.cut)
         turn.seal()
     elif state.demand and here.demand not in ((), state.demand):
-        turn.act(st.Send(nonce, ms.No(NO_ATTEMPT, Why.MEMBERS, demand=state.demand)))
-        _fail(turn, nonce, here.demand)
+        # A process that this demand leaves out hears of the next record.
+        if set(_numbers_of(state, nonce)) & set(state.demand):
+            turn.act(st.Send(nonce, ms.No(NO_ATTEMPT, Why.MEMBERS, demand=state.demand)))
+            _fail(turn, nonce, here.demand)
     elif state.settings.is_fixed:
         turn.change(here=tuple(sorted({**dict(state.here), nonce: here.demand}.items())))
 
 
+def _numbers_of(state: State, nonce: bytes) -> list[int]:
+    keys = [place.key for place in state.places]
+    return [key.number for key in (*Roster(state).base, *keys) if key.nonce == nonce]
+
+
 def _fail(turn: Turn, nonce: bytes, demand: Iterable[int]) -> None:
     """End a demand that another caller contradicts (rule 10)."""
-    state, keys = turn.state, [place.key for place in turn.state.places]
+    state = turn.state
     if state.demand in (None, tuple(demand)):
         # A late answer to a former demand may name the members of this one.
         return
-    numbers = [key.number for key in (*Roster(state).base, *keys) if key.nonce == nonce]
+    numbers = _numbers_of(state, nonce)
     who = f"replica {numbers[0]}" if numbers else "another replica"
     turn.change(demand=None, here=(), proposal=None, failure="")
     turn.act(

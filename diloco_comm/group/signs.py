@@ -228,6 +228,11 @@ class Signs:
         limit = self.suspect_after_s
         return [key for key in keys if limit <= silent.get(key.nonce, 0.0) < math.inf]
 
+    def beats(self, key: Key) -> bool:
+        """Whether the table hears of a process that its link may not hear."""
+        sight = self._sights.get(key.nonce)
+        return sight is not None and self._silence(sight) < self.suspect_after_s / 2
+
     def _is_heard(self, nonce: bytes) -> bool:
         life = self._lives.get(nonce)
         if life is None or life.is_refused:

@@ -91,7 +91,7 @@ def test_a_zombie_is_told_that_the_group_went_on(fresh_workers: Fresh) -> None:
     assert failure.kind == "LeftBehind" and failure.is_state_kept, failure
     assert failure.missing == first.missing == second.missing == (0,)
     assert failure.details["went_on_in"] == first.epoch == second.epoch
-    assert f"the group went on without replica 0 in epoch {first.epoch}" in failure.message
+    assert f"replicas [1, 2] went on in epoch {first.epoch} without replica 0" in failure.message
     assert 'init="join"' in failure.message
     for text, epoch in errors:
         assert epoch == first.epoch and "\n" not in text

@@ -105,10 +105,13 @@ class FixedDriver(group.Driver):
         cut = [key for key in self.signs.unreachable(self._base()) if key.nonce not in lost]
         is_inside = self.state.stage in (Stage.TRAINING, Stage.SEALING)
         if (lost or cut) and is_inside and now - self._busy_since > 2 * self._period_s:
-            silent = [key.number for key in self._base() if key.nonce in lost - life.dead]
+            # The table hears of a process that is cut off, and not of one that stands still.
+            away = {key.nonce for key in cut if self.signs.beats(key)}
+            quiet = lost - life.dead | {key.nonce for key in cut} - away
+            silent = [key.number for key in self._base() if key.nonce in quiet]
             limit = f"{self._suspect_after:g} s"
             self.cause = f"nothing was heard of {named(silent)} for {limit}" if silent else ""
-            if cut and not lost:
+            if away and not (silent or lost):
                 numbers = [key.number for key in cut]
                 self.cause = f"{named(numbers)} could not be reached for {limit}"
             self._break_off()
