@@ -115,7 +115,7 @@ def test_dead_replica_is_replaced(
 # ------------------------------------------------------- a second replica dies in change_group
 
 
-def die_in_connect(*_: Any) -> None:
+def die_in_connect(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -193,6 +193,8 @@ class FixedGroup(Follower):
         self._demand: tuple[int, ...] = ()
         self._conflict_since = self._runs_since = 0.0
         self._attendance = Attendance(())
+        # The counter of the first beat that was read of each process with the number of this one.
+        self._first_counters: dict[bytes, int] = {}
         # The peers of this worker in the present record: number, process, and link.
         self._peers: tuple[tuple[Key, str], ...] = ()
         self._verdict: Verdict | None = None
@@ -388,6 +390,10 @@ class FixedGroup(Follower):
             place = next((one for one in driver.state.places if one.key == beat.key), None)
             gone = driver.state.life.dead | driver.state.life.suspected
             if place is None or not place.is_fresh or nonce in gone or nonce not in counters:
+                continue
+            first = self._first_counters.setdefault(nonce, counters[nonce])
+            if counters[nonce] < first + 2:
+                # The last beat of a process that has died may be read late.
                 continue
             is_older = beat.place.entered or counters[nonce] > driver._counter
             if is_older or (counters[nonce] == driver._counter and nonce < own.nonce):

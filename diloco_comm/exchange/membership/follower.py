@@ -189,6 +189,8 @@ class Follower:
         self._began = 0.0
         # An order that was heard during an attempt, and ends it.
         self._next: tuple[Any, Chosen | None] | None = None
+        # The attempt that this worker has tried last.
+        self._tried: AttemptName | None = None
         self._driver: Driver | None = None
         ways = self._of_workers(way_of(share))
         self._ways = [way.to_text() for way in ways]
@@ -250,6 +252,10 @@ class Follower:
                 continue
             if chosen is None:
                 continue
+            if chosen.record is None and chosen.name == self._tried:
+                # Its proposer has yet to hear that it has failed.
+                continue
+            self._tried = chosen.name
             results, unreported = [], None
             change = self._change_of(chosen)
             try:
