@@ -101,12 +101,13 @@ def test_every_store_decides(kind: str, tmp_path: Path) -> None:
     ways = [store] if kind == "plain" else [store, dist.PrefixStore("p", store)]
     for way in ways:
         first, second = StoreTable(way), StoreTable(way)
-        assert first.beat("a", b"1") == {"a": b"1"} and second.beat("", b"") == {"a": b"1"}
-        assert second.beat("b", b"2") == {"a": b"1", "b": b"2"}
+        assert first.look("a", b"1").beats == second.look("", b"").beats == {"a": b"1"}
+        assert second.look("b", b"2").beats == {"a": b"1", "b": b"2"}
         assert first.id == second.id and len(first.id) == 16
-        assert first.read() == b"" and not first.swap(b"x", b"y") and first.swap(b"", b"one")
+        assert first.look("", b"").record == b"" and not first.swap(b"x", b"y")
+        assert first.swap(b"", b"one")
         assert not second.swap(b"", b"other") and second.swap(b"one", b"two")
-        assert first.read() == b"two"
+        assert first.look("", b"").record == b"two"
 
 
 def die_on_a_file(rank: int, world: int, path: str) -> Any:
