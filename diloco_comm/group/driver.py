@@ -38,6 +38,8 @@ _LOOK_S, _LONGEST_LOOK_S = 1 / 32, 5.0
 _KEY_WAIT_S = 10.0
 # Seconds for which the listening thread waits for messages at a time.
 _LISTEN_S = 0.5
+# Seconds until the first look of a process that waits for others, and the growth of that time.
+_HASTE_S, _HASTE_GROWTH = 0.005, 1.5
 # Messages that may wait for the driver; more are dropped, and their senders repeat them.
 _MOST_HEARD = 4096
 # Frames of unknown processes that are kept until the table is read.
@@ -139,6 +141,9 @@ class Driver:
         self._has_warned = self._is_closing = False
         # A refusal that waits for another process's settings, until when, and whose.
         self._refused: tuple[st.Refuse | st.Fail, float, Key] | None = None
+        # Frames that have not left, by receiver and kind; and the time until the next look.
+        self._unsent: dict[tuple[bytes, int], bytes] = {}
+        self._haste_s, self._haste_at = _HASTE_S, time.monotonic()
         # Frames of processes whose beats are yet to be read.
         self._unknown: deque[_Frame] = deque(maxlen=_MOST_UNKNOWN)
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
@@ -280,10 +285,16 @@ class Driver:
 
     def _take_turn(self) -> bool:
         """Handle what has happened, or poll; return False when the thread shall end."""
-        due = self._last_poll + self._period_s - time.monotonic()
+        now = time.monotonic()
+        due = self._last_poll + self._period_s - now
         if due <= 0:
             self._poll()
             return True
+        if self._hastens:
+            if now >= self._haste_at:
+                self._hasten(now)
+                return True
+            due = min(due, self._haste_at - now)
         try:
             news = self._events.get(timeout=due)
         except queue.Empty:
@@ -299,8 +310,25 @@ class Driver:
         elif isinstance(news, Exception):
             raise news
         elif news is not None:
+            if isinstance(news, st.Demanded | st.JoinerReady):
+                self._haste_s, self._haste_at = _HASTE_S, 0.0
             self._step(news)
         return news is not None
+
+    @property
+    def _hastens(self) -> bool:
+        """Whether others may come at any moment for whom this process waits."""
+        return self.state.stage is st.Stage.NEWCOMER or self.state.demand is not None
+
+    def _hasten(self, now: float) -> None:
+        """Look for the others, between two polls that measure time; ever more rarely."""
+        self._haste_s = min(self._period_s, _HASTE_GROWTH * self._haste_s)
+        self._haste_at = now + self._haste_s
+        unsent, self._unsent = self._unsent, {}
+        for (nonce, kind), content in unsent.items():
+            self._send(nonce, kind, content)
+        self._look_after_others()
+        self._table.look()
 
     def _poll(self) -> None:
         now, before = time.monotonic(), self._last_poll
@@ -486,9 +514,11 @@ class Driver:
         way = self.signs.way_to(nonce)
         if way is not None:
             frame = self.state.nonce + bytes([kind]) + content
-            # A message that does not leave is repeated by the core.
+            # The core repeats a message that does not leave; here once the link has connected.
             with contextlib.suppress(RuntimeError):
-                self.signs.link.tell(way.nonce, self.signs.service, frame)
+                if not self.signs.link.tell(way.nonce, self.signs.service, frame):
+                    if len(self._unsent) < _MOST_UNKNOWN:
+                        self._unsent[nonce, kind] = content
 
     def _take_shown(self, nonce: bytes, content: bytes) -> None:
         """End this process with the difference of another process's settings."""
