@@ -5,26 +5,21 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..group import driver as group
-from ..group.beats import Beat, name_of
+from ..group.beats import PULLING, READY, Beat, name_of
 from ..group.records import Key, Record
 from ..group.signs import Signs
 from ..group.state import Action, Drained, Fence, Leave, Stage, State
-from ..group.table import Look, Table, TableAway
+from ..group.table import Table
 from .exits import is_asked_to_leave
 from .happenings import Fenced, Suspected, Waiting
-from .numbers import NumberChoice
-from .registry.client import RegistryClient
-from .registry.protocol import KeyRefused, Registry, RegistryMismatch, RegistryUnavailable
 from .state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _open: weakref.WeakSet[Driver] = weakref.WeakSet()
 
@@ -136,39 +131,60 @@ class Driver(group.Driver):
         self._say(Suspected(numbers))
 
 
+class NumberChoice:
+    """Find a number that no other process has.
+
+    Args:
+        before: Number and nonce of the process before this one of the same replica, whose number
+            is free again; None if there was none.
+    """
+
+    def __init__(self, before: Key | None) -> None:
+        self._before = before
+        self._beat_before = -1
+
+    def instead_of(self, own: Key, beats: Sequence[Beat], record: Record | None) -> int | None:
+        """Return the number to take instead of ``own``'s; None to keep that one.
+
+        Args:
+            beats: The last beat of every process.
+            record: The present record of the run; None before the first.
+        """
+        self._forget_before_if_alive(beats)
+        members = () if record is None else record.members
+        if own in members:
+            return None
+        taken = {key.number for key in members if key != self._before}
+        others = [one for one in beats if one.key.nonce != own.nonce and one.key != self._before]
+        clash = any(
+            one.key.number == own.number
+            and (one.stage not in (READY, PULLING) or one.key.nonce < own.nonce)
+            for one in others
+        )
+        if not clash and own.number not in taken:
+            return None
+        return lowest_free({*taken, *(one.key.number for one in others)})
+
+    def _forget_before_if_alive(self, beats: Sequence[Beat]) -> None:
+        """Leave the process before its number if that process still beats."""
+        # The last beat of a process that has ended says so.
+        counters = [one.counter for one in beats if one.key == self._before and not one.is_gone]
+        if self._before is not None and counters and 0 <= self._beat_before < counters[0]:
+            logger.warning(
+                "replica %d still runs elsewhere, so that the state folder of this process is a "
+                "copy: this process takes another number",
+                self._before.number,
+            )
+            self._before = None
+        self._beat_before = counters[0] if counters else -1
+
+
+def lowest_free(taken: Set[int]) -> int:
+    """Return the lowest number that is not taken."""
+    return next(number for number in range(len(taken) + 1) if number not in taken)
+
+
 @atexit.register
 def _close_all() -> None:
     for driver in list(_open):
         driver.close()
-
-
-class RegistryTable:
-    """The table of one run: its record and beats at a registry; see ``group.table.Table``."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-
-    @property
-    def id(self) -> bytes:
-        return bytes.fromhex(self._registry.registry_id)
-
-    def swap(self, old: bytes, new: bytes) -> bool:
-        return self._ask(lambda: self._registry.swap(old, new))
-
-    def look(self, name: str, text: bytes) -> Look:
-        registry = self._registry
-        if isinstance(registry, RegistryClient):
-            return Look(*self._ask(lambda: registry.look(name, text)))
-        beats = self._ask(lambda: registry.beat(name, text))
-        return Look(self._ask(registry.read), beats, {})
-
-    def close(self) -> None:
-        self._registry.close()
-
-    def _ask(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except RegistryMismatch as error:
-            raise TableAway(str(error), is_other=True) from None
-        except RegistryUnavailable as error:
-            raise TableAway(str(error), is_refused=isinstance(error, KeyRefused)) from None

@@ -567,7 +567,7 @@ class Driver:
         elif isinstance(action, st.Read):
             self._table.look()
         elif isinstance(action, st.Swap):
-            self._table.swap(action.old, action.new)
+            self._table.ask_swap(action.old, action.new)
         elif isinstance(action, st.Seal):
             self._order(action)
             self.is_broken = True

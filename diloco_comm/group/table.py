@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .state import Outcome
 
@@ -24,15 +24,10 @@ class TableAway(Exception):
         is_lost: The connection has broken, and is not made again.
     """
 
-    is_lost = False
-
-    def __init__(self, text: str, *, is_refused: bool = False, is_other: bool = False) -> None:
-        super().__init__(text)
-        self.is_refused, self.is_other = is_refused, is_other
+    is_refused = is_other = is_lost = False
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """The answer of a table.
 
     Attributes:
@@ -121,7 +116,7 @@ class TableThread:
         """Beat and read soon."""
         self._news.set()
 
-    def swap(self, old: bytes, new: bytes) -> None:
+    def ask_swap(self, old: bytes, new: bytes) -> None:
         """Ask for a swap soon."""
         self._swaps.append((old, new))
         self._news.set()

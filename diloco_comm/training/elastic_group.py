@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
-from ..elastic.driver import Driver, RegistryTable
+from ..elastic.driver import Driver
 from ..elastic.exits import LEFT_STAGE, end_with_status, forget_sigterm, heed_sigterm
 from ..elastic.happenings import ViewChanged, Waiting
 from ..elastic.options import PERIOD_S, Elastic, Place, meeting_place
@@ -123,7 +123,7 @@ class ElasticGroup(Follower):
             service = f"{self._name}/members"
             limits = elastic.suspect_after, elastic.busy_after
             driver = Driver(
-                RegistryTable(registry),
+                registry,
                 state,
                 Signs(state.nonce, link, way, service, *limits),
                 period_s=PERIOD_S,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_comm.elastic.numbers import NumberChoice, lowest_free
+from diloco_comm.elastic.driver import NumberChoice, lowest_free
 from diloco_comm.elastic.state_folder import StateFolder
 from diloco_comm.group.beats import GONE, READY, TRAINING, Beat
 from diloco_comm.group.records import NO_HASH, NO_RECORD, Attempt, Key, Record

@@ -16,8 +16,10 @@ from ...base.checks import timeout_seconds
 from ...base.service.addresses import is_loopback, parse_address, tcp_address, with_scheme
 from ...base.service.keys import link_keys
 from ...base.store_host import credentials
+from ...group.table import Look
 from .protocol import (
     KeyRefused,
+    PlainLook,
     Registry,
     RegistryMismatch,
     RegistryUnavailable,
@@ -88,7 +90,7 @@ def connect(
     raise ValueError(f"registry must be {_FORMS}, got {address!r}")
 
 
-class RegistryClient:
+class RegistryClient(PlainLook):
     """The registry of one run at the server of ``diloco-comm registry``.
 
     Any thread may call the methods. Calls of several threads are made one after another, and the
@@ -163,7 +165,7 @@ class RegistryClient:
         )
         return {name: last for name, last, _ in beats}
 
-    def look(self, member: str, text: bytes) -> tuple[bytes, dict[str, bytes], dict[str, int]]:
+    def look(self, name: str, text: bytes) -> Look:
         """Publish a member's beat, and return the record, all beats, and how many there were.
 
         The server sends the texts alone whose first line has changed, and the record if that has
@@ -176,12 +178,10 @@ class RegistryClient:
         Raises:
             RegistryUnavailable: If there is no answer in time.
         """
-        check_beat(member, text)
-        return self._call(lambda client, limit: self._look(client, member, text, limit))
+        check_beat(name, text)
+        return self._call(lambda client, limit: self._look(client, name, text, limit))
 
-    def _look(
-        self, client: _C.StoreClient, member: str, text: bytes, limit: float
-    ) -> tuple[bytes, dict[str, bytes], dict[str, int]]:
+    def _look(self, client: _C.StoreClient, member: str, text: bytes, limit: float) -> Look:
         known = self._version, self._revision
         version, revision, record, counts, is_whole, beats = client.look(
             self.run, member, text, *known, limit
@@ -201,7 +201,7 @@ class RegistryClient:
             for name, count in zip(names, counts, strict=True)
         }
         self._version, self._revision, self._beats = version, revision, found
-        return self._record, found, self._counts
+        return Look(self._record, found, self._counts)
 
     def _call(self, ask: Callable[[_C.StoreClient, float], T]) -> T:
         deadline = time.monotonic() + self.timeout_s

