@@ -276,8 +276,21 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         num_under_way=max(1, settings.overlap.rounds),
         change=place.change,
         link_share=place.link_share if place.backend == "tcp" else None,
-        workers=replica.workers,
+        workers=_workers_beside(replica.workers, place.group),
     )
+
+
+def _workers_beside(
+    workers: ReplicaWorkers | None, group: dist.ProcessGroup | None
+) -> ReplicaWorkers | None:
+    """Return the workers of a replica; None where workers were given as replicas, by mistake.
+
+    Such workers then meet as replicas, and find out that their models differ.
+    """
+    if workers is None or group is None:
+        return workers
+    ranks = set(dist.get_process_group_ranks(group))
+    return None if len(ranks & set(dist.get_process_group_ranks(workers.group))) > 1 else workers
 
 
 def shard_group_of(shard_group: Any, timeout_s: float) -> ReplicaWorkers | None:

@@ -115,22 +115,22 @@ def share(
         exchange.change_group([0, 1, 2], last_rounds={})
     states = InnerStates(list(model.named_parameters()), [optimizer])
     warnings: list[str] = []
-    finish, received = member._finish, 0
+    finish, received = member.Member._finish, 0
 
-    def count(job: Any) -> None:
+    def count(self: Any, job: Any) -> None:
         nonlocal received
-        finish(job)
+        finish(self, job)
         received += job.counters["received_bytes"]
 
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     inner_state.logger.addHandler(handler)
-    member._finish = count
+    member.Member._finish = count  # type: ignore[method-assign]
     try:
         states.share(exchange)
     finally:
         inner_state.logger.removeHandler(handler)
-        member._finish = finish
+        member.Member._finish = finish  # type: ignore[method-assign]
     after = held(model, optimizer)
     states.forget()
     forgotten = held(model, optimizer)
