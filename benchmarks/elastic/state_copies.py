@@ -27,8 +27,8 @@ from benchmarks.support import common
 from benchmarks.support.common import benchmark_command, stoppable
 from benchmarks.support.namespaces import address
 from diloco_comm import _C, WireFormat
-from diloco_comm.elastic.transfer.donors import Place
 from diloco_comm.elastic.transfer.newcomer import Newcomer
+from diloco_comm.group.beats import Way
 from diloco_comm.methods.outer import Nesterov
 from diloco_comm.replica.fragments import make_fragments, trainable_parameters
 from diloco_comm.rounds import history
@@ -93,7 +93,7 @@ def give(args: argparse.Namespace, rank: int, link: Any, ways: list[Any], window
 
 def take(args: argparse.Namespace, link: Any, ways: list[Any], windows: Windows) -> Any:
     """Copy in every second window; return the bytes a second of each."""
-    donors = {f"{rank}": Place(*ways[rank]) for rank in range(DONORS)}
+    donors = {f"{rank}": Way(*ways[rank]) for rank in range(DONORS)}
     rates = []
     while (window := windows.now) < windows.count:
         if window % 2 == 0:
