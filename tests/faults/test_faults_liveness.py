@@ -194,7 +194,8 @@ def test_a_stopped_peer_costs_the_silence_and_not_the_timeout(
         assert failure.is_state_kept and failure.seconds < 60
     told = [failure.message for failure, _ in results[:-1]]
     assert any(f"nothing was heard of replica {world - 1} for 1.5 s" in text for text in told), told
-    assert results[-1][0].missing == (world - 1,)
+    # A process that wakes up may have heard nothing of the decision yet.
+    assert results[-1][0].missing in ((), (world - 1,))
     check_agreement(result for _, result in results[:-1])
 
 
