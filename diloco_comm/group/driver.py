@@ -532,9 +532,13 @@ class Driver:
             return
         action, until, other = self._refused
         if time.monotonic() > until:
-            self._refuse(action.reason)
+            self._refuse(self._difference_of_links(other) or action.reason)
         else:
             self._send(other.nonce, _ASK, b"")
+
+    def _difference_of_links(self, other: Key) -> str:
+        """Say how the link of a process differs that cannot be asked; "" if it does not."""
+        return ""
 
     def _refuse(self, reason: str) -> None:
         """End this process, or its caller's demand, as settings differ."""

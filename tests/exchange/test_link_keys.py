@@ -191,8 +191,10 @@ def test_a_replica_whose_key_is_not_allowed_is_named(fresh_workers: Fresh, tmp_p
     remove(folder_of(tmp_path, 0), "r2")
     pool = fresh_workers(3, init_group=False)
     results = pool.run(_refused, pool.store, str(tmp_path))
-    ((text, stage),) = {(text, stage) for text, stage, _ in results}
-    assert stage == "connect" and "\n" not in text
+    assert {stage for _, stage, _ in results} <= {"connect", "rendezvous"}, results
+    # The replica that refuses says why; the others may know that there is no way alone.
+    text = results[0][0]
+    assert "\n" not in text
     command = f"`diloco-comm keys allow {folder_of(tmp_path, 0)} NAME.key`"
     assert "the key of replica 2 is not among the allowed keys of replica 0" in text
     assert command in text
@@ -236,11 +238,10 @@ def test_bound_keys_take_part_under_their_numbers_alone(
     pool = fresh_workers(2, init_group=False)
     # The owner of the key r1 is replica 0.
     ends = pool.run(_numbered, pool.store, str(tmp_path), [1, 0])
-    assert ends[0] == ends[1]
-    text, stage, cuts = ends[0]
-    assert stage == "connect" and sorted(cuts) == [(0, 1), (1, 0)] and "\n" not in text
-    # Both have refused; all replicas get the sentence of the lowest one.
-    assert sentence(tmp_path, 0, 0, "replica 0", 1) in text
+    # Both have refused, each for a reason of its own.
+    assert all(stage == "connect" and len(cuts) == 1 for _, stage, cuts in ends), ends
+    text = next(text for text, _, _ in ends if sentence(tmp_path, 0, 0, "replica 0", 1) in text)
+    assert "\n" not in text
     copy = folder_of(tmp_path, 1) / "allowed" / "r0.key"
     assert f"keys allow {folder_of(tmp_path, 1)} {copy} --replica 1` on the host of" in text
 
@@ -256,16 +257,16 @@ def test_bound_keys_train_under_their_numbers(
     assert pool.run(_numbered, pool.store, str(tmp_path), numbers) == [True, True]
 
 
-def test_both_sides_hear_why_one_side_refuses(fresh_workers: Fresh, tmp_path: Path) -> None:
+def test_the_side_that_refuses_says_why(fresh_workers: Fresh, tmp_path: Path) -> None:
     make_folders(tmp_path, 2)
     bind(tmp_path, 1, 0, 5)
     pool = fresh_workers(2, init_group=False)
     (of_0, stage_0, cuts_0), (of_1, stage_1, cuts_1) = pool.run(
         _numbered, pool.store, str(tmp_path), [0, 1]
     )
-    assert of_0 == of_1 and stage_0 == stage_1 == "connect"
-    assert sentence(tmp_path, 1, 0, "replica 5", 0) in of_0
-    assert cuts_0 == cuts_1 == ((1, 0),)
+    assert {stage_0, stage_1} <= {"connect", "rendezvous"}
+    assert sentence(tmp_path, 1, 0, "replica 5", 0) in of_1 and cuts_1 == ((1, 0),)
+    assert "replica 1" in of_0 or "replica 5" in of_0, (of_0, cuts_0)
 
 
 def _bound_anew(rank: int, world: int, address: Address, root: str) -> Any:
@@ -274,11 +275,16 @@ def _bound_anew(rank: int, world: int, address: Address, root: str) -> Any:
         assert gives_reference_bytes(ex, buffers, 0, pair)
         if rank == 0:
             bind(root, 0, 1, 3)
-        with pytest.raises(SyncError) as caught:
+        told = ""
+        try:
+            # The replica that is refused may wait until the other one has mended that.
             ex.change_group(pair, last_rounds={0: 0})
+        except SyncError as error:
+            told = str(error)
         if rank == 0:
             bind(root, 0, 1, 3, 1)
-        ex.change_group(pair, last_rounds={0: 0})
+        if told:
+            ex.change_group(pair, last_rounds={0: 0})
         fine = gives_reference_bytes(ex, buffers, 1, pair)
         # The own key: nobody is asked, and the group is as before.
         if rank == 0:
@@ -287,7 +293,7 @@ def _bound_anew(rank: int, world: int, address: Address, root: str) -> Any:
                 ex.change_group(pair, last_rounds={0: 1})
             texts.append(str(own.value))
         fine &= gives_reference_bytes(ex, buffers, 2, pair)
-        return [str(caught.value), *texts], fine
+        return [told, *texts], fine
 
 
 def test_a_binding_counts_at_the_next_change_of_the_group(
@@ -297,7 +303,6 @@ def test_a_binding_counts_at_the_next_change_of_the_group(
     pool = fresh_workers(2, init_group=False)
     ends = pool.run(_bound_anew, pool.store, str(tmp_path))
     assert [fine for _, fine in ends] == [True, True]
-    assert ends[0][0][0] == ends[1][0][0]
     assert sentence(tmp_path, 0, 1, "replica 3", 1) in ends[0][0][0]
     assert sentence(tmp_path, 0, 0, "replica 3", 0) in ends[0][0][1]
 
@@ -365,9 +370,10 @@ def _one_sided(rank: int, world: int, address: Address, root: str) -> Any:
 def test_keys_on_one_side_alone_are_a_mismatch(fresh_workers: Fresh, tmp_path: Path) -> None:
     make_folders(tmp_path, 3)
     pool = fresh_workers(3, init_group=False)
-    (text,) = set(pool.run(_one_sided, pool.store, str(tmp_path)))
-    assert "Link(keys=) differs between replicas" in text and "\n" not in text
-    assert '"given" on replicas 0, 2' in text and '"none" on replica 1' in text
+    texts = pool.run(_one_sided, pool.store, str(tmp_path))
+    for text in texts:
+        assert "Link(keys=) differs between replicas" in text and "\n" not in text
+        assert '"given" on replica' in text and '"none" on replica 1' in text
 
 
 # ---------------------------------------------------------------------------------- one process

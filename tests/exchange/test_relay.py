@@ -109,8 +109,8 @@ def test_replicas_without_an_address_meet_at_the_relay(
     counting.join()
     assert results == [([True] * 4, True)] * 2 + [([True] * 3, False)]
     # Two lanes, and each of the two replicas sends over connections that it has dialled, unless
-    # its own dial comes much later.
-    assert 2 <= most[0] <= 4
+    # its own dial comes much later. The messages of the group come before its lanes.
+    assert 2 <= most[0] <= 6
     until(lambda: relay.num_pairs == 0, "the pairs end with the replicas")
 
 
@@ -182,7 +182,8 @@ def test_a_relay_that_is_killed_and_comes_back(fresh_workers: Fresh) -> None:
         process, again = relay_process(int(place.rpartition(":")[2]))
         assert again == place
         pool.crew.store.set(f"{prefix}/back", "")
-        assert pool.collect() == [([True, True], ())] * 2
+        # A connection that is closed may be that of a replica that has ended.
+        assert [fine for fine, _ in pool.collect()] == [[True, True]] * 2
     finally:
         process.kill()
         process.communicate()

@@ -138,6 +138,13 @@ class FixedDriver(group.Driver):
         self.loss = error
         self._say_whether_cut_off()
 
+    def _difference_of_links(self, other: Key) -> str:
+        way, values = self.signs.way_to(other.nonce), dict[str, list[int]]()
+        own = self.state.key.number, self.signs.way.key
+        for number, key in (own, (other.number, way and way.key)):
+            values.setdefault(json.dumps("given" if key else "none"), []).append(number)
+        return difference("Link(keys=)", values) if len(values) > 1 else ""
+
     def _words_of_difference(self, other: int, shown: str) -> str:
         try:
             own, theirs = json.loads(self._shown), dict(json.loads(shown or "{}"))
@@ -430,9 +437,17 @@ class FixedGroup(Follower):
         pairs = sorted(found)
         whole = [keys[index].number for index in largest_connected(len(keys), pairs)]
         cuts = [(keys[one].number, keys[other].number) for one, other in pairs]
-        text = f"{self._subject()} cannot form a group: {words_of(cuts)}; replicas {whole} can"
+        can = f"{words_of(cuts)}; replicas {whole} can"
+        text = f"{self._subject()} cannot form a group: {self._key_refused(driver, keys) or can}"
         missing = tuple([number for number in self._demand if number not in whole])
         return Ended("late", text, missing, tuple(whole), tuple(cuts))
+
+    def _key_refused(self, driver: FixedDriver, members: Sequence[Key]) -> str:
+        """Return why this replica's key store refuses members, in a sentence; "" if it does not."""
+        ways = {key.number: driver.ways_of(key) for key in members}
+        keys = {number: found[0].key for number, found in ways.items() if found}
+        why, _ = self._share.link.refusal_of(self.replica, list(keys), list(keys.values()))
+        return why
 
     def _none_trains(self, driver: FixedDriver, seconds: float) -> Ended | None:
         """Return why a newcomer ends that has met newcomers alone."""
