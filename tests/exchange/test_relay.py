@@ -182,7 +182,7 @@ def test_a_relay_that_is_killed_and_comes_back(fresh_workers: Fresh) -> None:
         process, again = relay_process(int(place.rpartition(":")[2]))
         assert again == place
         pool.crew.store.set(f"{prefix}/back", "")
-        # A connection that is closed may be that of a replica that has ended.
+        # A closed connection does not say whether its replica has ended.
         assert [fine for fine, _ in pool.collect()] == [[True, True]] * 2
     finally:
         process.kill()
