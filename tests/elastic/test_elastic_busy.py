@@ -142,7 +142,7 @@ def do(fault: str, seconds: float, diloco: DiLoCo) -> None:
         def fail(*_: Any) -> Any:
             raise RegistryUnavailable("this replica is cut off from the registry")
 
-        driver._table._table._registry.look = fail  # type: ignore[method-assign]
+        driver._table._table.look = fail  # type: ignore[method-assign]
     elif fault == "hold":
         with diloco.doing("evaluation"):
             hold(seconds)
