@@ -196,9 +196,6 @@ def test_a_replica_whose_key_is_not_allowed_is_named(fresh_workers: Fresh, tmp_p
     text = results[0][0]
     assert "\n" not in text
     command = f"`diloco-comm keys allow {folder_of(tmp_path, 0)} NAME.key`"
-    if "were to form a group" in text:
-        # On a busy machine, the limit of the wait comes before what the links find.
-        return
     assert "the key of replica 2 is not among the allowed keys of replica 0" in text
     assert command in text
 

@@ -368,7 +368,14 @@ class FixedGroup(Follower):
         ends = ends or self._none_trains(driver, time.monotonic() - began)
         if ends is not None:
             return ends
-        return self._attendance.end(driver, self._subject())
+        late = self._attendance.end(driver, self._subject())
+        if late is None:
+            return None
+        shown = [beat for beat in (driver.beats or {}).values() if not beat.is_gone]
+        wanted = [beat.key for beat in shown if beat.key.number in self._demand]
+        why = self._key_refused(driver, wanted)
+        text = f"{self._subject()} cannot form a group: {why}" if why else late.reason
+        return replace(late, reason=text)
 
     def _store_is_away(self, driver: FixedDriver) -> Ended:
         loss = driver.loss
@@ -622,8 +629,7 @@ class Attendance:
                 is_known = member in self._came
                 state = f"last heard of {away:.0f} s ago" if is_known else "never heard of"
                 parts.append(f"replica {member} ({state})")
-            elif match := re.search(rf"until replicas \[[\d, ]*\b{member}\b", driver.waiting_for):
-                assert match
+            elif re.search(rf"until replicas \[[\d, ]*\b{member}\b", driver.waiting_for):
                 parts.append(f"replica {member} (it lives, and has not come yet)")
         return ", ".join(parts)
 
@@ -632,9 +638,6 @@ def _living(state: st.State) -> set[int]:
     """Return the numbers of the members, and of newcomers, that live."""
     roster = Roster(state)
     living = {key.number for key in roster.base if roster.lives(key)}
-    if state.record is None and not roster.may_hold() and state.in_table is not None:
-        # Members of an old group say nothing of their successors.
-        living = {key.number for key in roster.base if roster.lives(key)}
     return living | {key.number for key in (*roster.newcomers, *roster.coming)}
 
 
