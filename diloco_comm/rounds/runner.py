@@ -494,6 +494,9 @@ class RoundRunner(ABC):
             for part in self.parts:
                 part.last_sent -= inner_step - agreed_step
 
+    def begin_group(self) -> None:  # noqa: B027
+        """Lay out what is owed as the buffers of a group of another size are."""
+
     def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
         flights = list(part.in_flight)
         with self._writing(part):

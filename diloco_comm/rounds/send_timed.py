@@ -327,11 +327,11 @@ class SendTimed(RoundRunner):
         if flight.own is not None:
             part.buffers.release(flight.own)
 
-    def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
-        super()._settle_part(part, missed, inner_step)
-        if part.buffers is not None:
-            layout, corrections = part.buffers.layout, part.owed.corrections
-            part.owed.corrections = [_laid_out(own, layout) for own in corrections]
+    def begin_group(self) -> None:
+        for part in self.parts:
+            if part.buffers is not None:
+                layout, corrections = part.buffers.layout, part.owed.corrections
+                part.owed.corrections = [_laid_out(own, layout) for own in corrections]
 
     def _repair(
         self, part: SyncedPart, repair: Repair, flight: RoundInFlight | None, inner_step: int

@@ -449,6 +449,7 @@ class Agreement:
     def renew(self, inner_step: int) -> int:
         """Begin in a new group; return the inner step."""
         self.copied_bytes = 0
+        self._rounds.begin_group()
         if self._exchange.joined:
             self.agree("join")
             self._compare_newcomers()
