@@ -367,8 +367,10 @@ class Driver:
         """Let a round fail that waits for a silent member."""
         if self._waited < 2 * self._period_s or self.state.stage is not st.Stage.TRAINING:
             return
-        silent = self.state.life.suspected & {key.nonce for key in self._base()}
-        if self.is_broken or silent:
+        base = self._base()
+        silent = self.state.life.suspected & {key.nonce for key in base}
+        # The table may hear of a member that this process does not hear.
+        if self.is_broken or silent or self.signs.unreachable(base):
             self.is_broken = True
             self._break_off()
 

@@ -225,7 +225,7 @@ def _patience(
     fresh = [key.number for key in rest if roster.is_fresh(key)]
     if not fresh and len(group) > len(rest):
         return 0, ""
-    reason = f"a while for replicas {fresh or _numbers(rest)}, as they may train on without it"
+    reason = f"for replicas {fresh or _numbers(rest)}, as they may train on without it"
     return 2 * state.settings.suspect_after, reason
 
 
@@ -294,7 +294,7 @@ def _found(state: State, roster: Roster, record: Record | None) -> Plan:
     absent = [key.number for key in roster.base if key.number not in draft.numbers]
     if absent and not settings.allows_rollback:
         wait = max(wait, settings.suspect_after)
-        reason = f"a while for replicas {absent}, as one of them may have a newer checkpoint"
+        reason = f"for replicas {absent}, as one of them may have a newer checkpoint"
     patience = wait + group.index(state.key) * settings.suspect_after
     return Plan(draft, group[0], reason, patience)
 

@@ -71,7 +71,7 @@ def reasons_to_wait() -> list[str]:
     # A fixed group waits for demands.
     source = source.replace(inspect.getsource(plans._demanded), "")
     strings = [
-        text for text in python_strings(source) if text.startswith(("until ", "a while for "))
+        text for text in python_strings(source) if text.startswith(("until ", "for replicas "))
     ]
     beginnings = {re.split("[,:;] ", text)[0] for text in strings}
     return sorted(".+?".join(map(re.escape, text.split(ANY))) for text in beginnings)

@@ -332,7 +332,7 @@ def revived(places: tuple[st.Place, ...], record: Record = DEAD, **settings: obj
 
 def test_rule_12_newcomers_with_a_late_checkpoint_go_on_when_all_have_died() -> None:
     core = revived((place_of(1, 1, follows=NO_RECORD, inner_step=60, has_checkpoint=True),))
-    assert core.reason == "a while for replicas [0], as one of them may have a newer checkpoint"
+    assert core.reason == "for replicas [0], as one of them may have a newer checkpoint"
     core.poll(3)
     assert core.state.proposal is not None
     draft = core.state.proposal.draft

@@ -182,7 +182,7 @@ def revived(number: int, *others: st.Place, inner_step: int = 50, **settings: ob
 
 def test_a_newer_checkpoint_that_comes_a_little_later_counts() -> None:
     core = revived(0)
-    assert core.reason == "a while for replicas [1], as one of them may have a newer checkpoint"
+    assert core.reason == "for replicas [1], as one of them may have a newer checkpoint"
     core.poll()
     core.look(DEAD, (returned(0, 50), returned(1, 54)))
     core.poll(2 * SUSPECT_AFTER)
