@@ -28,6 +28,7 @@ from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
 from diloco_comm.elastic.options import Elastic
 from diloco_comm.exchange.membership import change
 from diloco_comm.exchange.membership.follower import Follower
+from diloco_comm.training import views
 
 # Long enough for a process on a loaded machine to beat meanwhile.
 SUSPECT_AFTER_S = 6.0
@@ -345,7 +346,7 @@ def die_in_change(stage: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     places: dict[str, tuple[Any, str]] = {
-        "seal": (change, "positions_of"),
+        "seal": (views, "positions_of"),
         "connect": (change, "connect"),
         "open": (Follower, "wait_until_entered"),
     }
