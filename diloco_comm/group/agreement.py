@@ -88,6 +88,10 @@ class Turn:
         """End the own attempt, and pause before another (rule 5)."""
         self.change(proposal=None, num_waits=-1)
 
+    def withdraw(self) -> None:
+        """End the demand of the caller, and with it the part of this process in an attempt."""
+        self.change(demand=None, here=(), proposal=None, joint=None, failure="")
+
     def forget(self, joint: Joint, failure: str) -> None:
         """Forget an attempt that cannot connect: the pause grows with each, up to a bound.
 
@@ -522,7 +526,7 @@ def _fail(turn: Turn, nonce: bytes, demand: Iterable[int]) -> None:
         return
     numbers = _numbers_of(state, nonce)
     who = f"replica {numbers[0]}" if numbers else "another replica"
-    turn.change(demand=None, here=(), proposal=None, failure="")
+    turn.withdraw()
     turn.act(
         st.Fail(
             f"replica {state.key.number} was told to go on with replicas {list(state.demand)}, and "
@@ -632,7 +636,7 @@ def _on_demanded(turn: Turn, event: st.Demanded) -> None:
 
 
 def _on_given_up(turn: Turn, _: st.GivenUp) -> None:
-    turn.change(demand=None, here=(), proposal=None, joint=None, failure="")
+    turn.withdraw()
 
 
 def _on_joiner_ready(turn: Turn, event: st.JoinerReady) -> None:
@@ -769,7 +773,7 @@ def _differs(turn: Turn) -> bool:
         is_meant = key != state.key and key.number in (state.demand or ()) and key not in base
         if is_meant and place.is_fresh and place.settings != state.settings.digest:
             if key.nonce not in state.life.dead | state.life.suspected and not place.is_finished:
-                turn.change(demand=None, here=(), proposal=None, failure="")
+                turn.withdraw()
                 turn.act(st.Fail(_refuse(state, key).reason, key))
                 return True
     return False

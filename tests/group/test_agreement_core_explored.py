@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from agreement_explorer import Bounds, explore
+from agreement_mutants import MUTANTS
 from agreement_walks import first_group
 from agreement_world import World, settings_of
 
 
-def two(streams: int, **values: int) -> World:
+def two(streams: int, **values: Any) -> World:
     world = World(settings_of(founding_wait=8, **values), streams)
     first_group(world, 2)
     world.messages = ()
@@ -28,6 +31,18 @@ EXPLORED = {
     "crash-and-forgets": (1, 1, {"crash": 1, "forget": 1}),
 }
 
+# The same for fixed groups: whether drivers carry out at once what their cores ask for, polls, faults.
+CALLERS = {
+    "give-up": (True, 0, {"demand": 3, "give up": 1}),
+    "break": (True, 0, {"demand": 3, "give up": 1, "break": 1}),
+    "forgets": (True, 0, {"demand": 2, "give up": 1, "forget": 1}),
+    "no-answer": (True, 0, {"demand": 2, "give up": 1, "no answer": 1}),
+    "slow-drivers": (False, 0, {"demand": 3, "give up": 1}),
+    "late-devices": (False, 0, {"demand": 3, "give up": 1, "delay": 1}),
+    "crash": (True, 1, {"demand": 2, "crash": 1}),
+    "polls": (True, 1, {"demand": 3, "give up": 1}),
+}
+
 
 @pytest.mark.nightly(
     "these have most states", but=["break", "two-streams", "crash", "no-answer", "forgets"]
@@ -40,6 +55,29 @@ def test_every_order_of_events_of_two_processes_keeps_the_invariants(name: str) 
     found = explore(world, Bounds(faults=tuple(faults.items()), polls=polls))
     assert found.broken == "", found.trail
     assert found.is_exhaustive and found.ends > 0
+
+
+@pytest.mark.nightly(
+    "these have most states", but=["give-up", "break", "forgets", "no-answer"]
+)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", list(CALLERS))
+def test_every_order_of_events_of_two_callers_keeps_the_invariants(name: str) -> None:
+    is_quick, polls, faults = CALLERS[name]
+    bounds = Bounds(faults=tuple(faults.items()), polls=polls, is_quick=is_quick)
+    found = explore(two(1, suspect_after=3, is_fixed=True), bounds)
+    assert found.broken == "", found.trail
+    assert found.is_exhaustive and found.ends > 0
+
+
+def test_the_explorer_finds_a_caller_that_gives_up_and_is_taken_along() -> None:
+    mutant = MUTANTS["who-gives-up-stays-in-the-attempt"]
+    bounds = Bounds(faults=(("demand", 2), ("give up", 1)), polls=0, is_quick=False)
+    with mutant.step() as step:
+        world = two(1, is_fixed=True)
+        world.step = step
+        found = explore(world, bounds)
+    assert found.broken.startswith("I9") and found.trail
 
 
 def test_the_explorer_finds_a_decision_that_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ SEEDS = range(60)
 
 def broken_in(kind: str, seed: int, step: Any, size: int = 3, *, keeps_promise: bool = True) -> str:
     """Return the invariant that a history breaks first; "" for none."""
-    world = World(settings_of(founding_wait=8), step=step)
+    world = World(settings_of(is_fixed=kind == "callers", founding_wait=8), step=step)
     world.keeps_promise = keeps_promise
     try:
         first_group(world, size)

@@ -91,6 +91,10 @@ def forget_the_dead(world: World) -> None:
     world.swaps = tuple([one for one in world.swaps if one[0] in newest])
     world.replies = tuple([one for one in world.replies if one[0] in newest])
     world.failing = frozenset([one for one in world.failing if one[0] in newest])
+    world.late = tuple([one for one in world.late if one[0] in newest])
+    for attempts in (world.asked, world.connected):
+        for nonce in gone:
+            attempts.pop(nonce, None)
     for node in world.living:
         world.put(node.key.nonce, mistaken=node.mistaken & newest)
 

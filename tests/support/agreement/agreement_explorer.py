@@ -136,6 +136,19 @@ def _faults(world: World, kind: str) -> Iterator[Name]:
             yield "reply", place, True
     elif kind == "forget":
         yield ("forget",)
+    elif kind == "demand":
+        numbers = tuple(sorted(node.key.number for node in world.living))
+        for node in world.living:
+            if node.state.demand is None:
+                yield "demand", node.key.nonce, numbers
+    elif kind == "give up":
+        for node in world.living:
+            if node.state.demand is not None:
+                yield "give_up", node.key.nonce
+    elif kind == "delay":
+        for node in world.living:
+            if any(isinstance(action, st.Connect) for action in node.todo):
+                yield "delay", node.key.nonce
     else:
         for node in world.living:
             if kind == "crash" or (node.state.stage is st.Stage.TRAINING):
@@ -169,6 +182,7 @@ def key_of(place: Place) -> Any:
             tuple(sorted(map(repr, world.messages))),
             world.swaps,
             world.replies,
+            world.late,
             world.record,
             tuple(world.places.items()),
             world.failing,

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from agreement_walks import DURABLE_FAULTS, FORGETTING_FAULTS
+from agreement_walks import DURABLE_FAULTS, FIXED_FAULTS, FORGETTING_FAULTS
 
 from diloco_comm.group import agreement, plans, streams
 
@@ -64,6 +64,12 @@ FAULTS = {
     "forgetful": {**FORGETTING_FAULTS, "forget": 0.02, "break": 0.02, "cut": 0.005, "leave": 0.005},
     "silent": {**DURABLE_FAULTS, "mistake": 0.02, "cut": 0.01, "break": 0.01},
     "unanswered": {**DURABLE_FAULTS, "no answer": 0.1, "despair": 0.05, "break": 0.02},
+    "unconnected": {**DURABLE_FAULTS, "delay": 0.05, "devices": 0.03, "break": 0.02},
+    # In fixed groups.
+    "callers": {
+        **{**FIXED_FAULTS, "demand": 0.03, "give up": 0.02, "let in": 0.005},
+        **{"delay": 0.02, "devices": 0.03, "break": 0.01},
+    },
 }
 
 MUTANTS = {
@@ -160,5 +166,74 @@ MUTANTS = {
         "unanswered",
         ("I3", "I4", "I5", "L"),
         seed=27,
+    ),
+    "nobody-need-be-connected": Mutant(
+        agreement,
+        "",
+        "    return sorted(unsealed | unready)\n",
+        "    return sorted(unsealed)\n",
+        "unconnected",
+        ("I8",),
+    ),
+    "a-former-attempt-is-taken-for-connected": Mutant(
+        agreement,
+        "",
+        "    if joint is None or joint.attempt != event.attempt:\n",
+        "    if joint is None:\n",
+        "unconnected",
+        ("I8",),
+        seed=14,
+    ),
+    "who-gives-up-stays-in-the-attempt": Mutant(
+        agreement,
+        "",
+        "here=(), proposal=None, joint=None,",
+        "here=(), proposal=None,",
+        "callers",
+        ("I9",),
+        seed=1,
+    ),
+    "any-demand-is-answered": Mutant(
+        agreement,
+        "",
+        "        return state.demand == numbers\n",
+        "        return True\n",
+        "callers",
+        ("I9",),
+        seed=1,
+    ),
+    "a-late-answer-fails-the-same-demand": Mutant(
+        agreement,
+        "",
+        "    if state.demand in (None, tuple(demand)):\n",
+        "    if state.demand is None:\n",
+        "callers",
+        ("I9",),
+        seed=10,
+    ),
+    "who-is-left-out-contradicts": Mutant(
+        agreement,
+        "",
+        "        if set(_numbers_of(state, nonce)) & set(state.demand):\n",
+        "        if True:\n",
+        "callers",
+        ("I9",),
+    ),
+    "a-joiner-founds": Mutant(
+        plans,
+        "plan_of",
+        "    if state.record is None and not (state.may_found or holders):\n",
+        "    if False:\n",
+        "callers",
+        ("I6",),
+        seed=2,
+    ),
+    "a-demand-outlives-its-group": Mutant(
+        agreement,
+        "",
+        "        demand=None if state.demand in ((), record.numbers) else state.demand,\n",
+        "        demand=state.demand,\n",
+        "callers",
+        ("L",),
     ),
 }

@@ -13,7 +13,11 @@ from diloco_comm.group import state as st
 
 # Rounds of a quiet time within which all must train together.
 MANY = 80
+# Rounds of a quiet time for which callers wait in vain.
+PATIENCE = 8
 _MOST_EVENTS = 4000
+# The number of a replica that callers name, and that never comes.
+ABSENT = 99
 
 
 def quiet_round(world: World) -> None:
@@ -56,10 +60,20 @@ def demand(world: World, numbers: list[int]) -> None:
     # A process that comes to a group that trains waits to be let in, init="join".
     is_begin = not any(node.state.record for node in world.living)
     for number in numbers:
-        node = world.node(number)
-        if node.takes_part and node.state.demand is None:
+        node = None if number == ABSENT else world.node(number)
+        if node is not None and node.takes_part and node.state.demand is None:
             demanded = st.Demanded(tuple(sorted(numbers)), may_found=is_begin)
             world.tell(node.key.nonce, demanded)
+
+
+def waits_in_vain(world: World, node: Node) -> bool:
+    """Whether a caller waits for ever: its group runs already, or has not begun, or never comes.
+
+    Callers that contradict each other are told so where one of them leads the other, else not.
+    """
+    state, living = node.state, sorted(one.key.number for one in world.living)
+    is_refused = "runs already" in state.waits_for or state.waits_for.endswith("trains")
+    return state.demand is not None and (is_refused or state.demand != tuple(living))
 
 
 def is_settled(world: World) -> bool:
@@ -97,12 +111,13 @@ def settle(world: World, is_enough: Callable[[World], bool] = is_settled) -> int
         Broken: If that does not come.
     """
     calm(world)
-    for node in world.living:
-        if node.state.demand is not None:
-            world.tell(node.key.nonce, st.GivenUp())
     for number in range(MANY):
         if is_enough(world):
             return number
+        for node in world.living:
+            # All others are answered without that their callers give up.
+            if number % PATIENCE == PATIENCE - 1 and waits_in_vain(world, node):
+                world.tell(node.key.nonce, st.GivenUp())
         if world.settings.is_fixed:
             demand(world, [node.key.number for node in world.living])
         quiet_round(world)
@@ -121,7 +136,8 @@ def describe(world: World) -> str:
             joint = state.joint.attempt if state.joint else None
             rows.append(
                 f"{state.key.number}.{state.nonce[1]}: {state.stage.name} in {state.number}, "
-                f"{joint}, leads {state.proposal is not None}, waits {state.waits_for!r}"
+                f"{joint}, leads {state.proposal is not None}, demands {state.demand}, "
+                f"waits {state.waits_for!r}"
             )
     return "\n".join(rows)
 
@@ -209,6 +225,8 @@ class Walk:
             world._crash(nonce)
         elif kind == "devices":
             world._devices(nonce)
+        elif kind == "delay":
+            world._delay(nonce)
         elif kind == "break" and node.state.record is not None:
             world._break(nonce)
         elif kind == "cut" and other != nonce:
@@ -224,7 +242,10 @@ class Walk:
         elif kind == "demand":
             numbers = [one.key.number for one in world.living]
             chosen = self.random.sample(numbers, self.random.randint(1, len(numbers)))
-            demand(world, chosen)
+            demand(world, [*chosen, ABSENT] if self.random.random() < 0.1 else chosen)
+        elif kind == "let in" and node.state.demand is None and node.state.record is None:
+            numbers = sorted(one.key.number for one in world.living)
+            world.tell(nonce, st.Demanded(tuple(numbers), may_found=False))
         elif kind == "survivors" and node.state.demand is None and node.state.record is not None:
             world.tell(nonce, st.Demanded())
         elif kind == "give up" and node.state.demand is not None:
@@ -246,12 +267,14 @@ DURABLE_FAULTS: dict[str, float] = {
     "evict": 0.0005,
     "heal": 0.01,
     "devices": 0.01,
+    "delay": 0.01,
 }
 FIXED_FAULTS = {
     **{kind: weight for kind, weight in DURABLE_FAULTS.items() if kind not in ("leave", "evict")},
     "demand": 0.01,
     "survivors": 0.02,
     "give up": 0.004,
+    "let in": 0.002,
 }
 FORGETTING_FAULTS = {**DURABLE_FAULTS, "forget": 0.002, "off table": 0.0}
 

@@ -15,12 +15,15 @@ from typing import Any
 from agreement_threads import Thread
 
 from diloco_comm.group import agreement
+from diloco_comm.group import messages as ms
 from diloco_comm.group import state as st
 from diloco_comm.group.messages import decode, encode
-from diloco_comm.group.records import NO_HASH, NO_RECORD, Key, Record, record_hash
+from diloco_comm.group.records import NO_HASH, NO_RECORD, Attempt, Key, Record, record_hash
 
 Name = tuple[Any, ...]
 STREAMS = 2
+# Attempts of one process that the invariants remember.
+MOST_ATTEMPTS = 32
 
 
 class Broken(AssertionError):
@@ -102,6 +105,8 @@ class World:
         self.cuts: frozenset[frozenset[bytes]] = frozenset()
         self.off_table: frozenset[bytes] = frozenset()
         self.failing: frozenset[tuple[bytes, bytes]] = frozenset()
+        # Attempts for which a process has connected, and its core has yet to hear so.
+        self.late: tuple[tuple[bytes, st.Connected], ...] = ()
         self.starts: Counter[int] = Counter()
         self.counts: Counter[str] = Counter()
         self.largest_state = 0
@@ -112,6 +117,8 @@ class World:
         self.truth: dict[bytes, tuple[Any, ...]] = {}
         self.records: dict[bytes, Record] = {}
         self.was_in: dict[Key, tuple[int, bytes]] = {}
+        self.asked: dict[bytes, tuple[Attempt, ...]] = {}
+        self.connected: dict[bytes, tuple[Attempt, ...]] = {}
 
     def copy(self) -> World:
         """Return a world that goes on apart from this one."""
@@ -157,7 +164,12 @@ class World:
             return
         state, actions = self.step(node.state, event)
         self.put(nonce, state=state)
+        if isinstance(event, st.Demanded | st.GivenUp):
+            # The driver takes its orders of a former demand back.
+            self._drop_connect(nonce)
         for action in actions:
+            if isinstance(action, st.Fail):
+                self._check_failure(node.state, event)
             self._take(nonce, action)
 
     def _take(self, nonce: bytes, action: st.Action) -> None:
@@ -165,8 +177,13 @@ class World:
         self.counts[type(action).__name__] += 1
         if isinstance(action, st.Send):
             self.counts[type(action.message).__name__] += 1
+            self._check_answer(node.state, action.message)
+            if isinstance(action.message, ms.Prepare):
+                self._note(self.asked, nonce, action.message.attempt)
             self.send(nonce, action.nonce, encode(action.message))
         elif isinstance(action, st.Swap):
+            if not (node.state.record or node.state.may_found):
+                raise Broken("I6", f"{node.key.number} founds, and its caller waits to be let in")
             self.swaps = (*self.swaps, (nonce, action.old, action.new, node.state.table))
         elif isinstance(action, st.Enter):
             self.enter(nonce, action.record)
@@ -177,6 +194,17 @@ class World:
         elif isinstance(action, st.Seal | st.Connect | st.Read) and action not in node.todo:
             rest = [one for one in node.todo if type(one) is not type(action)]
             self.put(nonce, todo=(*rest, action))
+
+    def _note(
+        self, attempts: dict[bytes, tuple[Attempt, ...]], nonce: bytes, one: Attempt
+    ) -> None:
+        """Note one of the last attempts of a process."""
+        if one not in attempts.get(nonce, ()):
+            attempts[nonce] = (*attempts.get(nonce, ()), one)[-MOST_ATTEMPTS:]
+
+    def _drop_connect(self, nonce: bytes) -> None:
+        todo = self.nodes[nonce].todo
+        self.put(nonce, todo=tuple([one for one in todo if not isinstance(one, st.Connect)]))
 
     def send(self, source: bytes, target: bytes, content: Any) -> None:
         other = self.nodes.get(target)
@@ -199,6 +227,8 @@ class World:
             yield "swap", place
         for place in range(len(self.replies)):
             yield "reply", place
+        for place in range(len(self.late)):
+            yield "late", place
         for nonce, node in self.nodes.items():
             if node.takes_part:
                 for place, action in enumerate(node.todo):
@@ -320,9 +350,21 @@ class World:
             positions = node.thread.positions
             self.tell(nonce, st.Sealed(action.number, positions, self._inner_step(node)))
         elif isinstance(action, st.Connect):
-            others = [key.nonce for key in action.members if key.nonce != nonce]
-            cut = tuple([one for one in others if self.is_cut(nonce, one)])
-            self.tell(nonce, st.Connected(action.attempt, cut))
+            self.tell(nonce, self._connected(nonce, action))
+
+    def _connected(self, nonce: bytes, action: st.Connect) -> st.Connected:
+        """Let a process connect, as far as there are ways."""
+        others = [key.nonce for key in action.members if key.nonce != nonce]
+        cut = tuple([one for one in others if self.is_cut(nonce, one)])
+        if not cut:
+            self._note(self.connected, nonce, action.attempt)
+        return st.Connected(action.attempt, cut)
+
+    def _late(self, place: int) -> None:
+        """Let a core hear that its process has connected, which may be for a former attempt."""
+        nonce, connected = self.late[place]
+        self.late = (*self.late[:place], *self.late[place + 1 :])
+        self.tell(nonce, connected)
 
     def _inner_step(self, node: Node) -> int:
         return node.thread.first_step + sum(node.thread.done)
@@ -444,16 +486,34 @@ class World:
 
     def _devices(self, nonce: bytes) -> None:
         """Let the devices of a process not connect, if it is to connect."""
-        node = self.nodes[nonce]
-        for action in node.todo:
-            if isinstance(action, st.Connect):
-                self.put(nonce, todo=tuple([one for one in node.todo if one != action]))
-                self.tell(nonce, st.Connected(action.attempt, error="no devices"))
+        for action in self._connects(nonce):
+            self.tell(nonce, st.Connected(action.attempt, error="no devices"))
+
+    def _delay(self, nonce: bytes) -> None:
+        """Let a process connect, if it is to connect, and its core not hear so yet."""
+        for action in self._connects(nonce):
+            self.late = (*self.late, (nonce, self._connected(nonce, action)))
+
+    def _connects(self, nonce: bytes) -> list[st.Connect]:
+        """Take the order of a process to connect."""
+        found = [one for one in self.nodes[nonce].todo if isinstance(one, st.Connect)]
+        self._drop_connect(nonce)
+        return found
 
     def _break(self, nonce: bytes) -> None:
         """Let the round under way of a process fail."""
         self.failing = frozenset([one for one in self.failing if one[0] != nonce])
-        self.tell(nonce, st.Broke(self.nodes[nonce].state.number))
+        record = self.nodes[nonce].state.record
+        others = () if record is None else record.members
+        cut = tuple([key.nonce for key in others if self.is_cut(nonce, key.nonce)])
+        self.tell(nonce, st.Broke(self.nodes[nonce].state.number, cut))
+
+    def _demand(self, nonce: bytes, numbers: tuple[int, ...], may_found: bool = False) -> None:
+        """Let the caller of a process demand a group."""
+        self.tell(nonce, st.Demanded(numbers, may_found))
+
+    def _give_up(self, nonce: bytes) -> None:
+        self.tell(nonce, st.GivenUp())
 
     def _forget(self) -> None:
         """The table's process ends, and begins again with nothing; requests end with it."""
@@ -481,6 +541,33 @@ class World:
             self._check_round(record, round, "I1")
         if record.source is not None:
             self._check_founding(record)
+        self._check_connections(record)
+
+    def _check_connections(self, record: Record) -> None:
+        """Check that the members of a record have connected, where they were asked to."""
+        attempt = record.attempt
+        if attempt in self.asked.get(attempt.proposer, ()):
+            for key in record.members:
+                if attempt not in self.connected.get(key.nonce, ()):
+                    raise Broken("I8", f"{key.number} is in view {record.number} unconnected")
+
+    def _check_answer(self, state: st.State, message: ms.Message) -> None:
+        """Check that a process of a fixed group answers for the members of its caller alone."""
+        if not state.settings.is_fixed or not isinstance(message, ms.Sealed | ms.Ready):
+            return
+        joint = state.joint
+        numbers = () if joint is None else tuple([key.number for key in joint.members])
+        if state.demand not in ((), numbers):
+            raise Broken("I9", f"{state.key.number} answers {numbers}, and not {state.demand}")
+
+    def _check_failure(self, before: st.State, event: st.Event) -> None:
+        """Check that a demand fails only for a caller with other members, which meet these."""
+        if not isinstance(event, st.Heard) or not isinstance(event.message, ms.Here | ms.No):
+            return
+        demand, other = before.demand or (), event.message.demand
+        is_named = self.nodes[event.nonce].key.number in demand
+        if demand == other or (isinstance(event.message, ms.Here) and not is_named):
+            raise Broken("I9", f"{before.key.number} fails with {demand} for {other}")
 
     def _check_round(self, record: Record, round: tuple[int, int], invariant: str) -> None:
         stream, position = round
