@@ -158,17 +158,16 @@ def _may_answer(turn: Turn, proposer: Key, prepare: ms.Prepare) -> bool:
     if is_joiner and (state.has_state or not is_ready):
         # Its state must not be taken for lost; and a newcomer comes when it is ready.
         return False
-    if prepare.settings != state.settings.digest and state.settings.is_fixed:
-        return False
     if prepare.settings != state.settings.digest:
-        refuse = _refuse(state, proposer)
-        turn.act(st.Send(proposer.nonce, ms.No(attempt, Why.SETTINGS, text=refuse.reason)))
-        turn.end(refuse)
+        if not state.settings.is_fixed:
+            refuse = _refuse(state, proposer)
+            _answer(turn, ms.No(attempt, Why.SETTINGS, text=refuse.reason))
+            turn.end(refuse)
         return False
     if state.settings.is_fixed and state.demand != ():
         numbers = tuple([key.number for key in prepare.members])
         if state.demand is not None and state.demand != numbers:
-            turn.act(st.Send(proposer.nonce, ms.No(attempt, Why.MEMBERS, demand=state.demand)))
+            _answer(turn, ms.No(attempt, Why.MEMBERS, demand=state.demand))
             _fail(turn, proposer.nonce, numbers)
         return state.demand == numbers
     return True
@@ -178,19 +177,20 @@ def _say_sealed(turn: Turn) -> None:
     state, joint = turn.state, turn.state.joint
     if joint is not None and state.stage is Stage.SEALED:
         turn.change(bound=joint.members if state.has_moved else ())
-        sealed = ms.Sealed(joint.attempt, state.number, state.positions, state.inner_step)
-        _answer(turn, joint.attempt.proposer, sealed)
+        _answer(turn, ms.Sealed(joint.attempt, state.number, state.positions, state.inner_step))
 
 
 def _say_ready(turn: Turn) -> None:
     joint = turn.state.joint
     if joint is not None and joint.is_connected:
-        _answer(turn, joint.attempt.proposer, ms.Ready(joint.attempt))
+        _answer(turn, ms.Ready(joint.attempt))
 
 
-def _answer(turn: Turn, proposer: bytes, answer: ms.Sealed | ms.Ready) -> None:
+def _answer(turn: Turn, answer: ms.Sealed | ms.Ready | ms.No) -> None:
+    """Answer the proposer of an attempt, which may be this process."""
+    proposer = answer.attempt.proposer
     if proposer == turn.state.nonce:
-        _on_answer(turn, proposer, answer)
+        _ON_MESSAGE[type(answer)](turn, proposer, answer)
     else:
         turn.act(st.Send(proposer, answer))
 
@@ -257,26 +257,18 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
     is_own = proposal is not None and proposal.draft.attempt == no.attempt
     if no.why is Why.MEMBERS and (is_own or no.attempt == NO_ATTEMPT):
         _fail(turn, nonce, no.demand)
-    elif no.why is Why.FAILED and joint is not None and joint.attempt == no.attempt:
-        sender = next((key for key in joint.members if key.nonce == nonce), None)
-        if is_own and sender is not None:
-            turn.forget(joint, f"replica {sender.number}: {no.text}")
-        elif sender == joint.proposer:
-            turn.forget(joint, no.text)
-    elif is_own and no.why is Why.CUT and turn.state.settings.is_fixed:
-        assert joint is not None and proposal is not None
-        turn.note(nonce, no.cut)
-        turn.forget(joint, _cut_off(proposal.draft.members, nonce, no.cut))
+    if no.why is Why.MEMBERS or joint is None or joint.attempt != no.attempt:
+        return
+    numbers = {key.nonce: key.number for key in joint.members}
+    if no.why is Why.FAILED and nonce in (joint.attempt.proposer, *(numbers if is_own else ())):
+        turn.forget(joint, f"replica {numbers[nonce]}: {no.text}" if is_own else no.text)
     elif is_own and no.why is not Why.FAILED:
-        turn.note(nonce, no.cut if no.why is Why.CUT else (turn.state.nonce,))
-        turn.drop()
-
-
-def _cut_off(members: Iterable[Key], nonce: bytes, cut: Iterable[bytes]) -> str:
-    """Say which members cannot reach each other."""
-    numbers = {key.nonce: key.number for key in members}
-    away = sorted(numbers[other] for other in cut if other in numbers)
-    return f"replica {numbers.get(nonce)} cannot reach replicas {away}"
+        turn.note(nonce, no.cut or (turn.state.nonce,))
+        if turn.state.settings.is_fixed:
+            away = sorted(numbers[other] for other in no.cut if other in numbers)
+            turn.forget(joint, f"replica {numbers.get(nonce)} cannot reach replicas {away}")
+        else:
+            turn.drop()
 
 
 def _missing(proposal: Proposal) -> list[Key]:
@@ -438,13 +430,12 @@ def _follow(turn: Turn, content: bytes) -> None:
         _enter(turn, content)
     elif state.is_leaving or state.key.number in record.evicted:
         turn.end(st.Drained("this replica has left"))
-    elif state.settings.is_fixed:
-        turn.change(recorded=content)
-        number, own = record.number, state.key.number
-        reason = f"the group of replicas {numbers} went on in epoch {number} without replica {own}"
-        turn.end(st.Fence(reason))
     else:
         reason = f"view {record.number} of replicas {numbers} was opened without this process"
+        if state.settings.is_fixed:
+            reason = f"the group of replicas {numbers} went on in epoch {record.number}"
+            reason += f" without replica {state.key.number}"
+        turn.change(recorded=content)
         turn.end(st.Fence(reason))
 
 
@@ -454,27 +445,14 @@ def _enter(turn: Turn, content: bytes) -> None:
     number = state.key.number
     holds = state.has_state and number not in record.joined
     turn.change(
+        **{name: getattr(st.State, name) for name in st.OF_ONE_RECORD},
         stage=Stage.TRAINING,
         entered=content,
         recorded=content,
         table=record.table,
         has_state=number == record.source or (record.source is None and holds),
-        positions=(),
-        has_all_votes=False,
-        is_pending=False,
-        joint=None,
-        proposal=None,
-        follows=None,
         is_blind=False,
-        here=(),
-        cuts=frozenset(),
         demand=None if state.demand in ((), record.numbers) else state.demand,
-        told=b"",
-        opened=b"",
-        bound=(),
-        failure="",
-        num_failures=0,
-        num_waits=0,
     )
     turn.act(st.Enter(record))
     if record.attempt.proposer == state.nonce:
@@ -574,10 +552,6 @@ def _open_again(turn: Turn) -> None:
             turn.send(late, ms.Open(state.entered))
 
 
-def _on_life(turn: Turn, event: st.Life) -> None:
-    turn.change(life=event)
-
-
 def _on_sealed(turn: Turn, event: st.Sealed) -> None:
     state = turn.state
     if event.number == state.number and state.stage is Stage.SEALING:
@@ -592,20 +566,13 @@ def _on_connected(turn: Turn, event: st.Connected) -> None:
         return
     if event.error:
         turn.forget(joint, event.error)
-    elif not event.cut:
+    elif event.cut:
+        turn.note(state.nonce, event.cut)
+        _answer(turn, ms.No(event.attempt, Why.CUT, cut=event.cut))
+        turn.change(joint=None)
+    else:
         turn.change(joint=replace(joint, is_connected=True))
         _say_ready(turn)
-    elif event.attempt.proposer == state.nonce:
-        turn.note(state.nonce, event.cut)
-        if state.settings.is_fixed:
-            turn.forget(joint, _cut_off(joint.members, state.nonce, event.cut))
-        else:
-            turn.drop()
-    else:
-        turn.note(state.nonce, event.cut)
-        turn.change(joint=None)
-        no = ms.No(event.attempt, Why.CUT, cut=event.cut)
-        turn.act(st.Send(event.attempt.proposer, no))
 
 
 def _on_broke(turn: Turn, event: st.Broke) -> None:
@@ -633,14 +600,6 @@ def _on_demanded(turn: Turn, event: st.Demanded) -> None:
         turn.change(follows=NO_RECORD)
     # The group may have gone on already: then this process enters, or ends, first.
     turn.look()
-
-
-def _on_given_up(turn: Turn, _: st.GivenUp) -> None:
-    turn.withdraw()
-
-
-def _on_joiner_ready(turn: Turn, event: st.JoinerReady) -> None:
-    turn.change(follows=event.follows)
 
 
 def _on_leave(turn: Turn, _: st.Leave) -> None:
@@ -683,9 +642,8 @@ def _go_on(turn: Turn) -> None:
             _ask_for_boundary(turn)
             return
         turn.seal()
-    if state.stage is Stage.NEWCOMER and _cannot_come(turn):
-        return
-    if state.demand is not None and _differs(turn):
+    is_new = state.stage is Stage.NEWCOMER and not state.settings.is_fixed
+    if (is_new or state.demand is not None) and _differs(turn):
         return
     plan = plan_of(turn.state)
     if plan.is_over:
@@ -751,30 +709,25 @@ def _has_left(turn: Turn) -> bool:
     return turn.state.stage is Stage.GONE
 
 
-def _cannot_come(turn: Turn) -> bool:
-    """Refuse to come to a group with other settings (rule 5)."""
-    state = turn.state
-    if state.settings.is_fixed:
-        return False
-    members = () if state.in_table is None else state.in_table.members
-    for place in state.places:
-        if place.key in members and place.is_fresh and place.settings != state.settings.digest:
-            turn.end(_refuse(state, place.key))
-            return True
-    return False
-
-
 def _differs(turn: Turn) -> bool:
-    """End a demand for a process with other settings (rule 5)."""
-    state = turn.state
-    base = () if state.record is None else state.record.members
+    """Refuse to train with a process with other settings (rule 5).
+
+    That is a member of the group to which a newcomer would come, or one whom a demand names.
+    """
+    state, roster = turn.state, Roster(turn.state)
+    base = set(roster.base)
     for place in state.places:
-        key = place.key
-        is_meant = key != state.key and key.number in (state.demand or ()) and key not in base
-        if is_meant and place.is_fresh and place.settings != state.settings.digest:
-            if key.nonce not in state.life.dead | state.life.suspected and not place.is_finished:
+        key, is_known = place.key, place.key in base
+        if state.settings.is_fixed:
+            is_known = key.number in (state.demand or ()) and not (is_known and state.entered)
+        if is_known and key != state.key and place.settings != state.settings.digest:
+            if roster.lives(key):
+                refuse = _refuse(state, key)
+                if not state.settings.is_fixed:
+                    turn.end(refuse)
+                    return True
                 turn.withdraw()
-                turn.act(st.Fail(_refuse(state, key).reason, key))
+                turn.act(st.Fail(refuse.reason, key))
                 return True
     return False
 
@@ -797,15 +750,15 @@ _ON_EVENT: dict[type, Callable[[Turn, Any], None]] = {
     st.Looked: _on_looked,
     st.Swapped: _on_swapped,
     st.Passed: _on_passed,
-    st.Life: _on_life,
+    st.Life: lambda turn, event: turn.change(life=event),
     st.Sealed: _on_sealed,
     st.Connected: _on_connected,
     st.Broke: _on_broke,
     st.Boundary: _on_boundary,
     st.Started: _on_started,
     st.Demanded: _on_demanded,
-    st.GivenUp: _on_given_up,
-    st.JoinerReady: _on_joiner_ready,
+    st.GivenUp: lambda turn, _: turn.withdraw(),
+    st.JoinerReady: lambda turn, event: turn.change(follows=event.follows),
     st.Leave: _on_leave,
     st.Finished: _on_finished,
 }

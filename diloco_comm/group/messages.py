@@ -13,10 +13,10 @@ A message belongs to the channel of one run, between two processes that know eac
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from .records import (
     MAX_RECORD_BYTES,
@@ -156,14 +156,16 @@ def encode(message: Message) -> bytes:
     Raises:
         ValueError: If they would be too long.
     """
+    kind, values = type(message), list(vars(message).values())
     writer = Writer()
-    kind = _KINDS.index(type(message))
-    writer.fixed("BB", VERSION, kind)
-    _WRITE[kind](writer, message)
+    writer.fixed("BB", VERSION, _KINDS.index(kind))
+    for part in _PARTS[kind]:
+        part.write(writer, *values[: part.num_fields])
+        del values[: part.num_fields]
     content = writer.bytes
     if len(content) > MAX_MESSAGE_BYTES:
         raise ValueError(
-            f"a message {_KINDS[kind].__name__} of the group has {len(content)} bytes, at most "
+            f"a message {kind.__name__} of the group has {len(content)} bytes, at most "
             f"{MAX_MESSAGE_BYTES} are allowed"
         )
     return content
@@ -183,24 +185,41 @@ def decode(content: bytes) -> Message:
     try:
         if not 2 <= len(content) <= MAX_MESSAGE_BYTES or content[1] >= len(_KINDS):
             raise Damaged
-        reader = Reader(content[2:])
-        message = _READ[content[1]](reader)
+        kind, reader = _KINDS[content[1]], Reader(content[2:])
+        values = [value for part in _PARTS[kind] for value in part.read(reader)]
         reader.end()
     except Damaged:
         shown = repr(content[:40]) + ("..." if len(content) > 40 else "")
         raise ValueError(f"a message of the group is damaged: {shown}") from None
-    return message
+    return kind(*values)
 
 
-# ------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------ the bytes of fields
 
 
-def _write_attempt(writer: Writer, attempt: Attempt) -> None:
-    writer.fixed("16sI", *attempt)
+class _Part(NamedTuple):
+    """The bytes of one field of a message, or of successive ones.
+
+    Attributes:
+        write: Writes the values of the fields.
+        read: Returns them.
+    """
+
+    write: Callable[..., None]
+    read: Callable[[Reader], Iterable[Any]]
+    num_fields: int = 1
 
 
-def _read_attempt(reader: Reader) -> Attempt:
-    return Attempt(*reader.fixed("16sI"))
+def _one_of(*choices: int) -> _Part:
+    """Return one byte for one of these values."""
+
+    def read(reader: Reader) -> list[int]:
+        (value,) = reader.fixed("B")
+        if value not in choices:
+            raise Damaged
+        return [choices[choices.index(value)]]
+
+    return _Part(lambda writer, value: writer.fixed("B", value), read)
 
 
 def _write_base(writer: Writer, base: int, base_hash: bytes) -> None:
@@ -222,8 +241,8 @@ def _write_nonces(writer: Writer, nonces: tuple[bytes, ...]) -> None:
         writer.fixed("16s", nonce)
 
 
-def _read_nonces(reader: Reader) -> tuple[bytes, ...]:
-    return tuple([reader.fixed("16s")[0] for _ in range(reader.number(_MOST_MEMBERS))])
+def _read_nonces(reader: Reader) -> list[tuple[bytes, ...]]:
+    return [tuple([reader.fixed("16s")[0] for _ in range(reader.number(_MOST_MEMBERS))])]
 
 
 def _write_text(writer: Writer, text: str) -> None:
@@ -232,119 +251,36 @@ def _write_text(writer: Writer, text: str) -> None:
     writer.blob(short.encode())
 
 
-def _read_text(reader: Reader) -> str:
+def _read_text(reader: Reader) -> list[str]:
     try:
-        return reader.blob(MAX_TEXT_BYTES).decode()
+        return [reader.blob(MAX_TEXT_BYTES).decode()]
     except UnicodeDecodeError:
         raise Damaged from None
 
 
-# ---------------------------------------------------------------------------------- messages
-
-
-def _write_here(writer: Writer, one: Here) -> None:
-    _write_base(writer, one.base, one.base_hash)
-    writer.numbers(one.demand)
-    _write_nonces(writer, one.cut)
-
-
-def _read_here(reader: Reader) -> Here:
-    base, base_hash = _read_base(reader)
-    return Here(base, base_hash, reader.numbers(_MOST_MEMBERS, _MAX_NUMBER), _read_nonces(reader))
-
-
-def _write_prepare(writer: Writer, one: Prepare) -> None:
-    _write_attempt(writer, one.attempt)
-    _write_base(writer, one.base, one.base_hash)
-    write_members(writer, one.members, one.joined)
-    writer.fixed("16s16sB", one.settings, one.table, one.is_patient)
-    _write_text(writer, one.cause)
-
-
-def _read_prepare(reader: Reader) -> Prepare:
-    attempt = _read_attempt(reader)
-    base, base_hash = _read_base(reader)
-    members, joined = read_members(reader)
-    settings, table, is_patient = reader.fixed("16s16sB")
-    cause = _read_text(reader)
-    if not members or is_patient not in (0, 1):
-        raise Damaged
-    return Prepare(
-        attempt,
-        base,
-        base_hash,
-        members,
-        joined,
-        settings,
-        table,
-        is_patient=bool(is_patient),
-        cause=cause,
-    )
-
-
-def _write_sealed(writer: Writer, one: Sealed) -> None:
-    _write_attempt(writer, one.attempt)
-    writer.number(one.base)
-    writer.positions(one.positions)
-    writer.number(one.inner_step)
-
-
-def _read_sealed(reader: Reader) -> Sealed:
-    attempt, base = _read_attempt(reader), reader.number()
-    return Sealed(attempt, base, reader.positions(), reader.number())
-
-
-def _write_ready(writer: Writer, one: Ready) -> None:
-    _write_attempt(writer, one.attempt)
-
-
-def _read_ready(reader: Reader) -> Ready:
-    return Ready(_read_attempt(reader))
-
-
-def _write_no(writer: Writer, one: No) -> None:
-    _write_attempt(writer, one.attempt)
-    writer.fixed("B", one.why)
-    _write_nonces(writer, one.cut)
-    writer.numbers(one.demand)
-    _write_text(writer, one.text)
-
-
-def _read_no(reader: Reader) -> No:
-    attempt = _read_attempt(reader)
-    try:
-        why = Why(reader.fixed("B")[0])
-    except ValueError:
-        raise Damaged from None
-    cut = _read_nonces(reader)
-    return No(attempt, why, cut, reader.numbers(_MOST_MEMBERS, _MAX_NUMBER), _read_text(reader))
-
-
-def _write_open(writer: Writer, one: Open) -> None:
-    writer.blob(one.record)
-
-
-def _read_open(reader: Reader) -> Open:
-    return Open(reader.blob(MAX_RECORD_BYTES))
-
-
-_KINDS: tuple[type[Message], ...] = (Here, Prepare, Sealed, Ready, No, Open)
-_WRITE: tuple[Callable[[Writer, Message], None], ...] = (
-    _write_here,  # type: ignore[assignment]
-    _write_prepare,
-    _write_sealed,
-    _write_ready,
-    _write_no,
-    _write_open,
+_ATTEMPT = _Part(
+    lambda writer, attempt: writer.fixed("16sI", *attempt),
+    lambda reader: [Attempt(*reader.fixed("16sI"))],
 )
-_READ: tuple[Callable[[Reader], Message], ...] = (
-    _read_here,
-    _read_prepare,
-    _read_sealed,
-    _read_ready,
-    _read_no,
-    _read_open,
-)
+_BASE = _Part(_write_base, _read_base, 2)
+_HASH = _Part(lambda writer, value: writer.fixed("16s", value), lambda reader: reader.fixed("16s"))
+_MEMBERS = _Part(write_members, read_members, 2)
+_NONCES = _Part(_write_nonces, _read_nonces)
+_NUMBER = _Part(Writer.number, lambda reader: [reader.number()])
+_NUMBERS = _Part(Writer.numbers, lambda reader: [reader.numbers(_MOST_MEMBERS, _MAX_NUMBER)])
+_POSITIONS = _Part(Writer.positions, lambda reader: [reader.positions()])
+_RECORD = _Part(Writer.blob, lambda reader: [reader.blob(MAX_RECORD_BYTES)])
+_TEXT = _Part(_write_text, _read_text)
+# The parts of each message, in the order of its fields.
+_PARTS: dict[type[Message], tuple[_Part, ...]] = {
+    Here: (_BASE, _NUMBERS, _NONCES),
+    Prepare: (_ATTEMPT, _BASE, _MEMBERS, _HASH, _HASH, _one_of(False, True), _TEXT),
+    Sealed: (_ATTEMPT, _NUMBER, _POSITIONS, _NUMBER),
+    Ready: (_ATTEMPT,),
+    No: (_ATTEMPT, _one_of(*Why), _NONCES, _NUMBERS, _TEXT),
+    Open: (_RECORD,),
+}
+_KINDS = tuple(_PARTS)
 
 
 # ------------------------------------------------------------------------- settings that differ

@@ -82,11 +82,11 @@ class Roster:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self.places = {place.key.nonce: place for place in state.places}
+        self._own = place_of(state, state.inner_step)
+        self._places = {place.key.nonce: place for place in state.places}
         self.record = state.record or state.in_table
         self.base = () if self.record is None else self.record.members
         self._members = frozenset(self.base)
-        self.nonces = [key.nonce for key in self.base]
         self._joined = frozenset(() if self.record is None else self.record.joined)
         living = [key for key in self.base if self.lives(key)]
         self.leaving = [key for key in living if self._leaves(key)]
@@ -101,58 +101,54 @@ class Roster:
 
     def lives(self, key: Key) -> bool:
         """Whether a process may live; a member is heard on the link, others by their places."""
-        state, place = self._state, self.places.get(key.nonce)
+        state = self._state
         if key == state.key:
             return True
         if self.is_gone(key) or key.nonce in state.life.suspected:
             return False
         is_linked = bool(state.entered) and key in self._members
-        return is_linked or (place is not None and place.is_fresh)
+        return is_linked or self.place(key).is_fresh
 
     def is_gone(self, key: Key) -> bool:
         """Whether a process has certainly ended."""
-        place = self.places.get(key.nonce)
-        return key.nonce in self._state.life.dead or (place is not None and place.is_finished)
+        return key.nonce in self._state.life.dead or self.place(key).is_finished
 
     def is_fresh(self, key: Key) -> bool:
         """Whether the table hears of a process."""
-        place = self.places.get(key.nonce)
-        return place is not None and place.is_fresh and not self.is_gone(key)
+        return self.place(key).is_fresh and not self.is_gone(key)
+
+    def place(self, key: Key) -> Place:
+        """Return the place of a process; an old one that says nothing where the table has none."""
+        if key == self._state.key:
+            return self._own
+        return self._places.get(key.nonce) or Place(key, b"", is_fresh=False)
 
     def may_hold(self) -> list[Key]:
         """Return members of the base that the table hears of and that may hold its state."""
         return [key for key in self.base if self.is_fresh(key) and self._holds(key)]
 
     def _leaves(self, key: Key) -> bool:
-        place = self.places.get(key.nonce)
-        is_own = key == self._state.key
-        leaves = self._state.is_leaving if is_own else place is not None and place.is_leaving
-        return leaves or key.number in self._state.evict
+        return self.place(key).is_leaving or key.number in self._state.evict
 
     def _holds(self, key: Key) -> bool:
-        record, place = self.record, self.places.get(key.nonce)
+        record, place = self.record, self.place(key)
         if key == self._state.key or record is None:
             return self._state.has_state
         # Neither the source nor another member may have said yet that it has entered.
-        is_known = place is not None and place.entered == record.number
         told = key.number not in self._joined or key.number == record.source
-        return told or (is_known and place is not None and place.has_state)
+        return told or (place.entered == record.number and place.has_state)
 
     def _newcomers(self, taken: set[int]) -> tuple[list[Key], list[Key]]:
         """Return processes that are alike and have a free number: the ready ones, and the rest."""
-        state = self._state
         ready: list[Key] = []
         coming: list[Key] = []
-        for place in sorted(state.places, key=lambda one: one.key):
-            key, follows = place.key, place.follows
-            is_new = (
-                key not in self._members and place.entered == NO_RECORD and not place.is_leaving
-            )
-            is_alike = place.settings == state.settings.digest
-            if is_new and is_alike and self.lives(key) and key.number not in taken:
-                taken.add(key.number)
-                follows = state.follows if key == state.key else follows
-                (coming if follows is None else ready).append(key)
+        for place in map(self.place, sorted([place.key for place in self._state.places])):
+            key, is_in = place.key, place.entered != NO_RECORD or place.key in self._members
+            is_alike = place.settings == self._state.settings.digest
+            if is_alike and not (is_in or place.is_leaving or key.number in taken):
+                if self.lives(key):
+                    taken.add(key.number)
+                    (coming if place.follows is None else ready).append(key)
         return ready, coming
 
     def connected(self, keys: Iterable[Key]) -> list[Key]:
@@ -197,7 +193,7 @@ def _continue(state: State, roster: Roster, record: Record) -> Plan:
     if not set(group) & set(roster.holders):
         away = _numbers(roster.holders)
         return Plan(reason=f"until there is a way to replicas {away}, which have the state")
-    num_finished = sum(p.is_finished for p in map(roster.places.get, roster.nonces) if p)
+    num_finished = sum(roster.place(key).is_finished for key in roster.base)
     is_short = len(group) + num_finished < state.settings.min_replicas
     is_time = state.stage is Stage.STOPPED or is_short or roster.is_given_away
     joiners = roster.reaching(group, roster.newcomers) if is_time else []
@@ -275,15 +271,11 @@ def _found(state: State, roster: Roster, record: Record | None) -> Plan:
     group = sorted(known, key=lambda key: (key not in roster.base, key))
     if state.key not in group:
         return Plan(reason="until the members let this replica in")
-    places = [
-        place_of(state, state.inner_step) if k == state.key else roster.places[k.nonce]
-        for k in group
-    ]
+    places = map(roster.place, group)
     best = min(places, key=lambda p: (not p.has_checkpoint, -p.inner_step, p.key.number))
     if record is not None and not settings.allows_rollback:
-        if all(roster.is_gone(key) and key.nonce in roster.places for key in record.members):
-            if all(roster.places[key.nonce].is_finished for key in record.members):
-                return _end_of_run(state, record)
+        if all(roster.place(key).is_finished for key in record.members):
+            return _end_of_run(state, record)
         if missing := _missing_state(roster, record, best):
             return Plan(reason=missing)
     if len(group) < settings.min_replicas:
@@ -346,10 +338,11 @@ def _demanded(state: State, roster: Roster) -> Plan:
         return Plan(reason=f"until the group of replicas {list(demand)} trains")
     is_founder = state.record is None and state.may_found and state.key not in roster.base
     is_late = is_founder and bool(holders)
+    epoch = "" if roster.record is None else f", in epoch {roster.record.number}"
     if is_late or state.key not in group or (roster.may_hold() and not (holders or missing)):
         return Plan(
             reason=f"until the group of replicas {_numbers(living)} has ended, which runs already"
-            f"{_in_epoch(roster)}: "
+            f"{epoch}: "
             'a newcomer, also a replica that was started again, attaches with init="join", while '
             f"the others call change_group with replica {state.key.number} among the members"
         )
@@ -366,10 +359,6 @@ def _demanded(state: State, roster: Roster) -> Plan:
     joined = [key for key in group if key not in roster.base]
     draft = draft_of(state, state.record or state.in_table, group, joined if holders else group)
     return Plan(draft if holders else replace(draft, source=leader.number), leader)
-
-
-def _in_epoch(roster: Roster) -> str:
-    return "" if roster.record is None else f", in epoch {roster.record.number}"
 
 
 # ---------------------------------------------------------------------------------- the record

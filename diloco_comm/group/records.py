@@ -186,7 +186,7 @@ def _read(reader: Reader) -> Record:
     decision = reader.positions()
     left_out, evicted = (reader.numbers(MAX_RECORD_BYTES, _MAX_NUMBER) for _ in range(2))
     reader.end()
-    if not (members and 0 < number < 1 << 62) or (number == 1) != (founding == NO_HASH):
+    if not 0 < number < 1 << 62 or (number == 1) != (founding == NO_HASH):
         raise Damaged
     return Record(
         number=number,
@@ -226,6 +226,8 @@ def read_members(reader: Reader) -> tuple[tuple[Key, ...], tuple[int, ...]]:
             raise Damaged
         members.append(Key(number, nonce))
         joined += [number] * bool(has_joined)
+    if not members:
+        raise Damaged
     return tuple(members), tuple(joined)
 
 

@@ -503,6 +503,13 @@ class State:
         return self.record is not None and self.table != self.record.table
 
 
+# What begins anew with each record that a process enters.
+OF_ONE_RECORD = (
+    *("positions", "has_all_votes", "is_pending", "joint", "proposal", "follows", "here", "cuts"),
+    *("told", "opened", "bound", "failure", "num_failures", "num_waits"),
+)
+
+
 def start(
     settings: Settings, key: Key, *, inner_step: int = 0, has_checkpoint: bool = False
 ) -> State:

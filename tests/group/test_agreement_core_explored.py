@@ -31,7 +31,8 @@ EXPLORED = {
     "crash-and-forgets": (1, 1, {"crash": 1, "forget": 1}),
 }
 
-# The same for fixed groups: whether drivers carry out at once what their cores ask for, polls, faults.
+# The same for fixed groups: whether a driver carries out at once what its core asks for, polls,
+# and faults.
 CALLERS = {
     "give-up": (True, 0, {"demand": 3, "give up": 1}),
     "break": (True, 0, {"demand": 3, "give up": 1, "break": 1}),
@@ -57,9 +58,7 @@ def test_every_order_of_events_of_two_processes_keeps_the_invariants(name: str) 
     assert found.is_exhaustive and found.ends > 0
 
 
-@pytest.mark.nightly(
-    "these have most states", but=["give-up", "break", "forgets", "no-answer"]
-)
+@pytest.mark.nightly("these have most states", but=["give-up", "break", "forgets", "no-answer"])
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", list(CALLERS))
 def test_every_order_of_events_of_two_callers_keeps_the_invariants(name: str) -> None:

@@ -136,8 +136,8 @@ MUTANTS = {
     "who-is-left-out-stays": Mutant(
         agreement,
         "",
-        "        turn.end(st.Fence(reason))\n    else:\n",
-        "        turn.end(st.Fence(reason))\n    elif True:\n        return\n    else:\n",
+        "        turn.change(recorded=content)\n        turn.end(st.Fence(reason))\n",
+        "        turn.change(recorded=content)\n",
         "durable",
         ("L",),
     ),

@@ -195,9 +195,7 @@ class World:
             rest = [one for one in node.todo if type(one) is not type(action)]
             self.put(nonce, todo=(*rest, action))
 
-    def _note(
-        self, attempts: dict[bytes, tuple[Attempt, ...]], nonce: bytes, one: Attempt
-    ) -> None:
+    def _note(self, attempts: dict[bytes, tuple[Attempt, ...]], nonce: bytes, one: Attempt) -> None:
         """Note one of the last attempts of a process."""
         if one not in attempts.get(nonce, ()):
             attempts[nonce] = (*attempts.get(nonce, ()), one)[-MOST_ATTEMPTS:]
