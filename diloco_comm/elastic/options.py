@@ -24,7 +24,7 @@ from ..base.service.addresses import parse_address, with_scheme
 from ..base.store_host import dial_store, open_store, place_of_store, resolve
 from ..exchange.waiting import WaitLog
 from ..group.records import NO_RECORD, Key
-from ..group.state import Settings, State, start
+from ..group.state import Settings, State
 from . import exits
 from .registry import connect
 from .registry.protocol import (
@@ -327,7 +327,7 @@ class Elastic:
             allows_rollback=self.rollback,
         )
         has_checkpoint = saved_step >= 0
-        return start(settings, key, inner_step=max(0, saved_step), has_checkpoint=has_checkpoint)
+        return State(settings, key, inner_step=max(0, saved_step), has_checkpoint=has_checkpoint)
 
 
 # --------------------------------------------------- stores for groups of gloo and devices

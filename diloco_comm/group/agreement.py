@@ -125,14 +125,19 @@ def _on_prepare(turn: Turn, nonce: bytes, prepare: ms.Prepare) -> None:
     if state.record is not None and prepare.base < state.number:
         turn.act(st.Send(nonce, ms.Open(state.entered)))
     elif (_leader(state) or proposer) >= proposer and _may_answer(turn, proposer, prepare):
-        is_new = state.joint is None or state.joint.attempt != attempt
         turn.change(proposal=None, num_waits=0, num_silent=0)
-        turn.seal(is_patient=prepare.is_patient)
-        if is_new:
-            turn.change(joint=Joint(attempt, prepare.members))
-            turn.act(st.Connect(attempt, prepare.members))
-        _say_sealed(turn)
-        _say_ready(turn)
+        _take_part(turn, prepare)
+
+
+def _take_part(turn: Turn, asked: ms.Prepare) -> None:
+    """Stop and connect for an attempt, of this process or another; say again what is done."""
+    joint, attempt = turn.state.joint, asked.attempt
+    turn.seal(is_patient=asked.is_patient)
+    if joint is None or joint.attempt != attempt:
+        turn.change(joint=Joint(attempt, asked.members))
+        turn.act(st.Connect(attempt, asked.members))
+    _say_sealed(turn)
+    _say_ready(turn)
 
 
 def _leader(state: State) -> Key | None:
@@ -222,10 +227,7 @@ def _propose(turn: Turn, draft: Record) -> None:
         _swap(turn, replace(draft, decision=state.positions, inner_step=state.inner_step))
         return
     turn.send(draft.members, asked)
-    turn.seal(is_patient=asked.is_patient)
-    turn.change(joint=Joint(attempt, draft.members))
-    turn.act(st.Connect(attempt, draft.members))
-    _say_sealed(turn)
+    _take_part(turn, asked)
 
 
 def _is_planned(state: State, draft: Record) -> bool:
@@ -715,20 +717,19 @@ def _differs(turn: Turn) -> bool:
     That is a member of the group to which a newcomer would come, or one whom a demand names.
     """
     state, roster = turn.state, Roster(turn.state)
-    base = set(roster.base)
+    is_fixed, base = state.settings.is_fixed, set(roster.base)
     for place in state.places:
-        key, is_known = place.key, place.key in base
-        if state.settings.is_fixed:
-            is_known = key.number in (state.demand or ()) and not (is_known and state.entered)
-        if is_known and key != state.key and place.settings != state.settings.digest:
-            if roster.lives(key):
-                refuse = _refuse(state, key)
-                if not state.settings.is_fixed:
-                    turn.end(refuse)
-                    return True
+        key = place.key
+        is_named = key.number in (state.demand or ()) and not (state.entered and key in base)
+        is_meant = is_named if is_fixed else key in base
+        if is_meant and place.settings != state.settings.digest and roster.lives(key):
+            refuse = _refuse(state, key)
+            if is_fixed:
                 turn.withdraw()
                 turn.act(st.Fail(refuse.reason, key))
-                return True
+            else:
+                turn.end(refuse)
+            return True
     return False
 
 

@@ -1,4 +1,4 @@
-"""Which members go on where some pairs cannot reach each other, and how many are enough.
+"""Which members go on where some pairs cannot reach each other.
 
 Members and cut pairs are the points and edges of a graph. A group in which all reach each other is
 a set of points without an edge between them, so the largest group is a largest independent set.
@@ -6,7 +6,7 @@ a set of points without an edge between them, so the largest group is a largest 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 # Members looked at by one search, over all its steps: about a tenth of a second in Python.
 MOST_LOOKS = 100_000
@@ -151,10 +151,3 @@ def _members(bits: int) -> Iterator[int]:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
         bits ^= lowest
-
-
-def is_majority(members: Collection[int], base: Collection[int]) -> bool:
-    """Whether ``members`` have more than half of ``base``, or half of it with its lowest."""
-    present = set(members) & set(base)
-    twice = 2 * len(present)
-    return twice > len(base) or (twice == len(base) and min(base) in present)

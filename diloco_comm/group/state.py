@@ -413,7 +413,9 @@ class State:
         entered: The bytes of the record that it has entered last; b"" for none.
         has_state: It holds the state of a record that it has entered.
         follows: See ``Place``.
-        positions, inner_step: How far it was when it stopped.
+        inner_step: That it had reached when it stopped or, at first, that of its checkpoint.
+        has_checkpoint: It brings one.
+        positions: How far it was when it stopped.
         has_all_votes: See ``Boundary``.
         counter: The counter of its last attempt.
         recorded: The bytes that the table held last.
@@ -508,18 +510,6 @@ OF_ONE_RECORD = (
     *("positions", "has_all_votes", "is_pending", "joint", "proposal", "follows", "here", "cuts"),
     *("told", "opened", "bound", "failure", "num_failures", "num_waits"),
 )
-
-
-def start(
-    settings: Settings, key: Key, *, inner_step: int = 0, has_checkpoint: bool = False
-) -> State:
-    """Return the state of a process that has just begun.
-
-    Args:
-        inner_step: The inner step of the checkpoint that the process brings.
-        has_checkpoint: It brings one.
-    """
-    return State(settings, key, inner_step=inner_step, has_checkpoint=has_checkpoint)
 
 
 def place_of(state: State, inner_step: int) -> Place:

@@ -29,7 +29,7 @@ from diloco_comm.group.beats import (
     stage_of,
 )
 from diloco_comm.group.records import NO_RECORD, Key
-from diloco_comm.group.state import Place, Settings, Stage, start
+from diloco_comm.group.state import Place, Settings, Stage, State
 
 KEY = Key(3, bytes(range(16)))
 ONE = Beat(Place(KEY, b"s" * 16), 7)
@@ -206,7 +206,7 @@ def test_another_text_is_no_way(text: str) -> None:
 
 
 def test_each_stage_of_a_process_has_a_word() -> None:
-    state = start(Settings("run", bytes(16)), KEY)
+    state = State(Settings("run", bytes(16)), KEY)
     assert stage_of(state) == PULLING
     assert stage_of(replace(state, follows=NO_RECORD)) == READY
     words = [stage_of(replace(state, stage=one)) for one in Stage if one is not Stage.NEWCOMER]

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco_comm.group import reach
-from diloco_comm.group.reach import is_majority, largest_connected
+from diloco_comm.group.reach import largest_connected
 
 Pairs = list[tuple[int, int]]
 
@@ -96,9 +96,3 @@ def test_a_long_chain_of_cuts_does_not_nest_calls() -> None:
 def test_a_pair_without_a_member_is_refused() -> None:
     with pytest.raises(ValueError, match="the pair 0, 3 is not of members 0 to 2"):
         largest_connected(3, [(0, 3)])
-
-
-def test_a_majority_is_more_than_half_or_half_with_the_lowest() -> None:
-    assert is_majority([0, 1, 7], [0, 1, 2, 3]) and not is_majority([2, 3, 7], [0, 1, 2, 3])
-    assert is_majority([2, 3], [0, 2, 3]) and not is_majority([], [0])
-    assert is_majority([0, 1], [0, 1, 2, 3]) and not is_majority([2, 3], [0, 1, 2, 3])

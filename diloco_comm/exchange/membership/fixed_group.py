@@ -31,7 +31,7 @@ from ...group.plans import Roster
 from ...group.reach import largest_connected
 from ...group.records import Key, Record
 from ...group.signs import Signs
-from ...group.state import Settings, Stage, start
+from ...group.state import Settings, Stage, State
 from ..waiting import ANOTHER_STORE, describe_store
 from .follower import Attempt, Chosen, Follower, Seal, T, Void, Workers, attempt_text, way_of
 from .member import Epoch, Member
@@ -257,7 +257,7 @@ class FixedGroup(Follower):
         limits = self._suspect_after, self._timeout
         driver = FixedDriver(
             StoreTable(self._store),
-            start(settings, Key(self.replica, nonce)),
+            State(settings, Key(self.replica, nonce)),
             Signs(nonce, link, way, f"{self._name}/members", *limits),
             period_s=min(PERIOD_S, self._suspect_after / 4),
             shown=self._shown,

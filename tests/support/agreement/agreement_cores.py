@@ -57,7 +57,7 @@ class Core:
     """
 
     def __init__(self, number: int, **settings: Any) -> None:
-        self.state = st.start(settings_of(**settings), key(number))
+        self.state = st.State(settings_of(**settings), key(number))
         self.said: list[st.Action] = []
 
     def tell(self, event: st.Event) -> list[st.Action]:

@@ -140,7 +140,7 @@ class World:
         """Start a process with a new nonce; a former process of this number must have ended."""
         key = Key(number, nonce_of(number, self.starts[number]))
         self.starts[number] += 1
-        self.nodes[key.nonce] = Node(st.start(self.settings, key, **values))
+        self.nodes[key.nonce] = Node(st.State(self.settings, key, **values))
         self.beat(key.nonce)
         self.tell(key.nonce, self._looked())
         return self.nodes[key.nonce]
