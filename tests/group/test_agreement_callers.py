@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 from agreement_mutants import Mutant
 from agreement_walks import ABSENT, begin_again, demand, first_group, is_settled, quiet_round
-from agreement_world import World, settings_of
+from agreement_world import World, nonce_of, settings_of
 
 from diloco_comm.group import agreement, plans
 from diloco_comm.group import state as st
+from diloco_comm.group.messages import NO_ATTEMPT, No, Why
 from diloco_comm.group.records import Record
 
 # Rounds of a quiet time.
 ROUNDS = 30
+# A late word about a demand that another caller has given up.
+OTHER_DEMAND = No(NO_ATTEMPT, Why.MEMBERS, demand=(0, 1, 2))
 
 
 def group(size: int, step: Any, *, is_fixed: bool = True) -> World:
@@ -56,13 +59,13 @@ def reads_why(world: World, words: str) -> bool:
 # ------------------------------------------------------------------------------- the histories
 
 
-def caller_gives_up_and_calls_again(step: Any) -> bool:
-    """Process 1 has yet to connect when its caller gives up; process 0 leads the same attempt."""
+def caller_calls_again(step: Any, event: st.Event) -> bool:
+    """Process 1 has yet to connect when its demand ends; process 0 leads the same attempt."""
     world = group(2, step)
     one = world.node(1).key.nonce
     demand(world, [0, 1])
     go(world, lambda: any(isinstance(order, st.Connect) for order in world.node(1).todo))
-    world.tell(one, st.GivenUp())
+    world.tell(one, event)
     world.tell(one, st.Demanded((0, 1)))
     return comes_together(world, (0, 1))
 
@@ -130,7 +133,14 @@ def callers_contradict_each_other(step: Any) -> bool:
 # For each history, a part of the core without which it ends in another way.
 HISTORIES: dict[str, tuple[Callable[[Any], bool], Any, str, str, str]] = {
     "gives-up": (
-        caller_gives_up_and_calls_again,
+        lambda step: caller_calls_again(step, st.GivenUp()),
+        agreement,
+        "",
+        "here=(), proposal=None, joint=None,",
+        "here=(), proposal=None,",
+    ),
+    "fails": (
+        lambda step: caller_calls_again(step, st.Heard(nonce_of(0), OTHER_DEMAND)),
         agreement,
         "",
         "here=(), proposal=None, joint=None,",

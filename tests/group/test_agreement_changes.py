@@ -185,6 +185,27 @@ def test_rule_10_a_late_answer_to_a_former_demand_changes_nothing() -> None:
     assert core.all(st.Fail) == [] and core.state.demand == (0, 2)
 
 
+@pytest.mark.parametrize("event", ["fails", "gives up"])
+def test_rule_10_a_demand_that_ends_ends_the_part_in_its_attempt(event: str) -> None:
+    core = fixed(1)
+    demand(core, 0, 1)
+    core.hear(0, prepare(THREE, 0, 1))
+    assert core.only(st.Connect) and core.only(st.Seal)
+    if event == "fails":
+        core.hear(2, ms.Here(1, THREE.hash, (1, 2)))
+        assert core.all(st.Fail) == []
+        core.hear(0, ms.No(ms.NO_ATTEMPT, Why.MEMBERS, demand=(0, 1, 2)))
+        assert core.only(st.Fail)
+    else:
+        core.tell(st.GivenUp())
+    core.tell(st.Sealed(1, ONE_VOTE, 10))
+    assert core.all(st.Send) == []
+    # The caller demands again, and the same attempt is still led: this process connects anew.
+    demand(core, 0, 1)
+    core.hear(0, prepare(THREE, 0, 1))
+    assert core.only(st.Connect) and core.only(ms.Sealed).attempt == attempt_of(0)
+
+
 def test_rule_10_survivors_go_on_with_all_that_live() -> None:
     core = fixed(0)
     core.tell(life(1))
