@@ -262,9 +262,10 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
     if no.why is Why.MEMBERS or joint is None or joint.attempt != no.attempt:
         return
     numbers = {key.nonce: key.number for key in joint.members}
-    if no.why is Why.FAILED and nonce in (joint.attempt.proposer, *(numbers if is_own else ())):
-        turn.forget(joint, f"replica {numbers[nonce]}: {no.text}" if is_own else no.text)
-    elif is_own and no.why is not Why.FAILED:
+    if no.why is Why.FAILED:
+        if nonce in numbers and (is_own or nonce == joint.attempt.proposer):
+            turn.forget(joint, f"replica {numbers[nonce]}: {no.text}" if is_own else no.text)
+    elif is_own:
         turn.note(nonce, no.cut or (turn.state.nonce,))
         if turn.state.settings.is_fixed:
             away = sorted(numbers[other] for other in no.cut if other in numbers)
