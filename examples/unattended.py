@@ -4,7 +4,8 @@
     diloco-comm launch --registry tcp://127.0.0.1:29400 --run demo examples/unattended.py
 
 docs/tutorials/unattended.md goes through it step by step, over two sites. The script knows neither
-the registry nor the other replicas: the launcher tells ``Elastic()``.
+the registry nor the other replicas: the launcher tells ``Elastic()``. With --keys all that replicas
+send each other is encrypted.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from diloco_comm import DiLoCo, Elastic
+from diloco_comm import DiLoCo, Elastic, Link
 from diloco_comm.elastic.happenings import Happening, ViewChanged
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--steps", type=int, default=20_000)
 parser.add_argument("--sync-every", type=int, default=25)
 parser.add_argument("--pause", type=float, default=0.05)  # seconds that each step takes longer
+parser.add_argument("--listen", metavar="HOST:PORT")  # of the link; by default any free port
+parser.add_argument("--keys", metavar="FOLDER")  # of the link, or a file NAME.key_secret in it
 parser.add_argument("--pid-file", type=Path)  # for the kill of the tutorial
 parser.add_argument("--alive-file", type=Path)  # touched at each step, for a liveness probe
 options = parser.parse_args()
@@ -47,7 +50,8 @@ def tell(happening: Happening) -> None:
 
 
 peers = Elastic(total_steps=options.steps, suspect_after=10, on_event=tell)
-diloco = DiLoCo(model, optimizer, sync_every=options.sync_every, peers=peers)
+link = Link("tcp", listen=options.listen, keys=options.keys)
+diloco = DiLoCo(model, optimizer, sync_every=options.sync_every, peers=peers, link=link)
 own = diloco.members[diloco.replica_index]
 data = torch.Generator().manual_seed(1 + own)  # data of its own for each replica
 while not diloco.is_done:
