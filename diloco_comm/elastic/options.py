@@ -82,11 +82,12 @@ class Elastic:
             seconds, if that is longer.
         rollback: Begin anew where all members of the run have died, or at another registry than
             before, though an outer step that they applied is lost.
-        host: Address of this host for the other members; default: that of the interface which leads
-            to the registry.
-        store: Address of a store, ``tcp://host:port`` of ``diloco-comm store``, at which groups of
-            gloo and NCCL connect; equal on all replicas. Default: each replica hosts a store for
-            the others, at a free port. With ``Link("tcp")``, the default, no store is needed.
+        host: With ``link="gloo"``: address of this host for the other members; default: that of the
+            interface which leads to the registry. ``Link("tcp")``, the default, has ``listen`` and
+            ``advertise`` for that.
+        store: With ``link="gloo"``: address of a store, ``tcp://host:port`` of ``diloco-comm
+            store``, at which the members connect; equal on all replicas. Default: each replica
+            hosts a store for the others, at a free port. ``Link("tcp")`` needs no store.
         round_log_bytes: Most bytes of host memory for the payloads of the latest rounds, from which
             a replica that joins brings its copy of the state forward; default: 8 for each
             parameter, and at least two rounds of two replicas. 0: replicas copy the state while the
