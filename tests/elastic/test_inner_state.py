@@ -294,7 +294,7 @@ def test_another_optimizer_is_refused_before_it_comes(
 ) -> None:
     pool = fresh_workers(2, init_group=False)
     donor, (errors, newcomer) = pool.run(differ, pool.store, registry.address, timeout=60)
-    there = '"torch.optim.adamw.AdamW decoupled_weight_decay" there, on replica 0'
+    there = '" on replica 1 and "torch.optim.adamw.AdamW decoupled_weight_decay" on replica 0: '
     for error, kind in zip(errors, ("sgd.SGD", "adamw.AdamW amsgrad"), strict=True):
         assert f'inner_optimizer.0.bias is "torch.optim.{kind}' in error and there in error
     assert donor[2] == newcomer[2] and all(newcomer[2].values())
