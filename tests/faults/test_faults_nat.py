@@ -155,7 +155,7 @@ def check(site: Site, ends: list[Any], members: tuple[int, ...], copied: bytes) 
     assert [end[:2] for end in living] == [(members, living[0][1])] * 3
     flows = site.flows()
     assert sum(map(len, flows)) > 50_000
-    words = [b"the-run", b"replica", b"sync_every", b'"address": "', copied]
+    words = [b"the-run", b"replica", b"sync_every", b'"ways": ["', copied]
     seen = {word for word in words if any(word in flow for flow in flows)}
     assert seen == (set(words) if site.keys is None else set()), seen
 
