@@ -414,14 +414,15 @@ class Exchange(StreamMember):
         store: dist.Store | None = None,
         last_rounds: LastRounds,
         inner_step: int = -1,
-    ) -> list[Repair]:
+    ) -> None:
         """Go on in a new epoch with ``members``: survivors, and newcomers.
 
         Called by every replica of the new epoch (a newcomer constructs its Exchange with
         ``join=True``), also after an attempt that failed. Buffers are laid out anew. Once the
         members have met, the old epoch is at an end, whether this succeeds or not. Where the
         members of an attempt before have gone on with this replica, it enters their epoch first:
-        then ``members`` of this exchange are others, and the call is to be repeated.
+        then ``members`` of this exchange are others, and the call is to be repeated. Afterwards
+        ``take_repairs`` returns the rounds that this replica must still apply.
 
         Args:
             members: Ids of the replicas, this one among them; None for all that live.
@@ -429,9 +430,6 @@ class Exchange(StreamMember):
             last_rounds: The last applied round of every fragment on this replica; or a function
                 that returns them, called when no round of the old epoch can end any more.
             inner_step: Inner steps that this replica has counted.
-
-        Returns:
-            The rounds that count and that this replica must still apply.
 
         Raises:
             ValueError: If the members are not ids that an exchange may have, or this replica's own
@@ -450,9 +448,17 @@ class Exchange(StreamMember):
         if store is not None:
             self.use_store(store)
             self._group.move(self.store_of(self.line_name))
-        return self._change(members, last_rounds)
+        self._change(members, last_rounds)
 
-    def _change(self, members: Sequence[int] | None, last_rounds: LastRounds) -> list[Repair]:
+    def take_repairs(self) -> list[Repair]:
+        """Return the rounds that count and that this replica must still apply, once.
+
+        Call this in the section that applies them: a Ctrl-C before that leaves them here.
+        """
+        repairs, self._repairs = self._repairs, []
+        return repairs
+
+    def _change(self, members: Sequence[int] | None, last_rounds: LastRounds) -> None:
         if self.tcp is not None:
             self.tcp.check_own_number(self.replica)
         group = self._group
@@ -485,8 +491,6 @@ class Exchange(StreamMember):
             # Without its traceback, which holds this exchange.
             self.last_error = type(error)(str(error))
             raise
-        repairs, self._repairs = self._repairs, []
-        return repairs
 
     def _settle_old(self) -> None:
         """Settle the rounds of an epoch whose end was agreed on, and that has not gone on here."""

@@ -543,6 +543,7 @@ class RoundRunner(ABC):
         """Wait for what is in flight and forget it, and what is owed."""
         with contextlib.suppress(SyncError):
             self.settle_verdicts(-1)
+        self.exchange.take_repairs()
         # The inner steps come from a saved state: ask for the weight anew.
         self._last_weight = {}
         for part in self.parts:

@@ -541,13 +541,12 @@ class DiLoCo:
             there = handshake.connected_store(store, exchange.join_timeout, *link)
         unreported: list[NonFiniteError] = []
         while True:
-            last_rounds = partial(self._rounds.last_rounds, self.inner_step, unreported)
-            repairs = exchange.change_group(
-                chosen, store=there, last_rounds=last_rounds, inner_step=self.inner_step
-            )
+            before = self.inner_step
+            last = partial(self._rounds.last_rounds, before, unreported)
+            exchange.change_group(chosen, store=there, last_rounds=last, inner_step=before)
             with self._recorder.deferred_callbacks(), self._rounds.all_workers(self.parts):
                 with self._rounds.uninterruptible():
-                    self._rounds.settle(repairs, self.inner_step, exchange.agreed_step)
+                    self._rounds.settle(exchange.take_repairs(), before, exchange.agreed_step)
                     self.inner_step = exchange.agreed_step
                 self.inner_step = self._agreement.renew(self.inner_step)
                 exchange.has_state()

@@ -8,8 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from choice_groups import grouped
+from fault_replicas import default_handler
 from problems import Regression, equal, train_step
 from torch import Tensor
 
@@ -62,16 +62,6 @@ def interrupt_once_waiting(thread: int) -> None:
         num_looks = num_looks + 1 if now is not None and now is place else 0
         place = now
     interrupt()
-
-
-@contextmanager
-def default_handler() -> Iterator[None]:
-    """Handle Ctrl-C as Python does; the workers of tests ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def attach(**arguments: Any) -> tuple[Regression, torch.optim.Optimizer, DiLoCo]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -72,6 +74,16 @@ def take_inner_step(
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
+
+
+@contextmanager
+def default_handler() -> Iterator[None]:
+    """Handle Ctrl-C as Python does; the workers of tests ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def connect(address: tuple[str, int]) -> dist.Store:
