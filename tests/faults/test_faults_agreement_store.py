@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from test_faults_store import STORE
 from zygote import Job, Zygote
 
 from diloco_comm import SyncError
+from diloco_comm.exchange.membership import stores
 from diloco_comm.exchange.membership.stores import StoreTable
+from diloco_comm.group.beats import name_of
 
 # --------------------------------------------------------------------------------- the store
 
@@ -108,6 +111,50 @@ def test_every_store_decides(kind: str, tmp_path: Path) -> None:
         assert first.swap(b"", b"one")
         assert not second.swap(b"", b"other") and second.swap(b"one", b"two")
         assert first.look("", b"").record == b"two"
+
+
+def forget_the_dead(rank: int, world: int, address: Address) -> tuple[list[bool], Any]:
+    """Return which of the three beats are kept in the end."""
+    stores.FORGET_S, stores.DELETE_S = 2.0, 1.0
+    replica = Replica(address, rank, range(world), Setup("int8", 1, H), suspect_after=4.0)
+    replica.train_to(2 * H - 1)
+    group = replica.diloco.exchange._group
+    assert group is not None and group.driver is not None
+    names = [f"beat/{name_of(key)}" for key in group.driver.beats or {}]
+    table = replica.diloco.exchange.store
+    assert len(names) == world and table.check(names)
+    if rank == 2:
+        replica.fault("kill", "reduce")
+    failure = replica.train_until_failure(1)
+    replica.diloco.change_group("survivors")
+    until = time.monotonic() + 20.0
+    while table.check(names) and time.monotonic() < until:
+        time.sleep(0.1)
+    kept = [table.check([name]) for name in names]
+    replica.train_to(4 * H)
+    return kept, end(replica, failure)
+
+
+def test_the_beat_of_a_dead_process_is_deleted(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    results: list[Any] = pool.run(forget_the_dead, pool.store, expect_exit={2}, timeout=60)
+    assert [kept for kept, _ in results[:2]] == 2 * [[True, True, False]]
+    check_agreement(one.result for _, one in results[:2])
+
+
+def test_a_living_process_gives_its_name_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood still for longer than the others kept its name."""
+    monkeypatch.setattr(stores, "FORGET_S", 0.3)
+    monkeypatch.setattr(stores, "DELETE_S", 0.3)
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = StoreTable(host), StoreTable(host)
+    second.look("b", b"1")
+    for count in range(20):
+        beats = first.look("a", str(count).encode()).beats
+        time.sleep(0.05)
+    assert set(beats) == {"a"} and not host.check(["beat/b"])
+    assert second.look("b", b"2").beats["b"] == b"2"
+    assert set(first.look("a", b"again").beats) == {"a", "b"}
 
 
 def die_on_a_file(rank: int, world: int, path: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from ...exchange.membership.stores import StoreTable
 from ...group.table import Look
 from .protocol import (
-    DROP_AFTER_S,
     RegistryMismatch,
     RegistryUnavailable,
     check_beat,
@@ -56,7 +54,6 @@ class StoreRegistry(StoreTable):
         self.address = f"of the {type(store).__name__}"
         self._lock = threading.Lock()
         self._root = dist.PrefixStore(_ROOT, store)
-        self._seen = _Seen()
 
     @property
     def id(self) -> bytes:
@@ -77,7 +74,8 @@ class StoreRegistry(StoreTable):
         """Publish a beat, and return all beats, and the record as it is then; see ``Table``."""
         check_beat(name, text)
         look = super().look(name, text)
-        return look._replace(beats=self._seen.recent(dict(look.beats)))
+        beats = {one: beat for one, beat in look.beats.items() if not self._is_old(one)}
+        return look._replace(beats=beats)
 
     def close(self) -> None:
         """Ask the store nothing more; idempotent."""
@@ -125,19 +123,3 @@ class StoreRegistry(StoreTable):
 
     def _unavailable(self, reason: str) -> RegistryUnavailable:
         return RegistryUnavailable(f"the registry {self.address} {reason}")
-
-
-class _Seen:
-    """When each beat was last another than before."""
-
-    def __init__(self) -> None:
-        self._changed: dict[str, tuple[bytes, float]] = {}
-
-    def recent(self, beats: dict[str, bytes]) -> dict[str, bytes]:
-        """Return the beats without those that have not changed for long."""
-        now = time.monotonic()
-        for name, text in beats.items():
-            if self._changed.get(name, (None, 0.0))[0] != text:
-                self._changed[name] = (text, now)
-        last = now - DROP_AFTER_S
-        return {name: text for name, text in beats.items() if self._changed[name][1] >= last}

@@ -7,6 +7,7 @@ stored behind a nonce of its writer, and only the own nonce coming back means su
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
@@ -21,12 +22,18 @@ import torch.distributed as dist
 
 from ...base.errors import ReplicaMismatch
 from ...base.store_host import place_of_store
+from ...group.beats import name_of
+from ...group.records import Record
 from ...group.table import Look, TableAway
 
 T = TypeVar("T")
 _NONCE_BYTES = 16
-# Names of processes that are kept; a long-lived store may have seen more.
+# Names of processes that are kept at most.
 _MOST_NAMES = 1024
+# Seconds without a beat after which a process is forgotten. If it lives, it gives its name again.
+FORGET_S = 600.0
+# Seconds after which a beat is deleted whose name is kept no more: others may be reading it.
+DELETE_S = 60.0
 
 
 class StoreTable:
@@ -44,6 +51,10 @@ class StoreTable:
         self._id = b""
         # A connection that has broken never connects again, and torch logs each call.
         self._loss: TableAway | None = None
+        # The last beat of each process, and when it was read first.
+        self._read: dict[str, tuple[bytes, float]] = {}
+        # Since when names are kept no more.
+        self._dropped: dict[str, float] = {}
 
     @property
     def id(self) -> bytes:
@@ -59,7 +70,10 @@ class StoreTable:
     def look(self, name: str, text: bytes) -> Look:
         def ask(store: dist.Store) -> Look:
             beats = self._beat(store, name, text)
-            return Look(_get(store, "record")[_NONCE_BYTES:], beats, {})
+            record = _get(store, "record")[_NONCE_BYTES:]
+            if name:
+                self._forget(store, record)
+            return Look(record, beats, {})
 
         return self._ask(ask)
 
@@ -67,18 +81,42 @@ class StoreTable:
         """Do nothing: the store is the program's."""
 
     def _beat(self, store: dist.Store, name: str, text: bytes) -> dict[str, bytes]:
-        names = json.loads(_get(store, "names")[_NONCE_BYTES:] or b"[]")
         if name:
             store.set(f"beat/{name}", text)  # type: ignore[arg-type]
+        names = _names(store)
         while name and name not in names:
-            old = _get(store, "names")[_NONCE_BYTES:]
-            names = [*json.loads(old or b"[]"), name][-_MOST_NAMES:]
-            if not _replace(store, "names", old, json.dumps(names).encode()):
-                names = []
-        if not names:
-            return {}
-        texts = store.multi_get([f"beat/{one}" for one in names])
-        return {one: text for one, text in zip(names, texts, strict=True) if text}
+            _replace_names(store, names, [*names, name][-_MOST_NAMES:])
+            names = _names(store)
+        texts = store.multi_get([f"beat/{one}" for one in names]) if names else []
+        beats = dict(zip(names, texts, strict=True))
+        now, before = time.monotonic(), self._read
+        self._read = {
+            one: before[one] if before.get(one, (b"", 0.0))[0] == text else (text, now)
+            for one, text in beats.items()
+        }
+        # A process that has given its name again is not dropped.
+        self._dropped |= dict.fromkeys(before, now)
+        self._dropped = {one: at for one, at in self._dropped.items() if one not in beats}
+        return {one: text for one, text in beats.items() if text}
+
+    def _is_old(self, name: str) -> bool:
+        """Whether a beat was the same for long."""
+        read = self._read.get(name)
+        return read is not None and time.monotonic() - read[1] > FORGET_S
+
+    def _forget(self, store: dist.Store, record: bytes) -> None:
+        """Keep no names of processes that beat no more, and delete their beats later."""
+        if old := set(filter(self._is_old, self._read)):
+            # Members may train on without the store.
+            old -= {name_of(key) for key in Record.from_bytes(record).members} if record else set()
+            if old:
+                _replace_names(store, list(self._read), [o for o in self._read if o not in old])
+        now = time.monotonic()
+        for one in [one for one, at in self._dropped.items() if now - at > DELETE_S]:
+            del self._dropped[one]
+            # Another process may have deleted it, or the store lacks the call.
+            with contextlib.suppress(RuntimeError):
+                store.delete_key(f"beat/{one}")
 
     def _ask(self, call: Callable[[dist.Store], T]) -> T:
         if self._loss is not None:
@@ -127,6 +165,17 @@ def read_known(store: dist.Store, keys: list[str], known: set[str]) -> dict[str,
 
 def _get(store: dist.Store, key: str) -> bytes:
     return bytes(store.get(key)) if store.check([key]) else b""
+
+
+def _names(store: dist.Store) -> list[str]:
+    names: list[str] = json.loads(_get(store, "names")[_NONCE_BYTES:] or b"[]")
+    return names
+
+
+def _replace_names(store: dist.Store, old: list[str], new: list[str]) -> None:
+    """Keep other names, unless another process has changed them meanwhile."""
+    before = json.dumps(old).encode() if old else b""
+    _replace(store, "names", before, json.dumps(new).encode())
 
 
 def _replace(store: dist.Store, key: str, old: bytes, new: bytes) -> bool:
