@@ -212,7 +212,9 @@ def test_a_replica_that_holds_the_gil_for_too_long_is_left_out(
     options = {"suspect_after": 1.5, "busy_after": 3.0}
     ends = pool.run(live, pool.store, registry.address, "hold", 9.0, options, timeout=80)
     assert [end.views for end in ends[:2]] == 2 * [[(0, 1, 2), (0, 1)]]
-    assert [end.suspected for end in ends[:2]] == 2 * [[(2,)]]
+    # The first to suspect it leads the others, who may hear of the next view before they suspect.
+    suspected = [one for end in ends[:2] for one in end.suspected]
+    assert suspected in ([(2,)], [(2,)] * 2)
     assert alike(ends[:2]) and ends[0].inner_step == LAST_STEP
     assert ends[2].is_left_behind and ends[2].views == [(0, 1, 2)]
 
