@@ -29,6 +29,7 @@ from diloco_comm import DiLoCo, Elastic, Link, StorePeers
 from diloco_comm.base.errors import ReplicaMismatch, SyncError
 from diloco_comm.base.service.keys import Keys, allow, remove
 from diloco_comm.exchange.membership import own_link
+from diloco_comm.group import signs
 from diloco_comm.ops.wire import WireFormat
 from diloco_comm.tools.common.workers import free_port
 
@@ -198,6 +199,25 @@ def test_a_replica_whose_key_is_not_allowed_is_named(fresh_workers: Fresh, tmp_p
     command = f"`diloco-comm keys allow {folder_of(tmp_path, 0)} NAME.key`"
     assert "the key of replica 2 is not among the allowed keys of replica 0" in text
     assert command in text
+
+
+def _refused_late(rank: int, world: int, address: Address, root: str) -> Any:
+    """The wait ends before a process counts as cut off."""
+    signs._REACH_AGAIN_S = 60.0
+    with pytest.raises(SyncError) as caught, member(address, rank, world, root, timeout=3.0):
+        pass
+    return str(caught.value), caught.value.stage
+
+
+def test_a_wait_that_ends_first_names_the_key_too(fresh_workers: Fresh, tmp_path: Path) -> None:
+    make_folders(tmp_path, 2)
+    remove(folder_of(tmp_path, 0), "r1")
+    pool = fresh_workers(2, init_group=False)
+    (text, stage), (other, _) = pool.run(_refused_late, pool.store, str(tmp_path))
+    assert stage == "rendezvous"
+    start = "replicas [0, 1] cannot form a group: the key of replica 1 is not among the allowed"
+    assert text.startswith(start) and folder_of(tmp_path, 0).name in text, text
+    assert "were to form a group, but" in other, other
 
 
 # ------------------------------------------------------------------------------ bound to a number

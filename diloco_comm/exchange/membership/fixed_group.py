@@ -371,9 +371,7 @@ class FixedGroup(Follower):
         late = self._attendance.end(driver, self._subject())
         if late is None:
             return None
-        shown = [beat for beat in (driver.beats or {}).values() if not beat.is_gone]
-        wanted = [beat.key for beat in shown if beat.key.number in self._demand]
-        why = self._key_refused(driver, wanted)
+        why = self._key_refused(driver)
         text = f"{self._subject()} cannot form a group: {why}" if why else late.reason
         return replace(late, reason=text)
 
@@ -445,16 +443,18 @@ class FixedGroup(Follower):
         whole = [keys[index].number for index in largest_connected(len(keys), pairs)]
         cuts = [(keys[one].number, keys[other].number) for one, other in pairs]
         can = f"{words_of(cuts)}; replicas {whole} can"
-        text = f"{self._subject()} cannot form a group: {self._key_refused(driver, keys) or can}"
+        text = f"{self._subject()} cannot form a group: {self._key_refused(driver) or can}"
         missing = tuple([number for number in self._demand if number not in whole])
         return Ended("late", text, missing, tuple(whole), tuple(cuts))
 
-    def _key_refused(self, driver: FixedDriver, members: Sequence[Key]) -> str:
+    def _key_refused(self, driver: FixedDriver) -> str:
         """Return why this replica's key store refuses members, in a sentence; "" if it does not."""
-        ways = {key.number: driver.ways_of(key) for key in members}
-        keys = {number: found[0].key for number, found in ways.items() if found}
-        why, _ = self._share.link.refusal_of(self.replica, list(keys), list(keys.values()))
-        return why
+        gone, keys = driver.state.life.dead, dict[int, str]()
+        for key in driver.beats or {}:
+            is_there = driver.signs.is_fresh(key.nonce) and key.nonce not in gone
+            if key.number in self._demand and is_there and (ways := driver.ways_of(key)):
+                keys[key.number] = ways[0].key
+        return self._share.link.refusal_of(self.replica, list(keys), list(keys.values()))[0]
 
     def _none_trains(self, driver: FixedDriver, seconds: float) -> Ended | None:
         """Return why a newcomer ends that has met newcomers alone."""
