@@ -24,6 +24,8 @@ from .records import NO_HASH, NO_RECORD, Key, Record, cause_of
 from .state import Joint, Proposal, Stage, State
 from .streams import decide
 
+# A newcomer that cannot connect waits suspect_after, doubled so often at most.
+_MOST_DOUBLINGS = 6
 # Polls after which a process of a fixed group says again what its caller demands.
 _SAY_AGAIN = 2
 
@@ -107,6 +109,19 @@ class Turn:
         pause = min(1 << number, max(1, state.settings.suspect_after // 2))
         self.change(proposal=None, joint=None, failure=failure)
         self.change(num_failures=number, num_waits=-pause)
+        self._put_off(joint, failure)
+
+    def _put_off(self, joint: Joint, failure: str) -> None:
+        """Let newcomers of an attempt wait that could not connect, longer each time."""
+        state, roster = self.state, Roster(self.state)
+        if state.settings.is_fixed or not set(roster.holders) & set(joint.members):
+            return
+        found = {nonce: (doublings, polls) for nonce, doublings, polls in state.put_off}
+        for key in filter(roster.brings_nothing, joint.members):
+            doublings = min(found.get(key.nonce, (-1, 0))[0] + 1, _MOST_DOUBLINGS)
+            found[key.nonce] = doublings, state.settings.suspect_after << doublings
+            self.act(st.PutOff(key.number, failure, found[key.nonce][1]))
+        self.change(put_off=tuple(sorted((nonce, *each) for nonce, each in found.items())))
 
     def end(self, action: st.End) -> None:
         self.change(stage=Stage.GONE, proposal=None, joint=None)
@@ -360,11 +375,12 @@ def _on_looked(turn: Turn, event: st.Looked) -> None:
         return
     nonces = {place.key.nonce for place in event.places}
     here = tuple([one for one in turn.state.here if one[0] in nonces])
+    put_off = tuple([one for one in turn.state.put_off if one[0] in nonces])
     if event.table != turn.state.table:
         # Its places are heard of anew.
         turn.change(num_waits=0)
     turn.change(recorded=event.record, table=event.table, places=event.places)
-    turn.change(evict=event.evict, is_blind=False, here=here)
+    turn.change(evict=event.evict, is_blind=False, here=here, put_off=put_off)
     if event.record:
         _follow(turn, event.record)
 
@@ -435,6 +451,7 @@ def _follow(turn: Turn, content: bytes) -> None:
         turn.end(st.Drained("this replica has left"))
     else:
         reason = f"view {record.number} of replicas {numbers} was opened without this process"
+        reason += f"; the last attempt failed: {state.failure}" if state.failure else ""
         if state.settings.is_fixed:
             reason = f"the group of replicas {numbers} went on in epoch {record.number}"
             reason += f" without replica {state.key.number}"
@@ -445,7 +462,7 @@ def _follow(turn: Turn, content: bytes) -> None:
 def _enter(turn: Turn, content: bytes) -> None:
     """Enter a record: the promise of SEALED ends, and rounds begin anew."""
     state, record = turn.state, Record.from_bytes(content)
-    number = state.key.number
+    number, members = state.key.number, {key.nonce for key in record.members}
     holds = state.has_state and number not in record.joined
     turn.change(
         **{name: getattr(st.State, name) for name in st.OF_ONE_RECORD},
@@ -456,6 +473,7 @@ def _enter(turn: Turn, content: bytes) -> None:
         has_state=number == record.source or (record.source is None and holds),
         is_blind=False,
         demand=None if state.demand in ((), record.numbers) else state.demand,
+        put_off=tuple([one for one in state.put_off if one[0] not in members]),
     )
     turn.act(st.Enter(record))
     if record.attempt.proposer == state.nonce:
@@ -523,6 +541,7 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
     turn.change(num_waits=min(state.num_waits + 1, most))
     turn.change(num_cut_polls=min(state.num_cut_polls + 1, 3 * limit))
     turn.change(num_silent=min(state.num_silent + 1, limit))
+    turn.change(put_off=tuple([(*each, max(0, polls - 1)) for *each, polls in state.put_off]))
     if turn.state.num_cut_polls == 3 * limit:
         # A process that could not be reached once may be reached after a while.
         turn.change(cuts=frozenset())
@@ -695,8 +714,11 @@ def _ask_for_boundary(turn: Turn) -> None:
     if turn.state.is_pending:
         return
     roster = Roster(turn.state)
-    wanted = roster.leaving or roster.reaching(roster.here, roster.newcomers)
-    if wanted or turn.state.is_leaving:
+    # Others may not know which newcomers are put off.
+    fresh = [key for key in roster.here if key == turn.state.key or roster.is_fresh(key)]
+    leads = turn.state.key == min(fresh, default=None)
+    wanted = leads and roster.reaching(roster.here, roster.newcomers)
+    if wanted or roster.leaving or turn.state.is_leaving:
         turn.change(is_pending=True)
         turn.act(st.Pend())
 

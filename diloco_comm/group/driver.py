@@ -593,6 +593,10 @@ class Driver:
             self._order(action)
         elif isinstance(action, st.Pend):
             self.is_change_wanted = True
+        elif isinstance(action, st.PutOff):
+            seconds = action.num_polls * self._period_s
+            said = "replica %d is not let in for %.0f s, as no group with it could connect: %s"
+            logger.warning(said, action.number, seconds, action.failure)
         elif isinstance(action, st.Wait):
             self.waiting_for = action.reason
             self._say_waiting(action.reason)

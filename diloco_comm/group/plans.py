@@ -73,10 +73,11 @@ class Roster:
         record: The record that is entered or, for a newcomer, in the table.
         base: Members of the record that is entered or, for a newcomer, in the table.
         here: Members of the base that live and stay.
-        leaving: Members of the base that live and are to leave.
+        leaving: Members of the base that live and are to leave, or that never came to hold the
+            state and could not connect.
         holders: Members of the base that live and hold its state.
         newcomers: Processes that are ready to come.
-        coming: Processes that are not ready yet.
+        coming: Processes that are not ready yet, or that wait as they could not connect.
         is_given_away: The members that leave are the only ones with state: others take it first.
     """
 
@@ -88,6 +89,7 @@ class Roster:
         self.base = () if self.record is None else self.record.members
         self._members = frozenset(self.base)
         self._joined = frozenset(() if self.record is None else self.record.joined)
+        self._put_off = {nonce: polls for nonce, _, polls in state.put_off}
         living = [key for key in self.base if self.lives(key)]
         self.leaving = [key for key in living if self._leaves(key)]
         self.here = sorted(set(living) - set(self.leaving))
@@ -128,7 +130,13 @@ class Roster:
         return [key for key in self.base if self.is_fresh(key) and self._holds(key)]
 
     def _leaves(self, key: Key) -> bool:
-        return self.place(key).is_leaving or key.number in self._state.evict
+        is_put_off = key.nonce in self._put_off and self.brings_nothing(key)
+        return is_put_off or self.place(key).is_leaving or key.number in self._state.evict
+
+    def brings_nothing(self, key: Key) -> bool:
+        """Whether a process has come, or is to come, and lacks the state of its group."""
+        is_begun = self.record is not None and self.record.source is None
+        return key not in self._members or (is_begun and not self._holds(key))
 
     def _holds(self, key: Key) -> bool:
         record, place = self.record, self.place(key)
@@ -142,14 +150,18 @@ class Roster:
         """Return processes that are alike and have a free number: the ready ones, and the rest."""
         ready: list[Key] = []
         coming: list[Key] = []
+        is_short = len(taken) < self._state.settings.min_replicas
         for place in map(self.place, sorted([place.key for place in self._state.places])):
             key, is_in = place.key, place.entered != NO_RECORD or place.key in self._members
             is_alike = place.settings == self._state.settings.digest
             if is_alike and not (is_in or place.is_leaving or key.number in taken):
                 if self.lives(key):
                     taken.add(key.number)
-                    (coming if place.follows is None else ready).append(key)
-        return ready, coming
+                    waits = self._put_off.get(key.nonce, 0) > 0 and not is_short
+                    (coming if place.follows is None or waits else ready).append(key)
+        # Those that come again come one at a time: one of them may have kept the others out.
+        first = [key for key in ready if key.nonce not in self._put_off] or ready[:1]
+        return first, sorted({*coming, *ready} - {*first})
 
     def connected(self, keys: Iterable[Key]) -> list[Key]:
         """Return the largest set of processes that reach each other."""

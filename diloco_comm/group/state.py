@@ -270,6 +270,20 @@ class Pend:
 
 
 @dataclass(frozen=True)
+class PutOff:
+    """A replica without state is not let in for a while, as a group with it could not connect.
+
+    Attributes:
+        failure: Why, in words.
+        num_polls: For so many polls of this process.
+    """
+
+    number: int
+    failure: str
+    num_polls: int
+
+
+@dataclass(frozen=True)
 class Fail:
     """The demand of this process's caller comes to nothing; the caller may demand again.
 
@@ -320,7 +334,7 @@ class Wait:
 
 
 Action = (
-    Send | Read | Swap | Seal | Connect | Enter | Pend | Fail | End | Wait
+    Send | Read | Swap | Seal | Connect | Enter | Pend | PutOff | Fail | End | Wait
 )  # fmt: skip
 
 # -------------------------------------------------------------------------------------- state
@@ -430,6 +444,8 @@ class State:
         bound: Members of the attempt for a new table to which this process has given SEALED.
         failure: Why the last attempt could not connect; "" if no attempt has failed since.
         num_failures: Attempts that failed so, one after the other; 10 for more.
+        put_off: Processes without state with which a group could not connect: the nonce of each,
+            how often its wait was doubled, and the polls for which it is still not let in.
         num_waits: Polls for which it has waited with its present reason; below 0: it pauses.
         num_silent: Polls since the proposer of ``joint`` was heard.
         num_cut_polls: Polls since the last cut was noted.
@@ -466,6 +482,7 @@ class State:
     bound: tuple[Key, ...] = ()
     failure: str = ""
     num_failures: int = 0
+    put_off: tuple[tuple[bytes, int, int], ...] = ()
     num_waits: int = 0
     num_silent: int = 0
     num_cut_polls: int = 0

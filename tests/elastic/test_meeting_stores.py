@@ -16,15 +16,17 @@ import torch.distributed as dist
 from choice_groups import grouped
 from elastic_replicas import registry as registry
 from exchange_helpers import folder_of, make_folders
-from fault_replicas import make_model, make_optimizer
+from fault_ends import listen_to_the_log
+from fault_replicas import connect, make_model, make_optimizer
 from registries import Host
 from test_elastic_lost import OPTIONS, train
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, Link, connect_store
+from diloco_comm import DiLoCo, Elastic, Link, SyncError, connect_store
 from diloco_comm.base.service.keys import LinkKeys
 from diloco_comm.base.store_host import open_store
 from diloco_comm.elastic.options import Place, meeting_place, own_interface
+from diloco_comm.exchange.membership import change
 
 _forks = multiprocessing.get_context("forkserver")
 
@@ -85,6 +87,65 @@ def test_groups_of_gloo_connect_at_stores(
     # The keys of the last view alone are left.
     names = {name.split("/")[1] for name in hosted.store.list_keys()}
     assert len(names) == (1 if is_shared else 0), names
+
+
+# ------------------------------------------------------------------- who never comes to connect
+
+
+def _beside_one_that_never_connects(
+    rank: int, world: int, store: tuple[str, int], registry: str, round_log: int
+) -> Any:
+    """Replica 2 comes later: it is heard on its link, and no group of gloo with it connects."""
+    signs, num_attempts, connect_all = connect(store), 0, change.connect
+
+    def connect_or_not(member: Any, attempt: Any) -> Any:
+        nonlocal num_attempts
+        num_attempts += 2 in attempt.members
+        if rank == 2:
+            raise SyncError("no route to any host", stage="connect")
+        return connect_all(member, attempt)
+
+    change.GLOO_LIMIT_S, change.connect = 1.0, connect_or_not
+    if rank == 2:
+        signs.wait(["founded"])
+    lines = listen_to_the_log()
+    model = make_model()
+    optimizer = make_optimizer(model)
+    peers = Elastic(
+        registry,
+        run="test",
+        replica=rank,
+        min_replicas=2,
+        quorum_wait=20.0,
+        suspect_after=2.0,
+        round_log_bytes=round_log,
+    )
+    options = grouped({"link": Link("gloo"), "timeout": 40.0, **OPTIONS})
+    try:
+        with closing(DiLoCo(model, optimizer, peers=peers, **options)) as diloco:
+            signs.set("founded", "")
+            while diloco.inner_step < 100:
+                train(diloco, model, optimizer, rank, diloco.inner_step + 1)
+                time.sleep(0.1)
+            return diloco.members, diloco.outer_hash(), num_attempts, lines
+    except SyncError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("round_log", [0, 1 << 20], ids=["copied", "beside"])
+@pytest.mark.nightly("15 s each; the core's tests have the waits", but=["copied"])
+def test_members_train_on_beside_one_that_never_connects(
+    fresh_workers: Callable[..., Pool], registry: Host, round_log: int
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    arguments = pool.store, registry.address, round_log
+    ends = pool.run(_beside_one_that_never_connects, *arguments, timeout=100)
+    # 25 rounds, of which each could let the newcomer in.
+    assert [(members, 1 <= num <= 4) for members, _, num, _ in ends[:2]] == 2 * [((0, 1), True)]
+    assert ends[0][1] == ends[1][1]
+    for *_, lines in ends[:2]:
+        found = [line for line in lines if line.startswith("replica 2 is not let in for ")]
+        assert found and "as no group with it could connect: " in found[0], lines
 
 
 # ------------------------------------------------------------------- a store that members share

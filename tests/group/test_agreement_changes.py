@@ -26,6 +26,7 @@ from agreement_cores import (
 from agreement_world import nonce_of
 
 from diloco_comm.group import messages as ms
+from diloco_comm.group import plans
 from diloco_comm.group import state as st
 from diloco_comm.group.messages import Why
 from diloco_comm.group.records import NO_HASH, NO_RECORD, Attempt, Record
@@ -85,6 +86,81 @@ def test_rule_9_a_newcomer_that_is_not_ready_waits_for_the_next_boundary() -> No
     core = at_boundary(member(0, TWO, with_newcomer(TWO, 2, follows=None)))
     core.poll(2)
     assert Record.from_bytes(core.only(st.Swap).new).numbers == (0, 1)
+
+
+def put_off(core: Core) -> list[st.PutOff]:
+    """Let a group with newcomers not connect, and the members stop; return how they wait."""
+    assert core.state.joint is not None
+    core.tell(st.Connected(core.state.joint.attempt, error="no route"))
+    found = core.all(st.PutOff)
+    core.tell(st.Sealed(core.state.number, ONE_VOTE, 12))
+    while core.state.proposal is None:
+        core.poll()
+    return found
+
+
+def test_rule_9_a_newcomer_with_which_no_group_connects_comes_more_and_more_rarely() -> None:
+    record, waits = TWO, []
+    core = member(0, TWO, with_newcomer(TWO, 2, follows=NO_RECORD))
+    for _ in range(8):
+        at_boundary(core)
+        assert core.state.proposal.draft.numbers == (0, 1, 2)
+        (found,) = put_off(core)
+        assert (found.number, found.failure) == (2, "no route")
+        waits.append(found.num_polls)
+        attempt = core.state.proposal.draft.attempt
+        assert core.state.proposal.draft.members == TWO.members
+        core.tell(st.Connected(attempt))
+        core.hear(1, ms.Sealed(attempt, record.number, ONE_VOTE, 12))
+        core.hear(1, ms.Ready(attempt))
+        record = Record.from_bytes(core.only(st.Swap).new)
+        swapped(core)
+        core.look(record, with_newcomer(record, 2, follows=NO_RECORD))
+        assert not core.state.is_pending
+        core.poll(found.num_polls)
+        assert core.state.is_pending
+    limit = core.state.settings.suspect_after
+    assert waits == [limit << min(number, 6) for number in range(8)]
+
+
+def test_rule_9_newcomers_that_come_again_come_one_at_a_time_and_after_others() -> None:
+    places = (*with_newcomer(TWO, 2, follows=NO_RECORD), place_of(3, follows=NO_RECORD))
+    core = at_boundary(member(0, TWO, places))
+    assert core.state.proposal.draft.joined == (2, 3)
+    put_off(core)
+    roster = plans.Roster(core.state)
+    assert roster.newcomers == [] and roster.coming == [key(2), key(3)]
+    core.poll(core.state.settings.suspect_after)
+    assert plans.Roster(core.state).newcomers == [key(2)]
+    core.look(TWO, (*places, place_of(4, follows=NO_RECORD)))
+    assert plans.Roster(core.state).newcomers == [key(4)]
+
+
+def test_rule_9_a_short_group_does_not_put_newcomers_off() -> None:
+    places = with_newcomer(TWO, 2, follows=NO_RECORD)
+    core = at_boundary(member(0, TWO, places, min_replicas=3))
+    put_off(core)
+    assert core.state.proposal.draft.joined == (2,)
+
+
+def test_rule_9_a_member_that_came_and_never_connected_is_left_out() -> None:
+    record = after(TWO, 0, 1, 2, joined=(2,))
+    *members, newcomer = members_places(record)
+    places = (*members, replace(newcomer, has_state=False))
+    core = sealed(member(0, record, places))
+    assert core.state.proposal.draft.members == record.members
+    core.tell(st.Connected(core.state.proposal.draft.attempt, error="no route"))
+    assert core.only(st.PutOff).number == 2
+    core.poll(2)
+    assert core.state.proposal.draft.members == TWO.members
+
+
+def test_rule_9_the_lowest_member_that_the_table_hears_of_asks_for_newcomers() -> None:
+    core = member(1, TWO, with_newcomer(TWO, 2))
+    assert not core.state.is_pending
+    stale = replace(members_places(TWO)[0], is_fresh=False)
+    core.look(TWO, (stale, *with_newcomer(TWO, 2)[1:]))
+    assert core.state.is_pending
 
 
 def test_rule_9_of_two_newcomers_with_one_number_one_comes() -> None:

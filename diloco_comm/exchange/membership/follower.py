@@ -108,7 +108,7 @@ class GroupChange:
     ) -> None:
         self._group, self.chosen, self._worker = group, chosen, worker
         self.store, self._failure = store, failure
-        self.record: Record | None = None
+        self.record = chosen.record
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -256,6 +256,8 @@ class Follower:
                 # Its proposer has yet to hear that it has failed.
                 continue
             self._tried = chosen.name
+            # The decision of a record counts also where this replica does not connect.
+            self._unsettled = chosen.record or self._unsettled
             results, unreported = [], None
             change = self._change_of(chosen)
             try:
@@ -410,8 +412,6 @@ class Follower:
             stage = "view" if any(is_over for _, _, is_over in told) else "connect"
             raise Void(text, stage=stage, cuts=() if failure is None else failure.cuts)
         if chosen.record is not None:
-            # The decision counts also where a worker is not connected.
-            self._unsettled = chosen.record
             if text:
                 raise SyncError(text, stage="connect")
             return chosen.record
