@@ -45,9 +45,8 @@ _PLACES_S, _POLL_S = 5.0, 0.02
 
 
 _LISTEN_S, _REACH_AGAIN_S = 0.5, 3.0
-_EPOCH = struct.Struct("<q")
-# In the place of an epoch: the attempt that is under way.
-_ATTEMPT = -1
+# Messages of worker 0: the epoch whose rounds are broken off, or the attempt that is given up.
+_EPOCH, _GIVEN_UP = struct.Struct("<q"), struct.Struct("<16sI")
 
 
 class Workers(Protocol):
@@ -152,7 +151,7 @@ class GroupChange:
 
     def is_void(self) -> bool:
         """Whether another attempt has begun; see ``Change``."""
-        return self._group.is_void()
+        return self._group.is_void(self.chosen.name)
 
     def entered(self, failure: SyncError | None) -> Agreed:
         """Wait until the members have agreed; see ``Change``."""
@@ -383,8 +382,6 @@ class Follower:
                 store = self._meeting_place(chosen)
             except SyncError as error:
                 failure = error
-        if self._mates is not None:
-            self._mates.is_void = False
         return GroupChange(self, chosen, self._rank, store, failure)
 
     # -------------------------------------------------------------------------- an attempt
@@ -420,13 +417,13 @@ class Follower:
     def _refuse(self, text: str, failure: SyncError | None) -> None:
         """Raise where an attempt is to end all attempts."""
 
-    def is_void(self) -> bool:
-        """Whether the attempt under way comes to nothing."""
+    def is_void(self, name: AttemptName) -> bool:
+        """Whether the attempt of this name, which is under way, comes to nothing."""
         driver, mates = self._driver, self._mates
         if driver is None:
-            return mates is not None and mates.is_void
+            return mates is not None and mates.given_up == name
         if driver.has_order and mates is not None:
-            mates.give_up()
+            mates.give_up(name)
         return driver.has_order
 
     def _wait_for_record(self, chosen: Chosen) -> Record:
@@ -544,7 +541,7 @@ class Mates:
         service: Names the messages, equal on all workers of this replica, and on no other.
 
     Attributes:
-        is_void: Worker 0 has given up the attempt under way.
+        given_up: The attempt that worker 0 has given up last.
     """
 
     def __init__(self, link: _C.Link, ways: Sequence[Way], rank: int, service: str) -> None:
@@ -553,7 +550,7 @@ class Mates:
         self._seal: Callable[[], None] = lambda: None
         self._epoch: Callable[[], int] = lambda: 0
         self._is_closed = False
-        self.is_void = False
+        self.given_up: AttemptName | None = None
         link.told(service, 0.0)
         run = self._reach if rank == 0 else self._listen
         self._thread = threading.Thread(target=run, daemon=True, name="diloco_comm mates")
@@ -565,12 +562,15 @@ class Mates:
 
     def break_off(self, epoch: int) -> None:
         """Break off the rounds of the other workers in an epoch; at worker 0."""
-        for way in self._others:
-            self._link.tell(way.nonce, self._service, _EPOCH.pack(epoch))
+        self._tell(_EPOCH.pack(epoch))
 
-    def give_up(self) -> None:
-        """Let the other workers give up the attempt under way; at worker 0."""
-        self.break_off(_ATTEMPT)
+    def give_up(self, name: AttemptName) -> None:
+        """Let the other workers give up an attempt; at worker 0."""
+        self._tell(_GIVEN_UP.pack(*name))
+
+    def _tell(self, message: bytes) -> None:
+        for way in self._others:
+            self._link.tell(way.nonce, self._service, message)
 
     def close(self) -> None:
         """End the thread soon; idempotent."""
@@ -589,11 +589,13 @@ class Mates:
             self._link.reach(self._service, [way.words for way in self._others])
             while not self._is_closed:
                 for nonce, message in self._link.told(self._service, _LISTEN_S):
-                    if nonce != self._others[0].nonce or len(message) != _EPOCH.size:
-                        continue
-                    (epoch,) = _EPOCH.unpack(message)
-                    if epoch == _ATTEMPT:
-                        self.is_void = True
-                    elif epoch == self._epoch():
-                        self._seal()
+                    if nonce == self._others[0].nonce:
+                        self._take(message)
             self._link.reach(self._service, [])
+
+    def _take(self, message: bytes) -> None:
+        """Do what worker 0 says; a word about another epoch or attempt than the present is late."""
+        if len(message) == _GIVEN_UP.size:
+            self.given_up = AttemptName(*_GIVEN_UP.unpack(message))
+        elif len(message) == _EPOCH.size and _EPOCH.unpack(message)[0] == self._epoch():
+            self._seal()

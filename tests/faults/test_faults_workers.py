@@ -1,0 +1,61 @@
+"""Replicas of two workers change their group: a late word of worker 0."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+from fault_ends import Address, Fresh, H
+from fault_replicas import Replica, Setup, check_agreement, connect
+
+from diloco_comm.exchange.membership import change
+
+SETUP = Setup("int8", 1, H, timeout=1800.0, options={"backend": "tcp"})
+
+
+def begin(rank: int, address: Address) -> Replica:
+    """Train as worker ``rank % 2`` of replica ``rank // 2``, up to the first round."""
+    number, worker = divmod(rank, 2)
+    own = dist.PrefixStore(f"workers of {number}", connect(address))
+    dist.init_process_group("gloo", store=own, rank=worker, world_size=2)
+    replica = Replica(address, number, [0, 1], SETUP, shard_group=dist.group.WORLD)
+    replica.train_to(H)
+    return replica
+
+
+def go_on(replica: Replica) -> Any:
+    replica.train_to(3 * H)
+    result = replica.result()
+    replica.diloco.close()
+    return result
+
+
+def check(results: list[Any]) -> None:
+    for worker in range(2):
+        check_agreement(results[worker::2])
+    assert {result.epoch for result in results} == {2}
+
+
+def hear_an_old_word(rank: int, world: int, address: Address) -> Any:
+    """Worker 0 of replica 0 gives up an earlier attempt while worker 1 connects for this one."""
+    replica = begin(rank, address)
+    group, connect_all = replica.diloco.exchange._group, change.connect
+
+    def connect_slowly(member: Any, attempt: Any) -> Any:
+        if rank == 0:
+            time.sleep(0.5)
+            name = attempt.chosen.name
+            group._mates.give_up(name._replace(counter=name.counter - 1))
+        if rank >= 2:
+            time.sleep(2.0)
+        return connect_all(member, attempt)
+
+    change.connect = connect_slowly
+    replica.diloco.change_group([0, 1])
+    return go_on(replica)
+
+
+def test_a_word_about_an_earlier_attempt_ends_no_later_one(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(4, init_group=False)
+    check(pool.run(hear_an_old_word, pool.store, timeout=40))
