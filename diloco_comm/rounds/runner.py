@@ -20,7 +20,7 @@ from torch.autograd import _profiler_enabled
 
 from ..base import checks
 from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError, named
-from ..base.interrupts import Uninterruptible
+from ..base.interrupts import Uninterruptible, deferred_interrupts
 from ..base.memory import Reading
 from ..base.trace import exchanged, has_nvtx, span
 from ..exchange.exchange import Exchange
@@ -352,6 +352,26 @@ class RoundRunner(ABC):
             raise
         if not is_idle:
             self.exchange.last_error = None
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Run a call in which the workers of this replica meet again and again.
+
+        All of them must meet equally often: a Ctrl-C comes at the end of the call. A second one
+        comes at once, and then this worker can meet the others no more.
+        """
+        if self._workers is None:
+            yield
+            return
+        self.uninterruptible.refuse_if_broken()
+        with deferred_interrupts():
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException:
+                self.uninterruptible.is_broken = True
+                raise
 
     @abstractmethod
     def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:

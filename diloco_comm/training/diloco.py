@@ -359,7 +359,8 @@ class DiLoCo:
             self._take_step(is_skipped=is_skipped)
         elif not self.is_done:
             self._refuse_if_alone()
-            self._elastic.take_step(self, is_skipped=is_skipped)
+            with self._rounds.in_order():
+                self._elastic.take_step(self, is_skipped=is_skipped)
         if self._recorder.waiting:
             self._recorder.call_waiting()
 
@@ -449,7 +450,8 @@ class DiLoCo:
             self._flush(is_final=is_final)
         elif not self.is_done:
             self._refuse_if_alone()
-            self._elastic.flush(self, is_final=is_final)
+            with self._rounds.in_order():
+                self._elastic.flush(self, is_final=is_final)
         self._recorder.call_waiting()
 
     def _flush(self, *, is_final: bool | None) -> None:
@@ -527,7 +529,8 @@ class DiLoCo:
         if self._elastic is not None:
             raise RuntimeError("Elastic(...) changes the group by itself: leave out change_group")
         self._refuse_in_step("change_group")
-        self._change_group(members, store)
+        with self._rounds.in_order():
+            self._change_group(members, store)
 
     def _change_group(self, members: Iterable[int] | str, store: dist.Store | str | None) -> None:
         self._refuse_if_alone()

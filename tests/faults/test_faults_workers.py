@@ -1,13 +1,17 @@
-"""Replicas of two workers change their group: a late word of worker 0."""
+"""Replicas of two workers change their group: a Ctrl-C in one worker, a late word of worker 0."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from fault_ends import Address, Fresh, H
-from fault_replicas import Replica, Setup, check_agreement, connect
+from fault_replicas import Replica, Setup, check_agreement, connect, default_handler
 
 from diloco_comm.exchange.membership import change
 
@@ -35,6 +39,32 @@ def check(results: list[Any]) -> None:
     for worker in range(2):
         check_agreement(results[worker::2])
     assert {result.epoch for result in results} == {2}
+
+
+def press_ctrl_c_on_one(rank: int, world: int, address: Address) -> Any:
+    """Replica 0 waits for replica 1, and its worker 1 hears a Ctrl-C meanwhile."""
+    replica = begin(rank, address)
+    if rank >= 2:
+        replica.store.wait(["pressed"])
+        time.sleep(2.0)
+    if rank != 1:
+        replica.diloco.change_group([0, 1])
+        return go_on(replica)
+    signs = connect(address)
+
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        signs.set("pressed", "")
+
+    threading.Timer(1.5, press).start()
+    with default_handler(), pytest.raises(KeyboardInterrupt):
+        replica.diloco.change_group([0, 1])
+    return go_on(replica)
+
+
+def test_a_ctrl_c_on_one_worker_comes_after_the_change(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(4, init_group=False)
+    check(pool.run(press_ctrl_c_on_one, pool.store, timeout=40))
 
 
 def hear_an_old_word(rank: int, world: int, address: Address) -> Any:
