@@ -210,7 +210,7 @@ def _refused_late(rank: int, world: int, address: Address, root: str) -> Any:
 
 
 def test_a_wait_that_ends_first_names_the_key_too(fresh_workers: Fresh, tmp_path: Path) -> None:
-    make_folders(tmp_path, 2)
+    make_folders(tmp_path, 3)
     remove(folder_of(tmp_path, 0), "r1")
     pool = fresh_workers(2, init_group=False)
     (text, stage), (other, _) = pool.run(_refused_late, pool.store, str(tmp_path))
