@@ -108,11 +108,11 @@ def test_a_table_that_begins_empty_ends_nobody(own: Signs) -> None:
 def test_a_busy_process_is_heard_on_its_link(
     own: Signs, links: tuple[_C.Link, _C.Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begin = time.monotonic()
     own.note([beat_of(OTHER, links[1])])
     own.want([OTHER.nonce])
     until(lambda: any(life.is_connected for life in links[0].life()))
     until(lambda: suspected(own) == set())
-    begin = time.monotonic()
     while time.monotonic() - begin < BUSY_AFTER_S / 2:
         own.note([beat_of(OTHER, links[1])])
         assert suspected(own, OTHER) == set()
