@@ -277,16 +277,36 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
     if no.why is Why.MEMBERS or joint is None or joint.attempt != no.attempt:
         return
     numbers = {key.nonce: key.number for key in joint.members}
+    is_proposer = nonce == joint.attempt.proposer
     if no.why is Why.FAILED:
-        if nonce in numbers and (is_own or nonce == joint.attempt.proposer):
+        if nonce in numbers and (is_own or is_proposer):
             turn.forget(joint, f"replica {numbers[nonce]}: {no.text}" if is_own else no.text)
+    elif is_own and no.cut:
+        _leave_cut_off(turn, joint, nonce, no.cut, no.text)
     elif is_own:
-        turn.note(nonce, no.cut or (turn.state.nonce,))
-        if turn.state.settings.is_fixed:
-            away = sorted(numbers[other] for other in no.cut if other in numbers)
-            turn.forget(joint, f"replica {numbers.get(nonce)} cannot reach replicas {away}")
-        else:
-            turn.drop()
+        turn.note(nonce, (turn.state.nonce,))
+        turn.drop()
+    elif no.why is Why.KEY and is_proposer and turn.state.nonce in no.cut:
+        # A newcomer ends: each further attempt would hold the members up.
+        if turn.state.record is None:
+            turn.end(st.Refuse(no.text))
+
+
+def _leave_cut_off(
+    turn: Turn, joint: Joint, nonce: bytes, cut: tuple[bytes, ...], refusal: str
+) -> None:
+    """End the own attempt, as a member has no way to others, or does not let in their keys."""
+    turn.note(nonce, cut)
+    if turn.state.settings.is_fixed:
+        # The callers alone can choose other members.
+        numbers = {key.nonce: key.number for key in joint.members}
+        away = sorted(numbers[other] for other in cut if other in numbers)
+        turn.forget(joint, refusal or f"replica {numbers[nonce]} cannot reach replicas {away}")
+        return
+    if refusal:
+        refused = [key for key in joint.members if key.nonce in cut]
+        turn.send(refused, ms.No(joint.attempt, Why.KEY, cut, text=refusal))
+    turn.drop()
 
 
 def _missing(proposal: Proposal) -> list[Key]:
@@ -588,9 +608,12 @@ def _on_connected(turn: Turn, event: st.Connected) -> None:
         return
     if event.error:
         turn.forget(joint, event.error)
+    elif event.cut and event.attempt.proposer == state.nonce:
+        _leave_cut_off(turn, joint, state.nonce, event.cut, event.refusal)
     elif event.cut:
         turn.note(state.nonce, event.cut)
-        _answer(turn, ms.No(event.attempt, Why.CUT, cut=event.cut))
+        why = Why.KEY if event.refusal else Why.CUT
+        _answer(turn, ms.No(event.attempt, why, cut=event.cut, text=event.refusal))
         turn.change(joint=None)
     else:
         turn.change(joint=replace(joint, is_connected=True))

@@ -24,6 +24,7 @@ from ..exchange.membership.follower import (
     Follower,
     Seal,
     T,
+    are_keys_refused,
     attempt_text,
     way_of,
 )
@@ -323,7 +324,7 @@ class ElasticGroup(Follower):
         )
 
     def _refuse(self, text: str, failure: SyncError | None) -> None:
-        if self.view is None and is_refused(failure, self.replica):
+        if self.view is None and are_keys_refused(failure):
             raise ReplicaMismatch(text, stage="connect")
 
     def _begun(self, view: Record, before: Record | None, began: float) -> None:
@@ -375,15 +376,6 @@ def is_about_group(error: SyncError) -> bool:
     """Whether this replica can go on with other members after this error."""
     is_own = isinstance(error, ReplicaMismatch | NonFiniteError) or error.stage == WORKMATE_STAGE
     return not is_own
-
-
-def is_refused(error: SyncError | None, replica: int) -> bool:
-    """Whether a member does not let in the key of ``replica``, or ``replica`` a member's key."""
-    return (
-        error is not None
-        and error.stage == "connect"
-        and any(replica in pair for pair in error.cuts)
-    )
 
 
 def without_advice(error: SyncError) -> str:

@@ -291,6 +291,31 @@ def test_rule_5_a_member_without_a_way_says_to_whom() -> None:
     assert (no.why, no.cut) == (Why.CUT, (nonce_of(2),))
 
 
+def test_rule_5_a_newcomer_whose_key_a_member_does_not_let_in_is_told_so_and_ends() -> None:
+    sentence = "the allowed keys of replica 1 bind the key to replica 5"
+    core = sealed(member(1, TWO))
+    core.hear(0, prepare(TWO, 0, 1, 2, joined=(2,)))
+    core.tell(st.Connected(attempt_of(0), cut=(nonce_of(2),), refusal=sentence))
+    no = core.only(ms.No)
+    assert (no.why, no.text, no.cut) == (Why.KEY, sentence, (nonce_of(2),))
+    leader = member(0, TWO, places=(*members_places(TWO), place_of(2, follows=NO_RECORD)))
+    leader.tell(st.Boundary(1, ONE_VOTE, 10, has_all_votes=False))
+    asked = leader.all(ms.Prepare)[0]
+    assert asked.members == (key(0), key(1), key(2))
+    leader.hear(1, ms.No(asked.attempt, Why.KEY, cut=(nonce_of(2),), text=sentence))
+    told = [one for one in leader.said if isinstance(one, st.Send)]
+    assert [(one.nonce, one.message.why) for one in told] == [(nonce_of(2), Why.KEY)]
+    assert leader.state.proposal is None
+    newcomer = Core(2)
+    newcomer.look(TWO, members_places(TWO))
+    newcomer.tell(st.JoinerReady())
+    newcomer.hear(0, prepare(TWO, 0, 1, 2, joined=(2,)))
+    newcomer.hear(1, no)
+    assert newcomer.state.stage is Stage.NEWCOMER
+    newcomer.hear(0, no)
+    assert newcomer.only(st.Refuse).reason == sentence
+
+
 def failing(core: Core, error: str = "device 3 is gone") -> None:
     """Let the devices of an attempt not connect."""
     assert core.state.joint is not None

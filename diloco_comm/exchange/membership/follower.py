@@ -396,17 +396,19 @@ class Follower:
         """
         cut = self._cut_off(chosen, failure)
         is_over = self._driver is not None and self._driver.has_order
-        told = self._of_workers((cut, "" if failure is None else str(failure), is_over))
-        text = next((text for _, text, _ in told if text), "")
+        own_text = "" if failure is None else str(failure)
+        told = self._of_workers((cut, own_text, are_keys_refused(failure), is_over))
+        text = next((text for _, text, _, _ in told if text), "")
         if self._driver is not None and chosen.record is None:
-            nonces = tuple(sorted({nonce for cut, _, _ in told for nonce in cut}))
+            nonces = tuple(sorted({nonce for cut, _, _, _ in told for nonce in cut}))
             error = "" if nonces else text
+            refusal = next((text for _, text, is_refusal, _ in told if is_refusal), "")
             if not (text and is_over):
-                self._driver.tell(st.Connected(chosen.name, nonces, error))
+                self._driver.tell(st.Connected(chosen.name, nonces, error, refusal))
         if text:
             self._refuse(text, failure)
         if text and chosen.record is None:
-            stage = "view" if any(is_over for _, _, is_over in told) else "connect"
+            stage = "view" if any(is_over for *_, is_over in told) else "connect"
             raise Void(text, stage=stage, cuts=() if failure is None else failure.cuts)
         if chosen.record is not None:
             if text:
@@ -518,6 +520,11 @@ def way_of(share: LinkShare) -> Way:
     """Return the way to the link of a share."""
     ways = share.link.ways()
     return Way(*[ways[name] for name in ("link", "address", "link key", "relay")])
+
+
+def are_keys_refused(error: SyncError | None) -> bool:
+    """Whether this replica does not let in the keys of the members that an error names."""
+    return error is not None and error.stage == "connect" and bool(error.cuts)
 
 
 def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
