@@ -14,10 +14,14 @@ from diloco_comm.group import agreement
 SEEDS = range(60)
 
 
-def broken_in(kind: str, seed: int, step: Any, size: int = 3, *, keeps_promise: bool = True) -> str:
-    """Return the invariant that a history breaks first; "" for none."""
+def broken_in(kind: str, seed: int, step: Any, size: int = 3, **promises: bool) -> str:
+    """Return the invariant that a history breaks first; "" for none.
+
+    Args:
+        promises: Of drivers and training threads, see ``World``.
+    """
     world = World(settings_of(is_fixed=kind == "callers", founding_wait=8), step=step)
-    world.keeps_promise = keeps_promise
+    vars(world).update(promises)
     try:
         first_group(world, size)
         walk = Walk(world, seed, FAULTS[kind])
@@ -44,6 +48,12 @@ def test_a_mistake_breaks_an_invariant(name: str) -> None:
 def test_a_training_thread_that_breaks_its_promise_breaks_an_invariant() -> None:
     found = (broken_in("durable", seed, agreement.step, keeps_promise=False) for seed in SEEDS)
     assert next(filter(None, found), "") in ("I1", "I2", "I3")
+
+
+@pytest.mark.parametrize("kind", ["durable", "callers"])
+def test_a_driver_that_gives_no_order_again_lets_its_process_stop_for_ever(kind: str) -> None:
+    found = (broken_in(kind, seed, agreement.step, orders_again=False) for seed in SEEDS)
+    assert next(filter(None, found), "") == "L"
 
 
 @pytest.mark.nightly("the walks have other seeds", but=[f"{kind}-0" for kind in FAULTS])

@@ -227,6 +227,8 @@ class Walk:
             world._devices(nonce)
         elif kind == "delay":
             world._delay(nonce)
+        elif kind == "interrupt" and node.state.record is not None:
+            world._interrupt(nonce)
         elif kind == "break" and node.state.record is not None:
             world._break(nonce)
         elif kind == "cut" and other != nonce:
@@ -268,6 +270,7 @@ DURABLE_FAULTS: dict[str, float] = {
     "heal": 0.01,
     "devices": 0.01,
     "delay": 0.01,
+    "interrupt": 0.004,
 }
 FIXED_FAULTS = {
     **{kind: weight for kind, weight in DURABLE_FAULTS.items() if kind not in ("leave", "evict")},

@@ -85,6 +85,7 @@ class World:
 
     Attributes:
         keeps_promise: A training thread that has sealed votes and applies nothing any more.
+        orders_again: A driver gives an order again that an interrupt may have lost.
         counts: Messages and requests so far, by kind.
         largest_state: Characters of the longest state of a core so far.
     """
@@ -93,7 +94,7 @@ class World:
         self, settings: st.Settings, streams: int = STREAMS, step: Any = agreement.step
     ) -> None:
         self.settings, self.streams, self.step = settings, streams, step
-        self.keeps_promise = True
+        self.keeps_promise = self.orders_again = True
         self.nodes: dict[bytes, Node] = {}
         self.messages: tuple[tuple[bytes, bytes, Any], ...] = ()
         # Each with the id of the table that its process has read.
@@ -162,11 +163,13 @@ class World:
         node = self.nodes[nonce]
         if not node.takes_part:
             return
-        state, actions = self.step(node.state, event)
-        self.put(nonce, state=state)
         if isinstance(event, st.Demanded | st.GivenUp):
             # The driver takes its orders of a former demand back.
             self._drop_connect(nonce)
+        if isinstance(event, st.Broke | st.Demanded) and self.orders_again:
+            self._order_again(nonce, event)
+        state, actions = self.step(node.state, event)
+        self.put(nonce, state=state)
         for action in actions:
             if isinstance(action, st.Fail):
                 self._check_failure(node.state, event)
@@ -199,6 +202,14 @@ class World:
         """Note one of the last attempts of a process."""
         if one not in attempts.get(nonce, ()):
             attempts[nonce] = (*attempts.get(nonce, ()), one)[-MOST_ATTEMPTS:]
+
+    def _order_again(self, nonce: bytes, event: st.Broke | st.Demanded) -> None:
+        """Give the present order of a driver again."""
+        state, joint = self.nodes[nonce].state, self.nodes[nonce].state.joint
+        if state.stage is st.Stage.SEALING:
+            self._take(nonce, st.Seal(state.number))
+        elif isinstance(event, st.Broke) and joint is not None and not joint.is_connected:
+            self._take(nonce, st.Connect(joint.attempt, joint.members))
 
     def _drop_connect(self, nonce: bytes) -> None:
         todo = self.nodes[nonce].todo
@@ -505,6 +516,17 @@ class World:
         others = () if record is None else record.members
         cut = tuple([key.nonce for key in others if self.is_cut(nonce, key.nonce)])
         self.tell(nonce, st.Broke(self.nodes[nonce].state.number, cut))
+
+    def _interrupt(self, nonce: bytes) -> None:
+        """Let the program of a training thread be interrupted: its orders are lost."""
+        if not self.settings.is_fixed:
+            self._devices(nonce)
+        reads = [one for one in self.nodes[nonce].todo if isinstance(one, st.Read)]
+        self.put(nonce, todo=tuple(reads))
+        if self.settings.is_fixed:
+            self.tell(nonce, st.GivenUp())
+        else:
+            self._break(nonce)
 
     def _demand(self, nonce: bytes, numbers: tuple[int, ...], may_found: bool = False) -> None:
         """Let the caller of a process demand a group."""
