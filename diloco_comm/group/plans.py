@@ -347,7 +347,10 @@ def _demanded(state: State, roster: Roster) -> Plan:
     missing = [number for number in demand if number not in known]
     holders = [key for key in group if key in roster.holders]
     if state.record is None and not (state.may_found or holders):
-        return Plan(reason=f"until the group of replicas {list(demand)} trains")
+        # A store that is new to the members has their places, and no record yet.
+        inside = [p.key for p in state.places if p.entered != NO_RECORD and p.key.number in demand]
+        leader = min(filter(roster.is_fresh, inside), default=None)
+        return Plan(leader=leader, reason=f"until the group of replicas {list(demand)} trains")
     is_founder = state.record is None and state.may_found and state.key not in roster.base
     is_late = is_founder and bool(holders)
     epoch = "" if roster.record is None else f", in epoch {roster.record.number}"

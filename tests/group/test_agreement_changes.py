@@ -323,6 +323,14 @@ def test_rule_10_in_a_new_store_the_chain_begins_with_the_name_of_the_last_recor
     assert other.only(st.Enter).record == new
 
 
+def test_rule_10_a_newcomer_at_a_store_that_is_new_to_the_members_tells_their_lowest() -> None:
+    core = Core(3, is_fixed=True)
+    core.tell(st.Demanded((0, 1, 3), may_found=False))
+    core.look(None, (*members_places(TWO), place_of(3, follows=NO_RECORD)), table=b"u" * 16)
+    assert core.reason == "until the group of replicas [0, 1, 3] trains"
+    assert st.Send(nonce_of(0), ms.Here(NO_RECORD, NO_HASH, (0, 1, 3))) in core.said
+
+
 def test_rule_10_a_newcomer_waits_for_a_group_that_runs_without_it() -> None:
     core = Core(3, is_fixed=True)
     core.tell(st.Demanded((3,)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agreement_mutants import FAULTS, MUTANTS
+from agreement_mutants import FAULTS, FIXED, MUTANTS
 from agreement_walks import Walk, first_group, settle
 from agreement_world import Broken, World, settings_of
 
@@ -20,7 +20,7 @@ def broken_in(kind: str, seed: int, step: Any, size: int = 3, **promises: bool) 
     Args:
         promises: Of drivers and training threads, see ``World``.
     """
-    world = World(settings_of(is_fixed=kind == "callers", founding_wait=8), step=step)
+    world = World(settings_of(is_fixed=kind in FIXED, founding_wait=8), step=step)
     vars(world).update(promises)
     try:
         first_group(world, size)

@@ -10,6 +10,7 @@ from agreement_walks import (
     DURABLE_FAULTS,
     FIXED_FAULTS,
     FORGETTING_FAULTS,
+    MOVING_FAULTS,
     Walk,
     demand,
     first_group,
@@ -25,12 +26,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from diloco_comm.group import state as gs
 from diloco_comm.group.records import Record
 
-KINDS = {"durable": DURABLE_FAULTS, "forgetting": FORGETTING_FAULTS, "fixed": FIXED_FAULTS}
+KINDS = {
+    "durable": DURABLE_FAULTS,
+    "forgetting": FORGETTING_FAULTS,
+    "fixed": FIXED_FAULTS,
+    "moving": MOVING_FAULTS,
+}
 SIZES = [2, 3, 4]
 
 
 def world_of(kind: str) -> World:
-    return World(settings_of(is_fixed=kind == "fixed", founding_wait=8))
+    return World(settings_of(is_fixed=kind in ("fixed", "moving"), founding_wait=8))
 
 
 def walk(kind: str, size: int, seed: int, num_steps: int) -> World:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from agreement_walks import DURABLE_FAULTS, FIXED_FAULTS, FORGETTING_FAULTS
+from agreement_walks import DURABLE_FAULTS, FIXED_FAULTS, FORGETTING_FAULTS, MOVING_FAULTS
 
 from diloco_comm.group import agreement, plans, streams
 
@@ -70,7 +70,9 @@ FAULTS = {
         **{**FIXED_FAULTS, "demand": 0.03, "give up": 0.02, "let in": 0.005},
         **{"delay": 0.02, "devices": 0.03, "break": 0.01},
     },
+    "moving": MOVING_FAULTS,
 }
+FIXED = ("callers", "moving")
 
 MUTANTS = {
     "all-rounds-count": Mutant(
@@ -234,6 +236,14 @@ MUTANTS = {
         "        demand=None if state.demand in ((), record.numbers) else state.demand,\n",
         "        demand=state.demand,\n",
         "callers",
+        ("L",),
+    ),
+    "a-newcomer-at-another-store-tells-nobody": Mutant(
+        plans,
+        "plan_of",
+        "        leader = min(filter(roster.is_fresh, inside), default=None)\n",
+        "        leader = None\n",
+        "moving",
         ("L",),
     ),
 }

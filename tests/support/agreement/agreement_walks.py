@@ -244,6 +244,9 @@ class Walk:
         elif kind == "demand":
             numbers = [one.key.number for one in world.living]
             chosen = self.random.sample(numbers, self.random.randint(1, len(numbers)))
+            if world.num_losses:
+                # At another store the callers vouch that nobody else lives.
+                chosen = numbers
             demand(world, [*chosen, ABSENT] if self.random.random() < 0.1 else chosen)
         elif kind == "let in" and node.state.demand is None and node.state.record is None:
             numbers = sorted(one.key.number for one in world.living)
@@ -278,6 +281,12 @@ FIXED_FAULTS = {
     "survivors": 0.02,
     "give up": 0.004,
     "let in": 0.002,
+}
+# The callers of all processes name another store, and vouch for those that have ended.
+_NOT_MOVING = ("cut", "mistake", "off table", "survivors")
+MOVING_FAULTS = {
+    **{kind: weight for kind, weight in FIXED_FAULTS.items() if kind not in _NOT_MOVING},
+    "forget": 0.003,
 }
 FORGETTING_FAULTS = {**DURABLE_FAULTS, "forget": 0.002, "off table": 0.0}
 
