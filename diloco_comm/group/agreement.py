@@ -608,8 +608,6 @@ def _on_connected(turn: Turn, event: st.Connected) -> None:
         return
     if event.error:
         turn.forget(joint, event.error)
-    elif event.cut and event.attempt.proposer == state.nonce:
-        _leave_cut_off(turn, joint, state.nonce, event.cut, event.refusal)
     elif event.cut:
         turn.note(state.nonce, event.cut)
         why = Why.KEY if event.refusal else Why.CUT

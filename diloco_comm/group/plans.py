@@ -324,7 +324,9 @@ def _missing_state(roster: Roster, record: Record, best: Place) -> str:
             f"until one of replicas {members} starts again, as none of them is heard of; to begin "
             "anew, give the run another name, or rollback=True"
         )
-    if least and not (best.has_checkpoint and best.inner_step >= least):
+    # A member that lives without the state has none to lose; those that died may have trained.
+    is_untrained = bool(roster.here) and not least
+    if not is_untrained and not (best.has_checkpoint and best.inner_step >= least):
         return (
             f"until a replica brings a checkpoint of inner step {least} or later, as no process "
             f"of replicas {members} lives that has the state; to begin anew, give the run another "
