@@ -45,6 +45,8 @@ _TRIPS, _FIRST_TRIPS = 13, 2
 
 def together() -> None:
     """Return at the same moment on all ranks, which are processes of one machine."""
+    # One rank may have closed more slowly what it has measured before.
+    dist.barrier()
     begin = torch.tensor([time.monotonic() + _SOON_S], dtype=torch.float64)
     dist.broadcast(begin, 0)
     left = begin.item() - time.monotonic()
