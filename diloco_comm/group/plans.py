@@ -324,7 +324,7 @@ def _missing_state(roster: Roster, record: Record, best: Place) -> str:
             f"until one of replicas {members} starts again, as none of them is heard of; to begin "
             "anew, give the run another name, or rollback=True"
         )
-    # A member that lives without the state has none to lose; those that died may have trained.
+    # Those that died may have trained, but not without a member that lacks the state.
     is_untrained = bool(roster.here) and not least
     if not is_untrained and not (best.has_checkpoint and best.inner_step >= least):
         return (

@@ -474,12 +474,21 @@ def test_rule_12_else_newcomers_wait_and_say_for_what(
     assert core.state.proposal is None
 
 
-def test_rule_12_a_run_without_a_step_or_with_rollback_needs_no_checkpoint() -> None:
-    places = (place_of(1, 1, follows=NO_RECORD),)
-    for record, settings in ((replace(DEAD, inner_step=0), {}), (DEAD, {"allows_rollback": True})):
-        core = revived(places, record, **settings)
-        core.poll(3)
-        assert core.state.proposal is not None
+def test_rule_12_a_run_with_rollback_needs_no_checkpoint() -> None:
+    core = revived((place_of(1, 1, follows=NO_RECORD),), allows_rollback=True)
+    core.poll(3)
+    assert core.state.proposal is not None
+
+
+def test_rule_12_members_of_the_first_record_may_have_trained() -> None:
+    core = revived((place_of(1, 1, follows=NO_RECORD),), replace(DEAD, inner_step=0))
+    core.poll(3)
+    assert core.state.proposal is None
+    assert core.reason.startswith("until a replica brings a checkpoint of inner step 0 or later")
+    begun = place_of(1, 1, follows=NO_RECORD, has_checkpoint=True)
+    core = revived((begun,), replace(DEAD, inner_step=0))
+    core.poll(3)
+    assert core.state.proposal is not None
 
 
 def test_rule_12_a_newcomer_gives_up_when_the_table_goes_on() -> None:
