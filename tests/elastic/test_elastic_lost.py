@@ -212,7 +212,7 @@ def test_an_older_journal_begins_no_second_training(
     other = fresh_workers(1, init_group=False)
     arguments = other.store, registry.address, str(tmp_path), [0]
     (waited,) = other.run(come_again, *arguments, timeout=60)
-    assert "until replica 1 tells the registry of the view that it is in" in waited
+    assert "until replicas [1] tell the registry of the view that they are in" in waited
     signs.set("end", "now")
     pool.collect(expect_exit={0, 1}, timeout=60)
     # Now nobody has the state, and the checkpoint is of the recorded view or later.
