@@ -148,6 +148,32 @@ def test_members_train_on_beside_one_that_never_connects(
         assert found and "as no group with it could connect: " in found[0], lines
 
 
+def _leave_and_fail_once(rank: int, world: int, registry: str) -> Any:
+    """Replica 2 leaves, and the next group fails to connect once at replica 1."""
+    known: list[bool] = []
+    connect_all = change.connect
+
+    def connect_but_once(member: Any, attempt: Any) -> Any:
+        if rank == 1 and 2 not in attempt.members and not known:
+            known.append(attempt.record is not None)
+            raise SyncError("lost on purpose", stage="connect")
+        return connect_all(member, attempt)
+
+    change.GLOO_LIMIT_S, change.connect = 1.0, connect_but_once
+    return known, _member(rank, world, registry, None)
+
+
+def test_a_view_that_cannot_begin_is_followed_by_another(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """The members had agreed on the view before they connected, as a replica had left."""
+    pool = fresh_workers(3, init_group=False)
+    ends = pool.run(_leave_and_fail_once, registry.address, timeout=60)
+    assert [known for known, _ in ends] == [[], [True], []]
+    (_, members, outer), (_, others, same) = [end for _, end in ends[:2]]
+    assert members == others == (0, 1) and outer == same
+
+
 # ------------------------------------------------------------------- a store that members share
 
 
