@@ -140,7 +140,7 @@ def test_members_train_on_beside_one_that_never_connects(
     pool = fresh_workers(3, init_group=False)
     arguments = pool.store, registry.address, round_log
     ends = pool.run(_beside_one_that_never_connects, *arguments, timeout=100)
-    # 25 rounds, of which each could let the newcomer in.
+    # Each of 25 rounds could let the newcomer in.
     assert [(members, 1 <= num <= 6) for members, _, num, _ in ends[:2]] == 2 * [((0, 1), True)]
     assert ends[0][1] == ends[1][1]
     for *_, lines in ends[:2]:
