@@ -55,6 +55,28 @@ def test_close_leaves_no_thread_and_no_descriptor(workers: Workers, world: int) 
         assert all(last <= first for first, last in zip(counts[0], counts[-1], strict=True)), counts
 
 
+def _closed_and_held(rank: int, world: int) -> list[int]:
+    """Count the descriptors around an exchange that is closed, and that this process still has."""
+    held, counts = [], [len(os.listdir("/proc/self/fd"))]
+    for _ in range(3):
+        with exchange(rank, world) as ex:
+            sync(ex, ex.buffers(3000, WireFormat("int8")), [values(0, rank, 3000)])
+            dist.barrier()
+        held.append(ex)
+        deadline = time.monotonic() + 5.0
+        while len(os.listdir("/proc/self/fd")) > counts[-1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts.append(len(os.listdir("/proc/self/fd")))
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's /proc")
+def test_a_closed_exchange_has_no_descriptor_before_it_is_collected(workers: Workers) -> None:
+    for counts in workers(2).run(_closed_and_held):
+        assert counts[-1] <= counts[1], counts
+
+
 def _run_script(body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(body)],

@@ -169,6 +169,11 @@ void Link::close() {
     }
     if (shake_thread_.joinable()) shake_thread_.join();
     if (thread_.joinable()) thread_.join();
+    // Whoever holds a closed link, holds no descriptor: Python may collect an object late.
+    const Lock lock(mutex_);
+    reserve_.clear();
+    epoll_.reset();
+    wakeup_.reset();
 }
 
 // Ends a message, whatever its state; returns when nobody touches its memory.

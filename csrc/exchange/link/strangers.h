@@ -77,6 +77,8 @@ class Reserve {
     void fill();
     // Gives one descriptor back to the kernel; false where the reserve is empty.
     bool release();
+    // Gives all of them back.
+    void clear() { kept_.clear(); }
 
   private:
     std::vector<Descriptor> kept_;

@@ -261,6 +261,7 @@ void StoreHost::Server::run() {
     }
     ::shutdown(listener_.get(), SHUT_RDWR);
     clients_.clear();
+    reserve_.clear();
 }
 
 void StoreHost::Server::stop() {

@@ -78,7 +78,10 @@ class StoreTable:
         return self._ask(ask)
 
     def close(self) -> None:
-        """Do nothing: the store is the program's."""
+        """End the own connection; the store itself is the program's."""
+        self._loss = TableAway("the table was closed")
+        if self._is_own:
+            del self._store
 
     def _beat(self, store: dist.Store, name: str, text: bytes) -> dict[str, bytes]:
         if name:
