@@ -73,6 +73,8 @@ class Signs:
         self.suspect_after_s, self._busy_after_s = suspect_after_s, busy_after_s
         self.is_cut_off = False
         self._sights: dict[bytes, _Sight] = {}
+        # Processes whose beats the table had last.
+        self._there: set[bytes] = set()
         # When the table was read last. While no look is answered, no beat is late.
         self._looked_at = time.monotonic()
         self._period_s = 0.0
@@ -119,11 +121,7 @@ class Signs:
             if beat.counter != last.counter:
                 last.since, last.counter, last.rises = now, beat.counter, True
             last.beat = beat
-        # A table that was started again has few beats for a while.
-        there = {beat.key.nonce for beat in beats}
-        limit = max(self.suspect_after_s, self._busy_after_s)
-        sights = self._sights.items()
-        self._sights = {n: s for n, s in sights if n in there or now - s.since < limit}
+        self._there = {beat.key.nonce for beat in beats}
 
     def is_fresh(self, nonce: bytes) -> bool:
         """Whether the table has heard of a process lately."""
@@ -206,6 +204,7 @@ class Signs:
             if way is not None and way.nonce in by_link:
                 self._lives[nonce] = by_link[way.nonce]
         members = {key.nonce for key in base}
+        self._forget(members)
         # A process that has ended stays so when the link is not asked for it any more.
         self._ended |= {nonce for nonce, life in self._lives.items() if life.is_refused}
         self._ended -= {nonce for nonce in self._lives if self._is_heard(nonce)}
@@ -221,6 +220,15 @@ class Signs:
             dead=frozenset(self._ended - own),
             cut=frozenset(cut - members - own),
         )
+
+    def _forget(self, members: set[bytes]) -> None:
+        """Forget processes that are not in the table, and that nobody waits for."""
+        # A table that was started again has few beats for a while. A member is suspected until the
+        # others go on without it, which may take longer than a table keeps beats.
+        now, limit = time.monotonic(), max(self.suspect_after_s, self._busy_after_s)
+        kept = members | self._there
+        sights = self._sights.items()
+        self._sights = {n: s for n, s in sights if n in kept or now - s.since < limit}
 
     def unreachable(self, keys: Iterable[Key]) -> list[Key]:
         """Return processes that were heard on the link, and are not for ``suspect_after``."""

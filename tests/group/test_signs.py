@@ -136,6 +136,20 @@ def test_a_newcomer_without_a_way_is_cut_off(own: Signs, monkeypatch: pytest.Mon
     assert own.judge([OTHER]).cut == frozenset()
 
 
+def test_a_dead_member_stays_suspected_when_the_table_has_dropped_its_beat(
+    own: Signs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.note([beat_of(OTHER, None), beat_of(THIRD, None)])
+    monkeypatch.setattr(own, "suspect_after_s", 0.1)
+    monkeypatch.setattr(own, "_busy_after_s", 0.1)
+    time.sleep(0.2)
+    own.note([])
+    assert suspected(own, OTHER) == {OTHER.nonce} and own.counters() == {OTHER.nonce: 1}
+    own.note([])
+    assert suspected(own, OTHER) == {OTHER.nonce}
+    assert suspected(own) == set() and own.counters() == {}
+
+
 def test_the_last_word_of_a_process_is_believed(own: Signs) -> None:
     own.note([beat_of(OTHER, None)])
     assert own.judge([OTHER]).dead == frozenset()
