@@ -205,13 +205,15 @@ class Signs:
                 self._lives[nonce] = by_link[way.nonce]
         members = {key.nonce for key in base}
         self._forget(members)
+        known = members | self._sights.keys()
+        self._left = {nonce: step for nonce, step in self._left.items() if nonce in known}
         # A process that has ended stays so when the link is not asked for it any more.
         self._ended |= {nonce for nonce, life in self._lives.items() if life.is_refused}
         self._ended -= {nonce for nonce in self._lives if self._is_heard(nonce)}
         # The place of a member that has taken all steps says so, and the others need not stop.
         sights = self._sights.items()
         self._ended |= self.left().keys() - {n for n, s in sights if s.beat.stage == FINISHED}
-        self._ended &= set(self._sights) | members
+        self._ended &= known
         suspected = {nonce for nonce in self._sights if self._is_suspected(nonce, members)}
         cut = {nonce for nonce, sight in self._sights.items() if self._is_cut(nonce, sight)}
         own = {self._nonce}

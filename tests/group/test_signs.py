@@ -150,6 +150,21 @@ def test_a_dead_member_stays_suspected_when_the_table_has_dropped_its_beat(
     assert suspected(own) == set() and own.counters() == {}
 
 
+def test_the_last_words_of_processes_are_forgotten_with_their_beats(
+    own: Signs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.note([beat_of(OTHER, None), beat_of(THIRD, None)])
+    for key in (OTHER, THIRD):
+        own.has_left(key.nonce, 7)
+    # The table has dropped both, and one of them is a member of the record.
+    monkeypatch.setattr(own, "suspect_after_s", 0.0)
+    monkeypatch.setattr(own, "_busy_after_s", 0.0)
+    own.note([])
+    assert own.judge([OTHER]).dead == {OTHER.nonce} and own.left() == {OTHER.nonce: 7}
+    own.judge([])
+    assert own.left() == {}
+
+
 def test_the_last_word_of_a_process_is_believed(own: Signs) -> None:
     own.note([beat_of(OTHER, None)])
     assert own.judge([OTHER]).dead == frozenset()
