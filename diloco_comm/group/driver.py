@@ -516,11 +516,12 @@ class Driver:
         way = self.signs.way_to(nonce)
         if way is not None:
             frame = self.state.nonce + bytes([kind]) + content
-            # The core repeats a message that does not leave; here once the link has connected.
+            # The core repeats a message that does not leave; a process that waits for others sends
+            # it as soon as the link has connected.
             with contextlib.suppress(RuntimeError):
-                if not self.signs.link.tell(way.nonce, self.signs.service, frame):
-                    if len(self._unsent) < _MOST_UNKNOWN:
-                        self._unsent[nonce, kind] = content
+                has_left = self.signs.link.tell(way.nonce, self.signs.service, frame)
+                if self._hastens and not has_left and len(self._unsent) < _MOST_UNKNOWN:
+                    self._unsent[nonce, kind] = content
 
     def _take_shown(self, nonce: bytes, content: bytes) -> None:
         """End this process with the difference of another process's settings."""
@@ -581,6 +582,7 @@ class Driver:
                 self._break_off()
         elif isinstance(action, st.Enter):
             self.is_change_wanted = self.is_broken = False
+            self._unsent = {}
             self._has_entered(action.record)
             self._order(action, drops=(st.Seal, st.Connect, st.Fail))
         elif isinstance(action, st.Refuse | st.Fail) and action.other is not None:
