@@ -159,10 +159,10 @@ def run_rows(
 
 
 def run_death(pool_of: Callable[..., Pool], name: str, impl: str, **options: Any) -> Bits | str:
-    """Train one row in processes of its own; the last one of them is killed."""
-    world = Setting.parse(name).world
-    pool = pool_of(world, init_group=False)
-    return collect(pool, [(name, impl)], killed={world - 1}, **options)[name]
+    """Train one row in processes of its own; the last replica is killed."""
+    setting = Setting.parse(name)
+    pool = pool_of(setting.num_processes, init_group=False)
+    return collect(pool, [(name, impl)], killed=setting.killed, **options)[name]
 
 
 def collect(

@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from diloco_comm import DiLoCo, Link, SyncError, connect_store
+from diloco_comm import DiLoCo, Elastic, Link, SyncError, connect_store
+from diloco_comm.base.store_host import place_of_store
 from diloco_comm.ops.digests import digest_of
 from diloco_comm.training import presets
 
@@ -48,6 +49,8 @@ STEPS_AFTER_LOSS = 24
 # The steps that something happens at: one that sends, and one between two sends.
 FAULT_STEP, CHANGE_STEP = 2 * H, 2 * H + 2
 TIMEOUT_S = 60.0
+# Long enough for a process on a loaded machine to beat meanwhile.
+SUSPECT_AFTER_S = 6.0
 # Parts of a saved state, by a word in the keys that lead to their tensors.
 STATE = ("outer", "buffers", "residual", "payloads", "flights", "owed", "corrected")
 
@@ -109,10 +112,20 @@ class Member:
     ) -> None:
         self.setting, self.replica, self.store, self.link = setting, replica, store, link
         self.device, self.impl = device, impl
+        # How many workers this replica has, and the number of this worker among all workers.
+        self.num_workers, self.rank = 1, replica
         self.rounds: list[str] = []
         self.payloads: list[str] = []
         self.steps: dict[int, int] = {}
         self.step = 0
+
+    def share_replica(self) -> None:
+        """Be one of two workers, which have a process group for themselves."""
+        self.num_workers, worker = 2, self.rank % 2
+        self.replica = self.rank // 2
+        place = f"{self.setting.name} workers {self.replica}"
+        store = dist.PrefixStore(place, self.store)
+        dist.init_process_group("gloo", store=store, rank=worker, world_size=2)
 
     def attach(self, part: str = "run", **options: Any) -> None:
         """Make a model and attach it; ``part`` tells the groups of a row apart."""
@@ -121,9 +134,11 @@ class Member:
         make, arguments = arguments_of(self.setting, self.replica)
         if "config" in options:
             make, arguments = DiLoCo, {key: arguments[key] for key in arguments.keys() & {"weight"}}
-        if self.store is not None:
+        if self.store is not None and "membership" not in options:
             options["store"] = dist.PrefixStore(f"{self.setting.name} {part}", self.store)
             options["replica"] = self.replica
+        if self.num_workers > 1:
+            options["shard_group"] = dist.group.WORLD
         options |= {"timeout": TIMEOUT_S, "impl": self.impl, "link": self.link}
         if self.setting.happening == "offload" and self.device.type != "cpu":
             options["offload"] = "cpu"
@@ -183,7 +198,7 @@ class Member:
 
     def tell(self, place: str) -> None:
         assert self.store is not None
-        self.store.set(f"{self.setting.name} {place} {self.replica}", "")
+        self.store.set(f"{self.setting.name} {place} {self.rank}", "")
 
     @property
     def num_rounds_ahead(self) -> int:
@@ -193,7 +208,9 @@ class Member:
 
     def wait_for(self, members: Iterable[int], place: str) -> None:
         assert self.store is not None
-        self.store.wait([f"{self.setting.name} {place} {member}" for member in members])
+        each = range(self.num_workers)
+        ranks = [self.num_workers * member + worker for member in members for worker in each]
+        self.store.wait([f"{self.setting.name} {place} {rank}" for rank in ranks])
 
     def resume(self) -> None:
         """Save everything, and go on with new objects from the saved arguments."""
@@ -333,10 +350,13 @@ def run_kill(member: Member) -> Bits | None:
 
 
 def run_death(member: Member) -> Bits | None:
-    """The process of the last replica is killed."""
+    """The process of the last replica is killed, or both processes of its workers."""
     # The survivors are named, so it does not matter how long each waits for reports of the others.
     os.environ["DILOCO_COMM_REPORT_S"] = "1.0"
     place = member.setting.happening.partition("-")[2]
+    if place in ("workers", "elastic"):
+        member.share_replica()
+        return lose_workers(member) if place == "workers" else replace_workers(member)
     if place == "after":
         return lose_last(member, lambda: None, dies=True)
     stage, told = {"header": ("header", 0), "told": ("header", 1), "vote": ("vote", 1)}[place]
@@ -386,6 +406,53 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
         return member.bits()
 
 
+def lose_workers(member: Member) -> Bits | None:
+    """Both workers of the last replica die before they send their headers."""
+    survivors = range(member.setting.world - 1)
+
+    def die() -> None:
+        if any(part.in_flight for part in member.diloco.parts):
+            member.wait_for(survivors, "sent")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return lose_last(member, die)
+
+
+def replace_workers(member: Member) -> Bits:
+    """The workers of the last replica of an elastic group die; two processes take their place.
+
+    The others do not train without such a replica. They go on with it from the step whose round has
+    failed.
+    """
+    world, store = member.setting.world, member.store
+    assert store is not None
+    is_new = member.replica == world
+    if is_new:
+        member.replica = world - 1
+        member.wait_for(range(world), "before")
+    # The beats use a connection of their own.
+    _, address = place_of_store(store)
+    assert address is not None
+    registry = dist.TCPStore(*address, is_master=False)
+    membership = Elastic(
+        dist.PrefixStore(f"{member.setting.name} registry", registry),
+        run="frozen",
+        replica=member.replica,
+        min_replicas=world,
+        suspect_after=SUSPECT_AFTER_S,
+    )
+    member.attach(membership=membership)
+    with closing(member.diloco):
+        member.step = member.diloco.inner_step
+        if not is_new:
+            member.train_to(FAULT_STEP - 1)
+            member.settle(range(world), "before")
+            if member.replica == world - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        member.train_to(NUM_STEPS)
+        return member.bits()
+
+
 def run_workers(member: Member) -> Bits:
     """Two workers share a replica; the default group has all workers."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "worker"))
@@ -407,7 +474,7 @@ RUNS: dict[str, Callable[[Member], Bits | None]] = {
 
 def replica_of(setting: Setting, rank: int, world: int) -> int | None:
     """Return the part of a worker in a row; the last worker has the rows of one replica."""
-    if setting.event == "workers":
+    if setting.has_workers:
         return rank
     replica = rank - (world - 1 if setting.world == 1 else 0)
     return replica if 0 <= replica < setting.world else None

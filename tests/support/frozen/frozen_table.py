@@ -61,6 +61,9 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 # Where a replica dies: before its header, and when one peer has its header
 # or its vote. The round of a death "after" has been agreed on.
 DEATHS = {"header": 2, "told": 3, "vote": 3, "after": 2}
+# Both workers of a replica die. The others go on, or wait for a process that takes its place in an
+# elastic group.
+WORKER_DEATHS = ("death-workers", "death-elastic")
 
 
 class Setting(NamedTuple):
@@ -95,6 +98,23 @@ class Setting(NamedTuple):
         """The event without the dtypes."""
         dtypes, _, event = self.event.partition("-")
         return event or "plain" if dtypes in DTYPES else self.event
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether two workers share each replica."""
+        return self.event in ("workers", *WORKER_DEATHS)
+
+    @property
+    def killed(self) -> range:
+        """The processes that are killed: all of the last replica."""
+        if self.event in WORKER_DEATHS:
+            return range(2 * self.world - 2, 2 * self.world)
+        return range(self.world - 1, self.world)
+
+    @property
+    def num_processes(self) -> int:
+        """The processes of a row with a death."""
+        return 6 if self.event in WORKER_DEATHS else self.world
 
     @property
     def is_sensible(self) -> bool:
@@ -191,7 +211,12 @@ def deaths() -> list[Setting]:
         for k in range(2)
     ]
     return [
-        Setting(policy, next(wires), DEATHS[place], f"death-{place}") for policy, place in chosen
+        *(
+            Setting(policy, next(wires), DEATHS[place], f"death-{place}")
+            for policy, place in chosen
+        ),
+        Setting("streaming", "int8", 3, "death-workers"),
+        Setting("blocking", "int4", 2, "death-elastic"),
     ]
 
 
