@@ -10,7 +10,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated cuda-tests test test-all coverage nightly cpptest cuda kernels gpu-build gpu-rehearsal demo bench bars soak-async soak-decoupled soak-elastic lint docs package package-cuda format sanitize fuzz clean
+.PHONY: setup emulated cuda-tests test test-all coverage nightly cpptest cuda kernels gpu-build gpu-rehearsal demo bench bars soak-async soak-decoupled soak-elastic chaos lint docs package package-cuda format sanitize fuzz clean
 
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
@@ -158,6 +158,11 @@ soak-elastic: setup
 		--seconds $(or $(SECONDS),900) --seed $(or $(SEED),0)
 	$(BIN)/python -m benchmarks.elastic.storms build/soak.jsonl --replicas 6 --suspect-after 5 \
 		--step 0.05 --sync-every 4 $(and $(RESULT),--json $(RESULT)) $(ARGS)
+
+# Elastic membership under the faults that sixty seeds draw, a minute each, with two to eight replicas;
+# SEEDS= and ARGS= choose. Seeds run side by side where there are many processors.
+chaos: setup
+	$(BIN)/python -m benchmarks.elastic.seeds build/chaos --seeds $(or $(SEEDS),60) $(ARGS)
 
 # What a change must pass: style, types, imports between the rooms, rules of the house; changes nothing.
 lint: setup

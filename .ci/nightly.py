@@ -48,6 +48,7 @@ PARTS = {
     # Five minutes each; the asynchronous one has four stretches.
     "soaks": "make --jobs 3 --output-sync soak-async soak-decoupled soak-elastic SECONDS=300 "
     "ASYNC_SECONDS=75 RESULT=build/nightly/soak.json",
+    "chaos": "make chaos SEEDS=10",
     "sanitize": "make sanitize",
     # Where nvcc is, the wheel has CUDA kernels, and every architecture must have each kernel.
     "package": "make package-cuda" if shutil.which("nvcc") else ".ci/package",

@@ -26,6 +26,8 @@ from diloco_comm.tools.demo.chaos.messages import DONE, LEFT, Ended, Entered
 
 RUN = "storm"
 LEAVE = "leave"
+# Fewer replicas do not train.
+LEAST = 2
 # The network of a replica that has a namespace of its own.
 INTERFACE = "dlstorm"
 
@@ -144,7 +146,7 @@ def train(pipe: Connection, place: Place, settings: LedgerSettings) -> None:
             place.registry,
             run=RUN,
             replica=place.number,
-            min_replicas=2,
+            min_replicas=LEAST,
             suspect_after=settings.suspect_after_s,
             busy_after=settings.busy_after_s,
             insecure=True,

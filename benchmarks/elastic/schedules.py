@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 # The replica of a fault that concerns the registry.
@@ -153,6 +154,15 @@ _AWAY_S = (4.0, 14.0)
 _REST_S = 6.0
 # The soak looks at this replica's memory and descriptors: it is left alone.
 _STEADY = 2
+# Seconds that a fault of chaos lasts: shorter and longer than a replica is waited for.
+_CHAOS_S = {
+    "stop": (0.5, 12.0),
+    "hold": (0.5, 8.0),
+    "evaluation": (0.5, 8.0),
+    "slow": (2.0, 10.0),
+    "cut": (1.0, 15.0),
+    "registry": (1.0, 6.0),
+}
 
 
 @dataclass
@@ -172,8 +182,12 @@ class _Maker:
         kinds: Callable[[int], str],
         lasts_s: Mapping[str, tuple[float, float]] = _LASTS_S,
         spared: int | None = None,
+        least: int = 2,
     ) -> list[Fault]:
-        """Let faults of the given kinds happen to replicas that are well; half of all stay well."""
+        """Let faults of the given kinds happen to replicas that are well.
+
+        Half of all stay well, and ``least`` of them at least.
+        """
         made: list[Fault] = []
         ill = dict.fromkeys(range(self.num_replicas), 0.0)
         for i, at in enumerate(self.times()):
@@ -182,7 +196,7 @@ class _Maker:
             if kind == "registry":
                 made.append(Fault(at, kind, seconds=self.rng.uniform(*lasts_s[kind])))
                 continue
-            if len(well) <= max(2, self.num_replicas // 2):
+            if len(well) <= max(least, self.num_replicas // 2):
                 continue
             replica = self.rng.choice([n for n in well if n != spared])
             if kind in ("kill", "leave"):
@@ -212,6 +226,21 @@ class _Maker:
         """Replicas die, stop and leave, and the registry goes, as it is drawn."""
         kinds = ("kill", "stop", "leave", "registry")
         return self.faults(lambda i: self.rng.choice(kinds), spared=_STEADY)
+
+    def chaos(self) -> list[Fault]:
+        """All faults but cuts, as they are drawn."""
+        kinds = ["kill", "kill", "stop", "hold", "evaluation", "slow", "registry", *self._leaves()]
+        return self.faults(lambda i: self.rng.choice(kinds), _CHAOS_S, least=1)
+
+    def _leaves(self) -> list[str]:
+        """One of two replicas cannot leave where fewer than two do not train."""
+        return ["leave"] if self.num_replicas > 2 else []
+
+    def cuts(self) -> list[Fault]:
+        """As chaos; each second fault is a cut."""
+        kinds = ["kill", "stop", "slow", "registry", *self._leaves()]
+        draw = partial(self.rng.choice, kinds)
+        return self.faults(lambda i: draw() if i % 2 else "cut", _CHAOS_S, least=1)
 
     def half(self) -> list[Fault]:
         """Half of the replicas are killed at once, and come back together."""
@@ -255,7 +284,9 @@ class _Maker:
         return made
 
 
-NAMES = ("outages", "pauses", "links", "half", "rolling", "flapping", "soak", "moments")
+NAMES = (
+    "outages", "pauses", "links", "chaos", "cuts", "half", "rolling", "flapping", "soak", "moments",
+)  # fmt: skip
 
 
 def make(name: str, num_replicas: int, seconds: float, every_s: float, seed: int) -> list[Fault]:

@@ -9,7 +9,8 @@ JSON lines (``schedules.py``), which ``--make`` writes. The main figure is the p
 steps that living replicas could have taken, and that are in committed rounds; beside the figure
 stands what a model expects (``storm_model.py``). A replica lives from its start to its death; the
 time in which the schedule pauses it or cuts it off does not count. A replica that the others have
-left behind is started again at once. The exit status is 1 if an invariant was violated, or if
+left behind is started again at once. As nobody keeps a checkpoint, a kill waits while no other
+replica holds the state. The exit status is 1 if an invariant was violated, or if
 something hung. Cuts need root, for network namespaces.
 """
 
@@ -34,6 +35,7 @@ from benchmarks.elastic import checks, schedules
 from benchmarks.elastic.checks import Life, Resources
 from benchmarks.elastic.ledger_replica import (
     INTERFACE,
+    LEAST,
     LEAVE,
     RUN,
     Applied,
@@ -55,6 +57,8 @@ from diloco_comm.tools.demo.chaos.messages import DONE, KILLED, LEFT, LEFT_BEHIN
 _PATIENCE_S = 90.0
 _POLL_S = 0.05
 _LOOK_S = 2.0
+# Seconds after which a fault happens that would have lost the run.
+_HEIRS_S = 1.0
 _HUB = f"{NETWORK}.254"
 # Drops what passes the bridge to or from a port of the set; the registry on the bridge is in reach.
 _FILTER = """
@@ -222,6 +226,8 @@ class Storm:
         replica = self.crew.replicas[number]
         life = self.lives[replica.place.process]
         if fault.fault in ("kill", "leave"):
+            if self._num_heirs(number) < (LEAST if fault.fault == "leave" else 1):
+                return self._at(now + _HEIRS_S, partial(self._happen, fault))
             self._gone.add(number)
         if fault.fault == "kill":
             life.ended = now
@@ -240,6 +246,17 @@ class Storm:
             self._at(end, partial(self._network.cut, number, False))
         else:
             self.crew.tell(number, fault)
+
+    def _num_heirs(self, number: int) -> int:
+        """Return how many other replicas are in the newest view, and hold the state of the run.
+
+        Nobody keeps a checkpoint: the run is lost where the last holder dies.
+        """
+        if self._view is None:
+            return self.num_replicas
+        others = [one for n, one in self.crew.replicas.items() if n not in (number, *self._gone)]
+        entered = [self.lives[one.place.process].entered for one in others if not one.has_ended]
+        return sum(bool(own) and own[-1].view == self._view.view for own in entered)
 
     def _return(self, number: int) -> None:
         """Start a replica again, as soon as its process before has ended."""
@@ -396,6 +413,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="tcp",
         help="transport of the rounds; relay: tcp between replicas that nobody can dial",
     )
+    add("--logs", type=Path, help="empty folder for the logs of all processes, which stay there")
     common.add_output(parser)
     return parser
 
@@ -436,9 +454,11 @@ def main() -> int:
     report = common.Report(
         "elastic.storms", workers=args.replicas, link=f"{args.link}, on this machine"
     )
-    with common.stoppable(), tempfile.TemporaryDirectory(prefix="diloco-storm-") as folder:
+    with common.stoppable(), tempfile.TemporaryDirectory(prefix="diloco-storm-") as passing:
         options = {"has_relay": args.link == "relay", "tail_s": args.tail}
-        storm = run(schedule, args.replicas, settings, Path(folder), **options)
+        folder = args.logs or Path(passing)
+        folder.mkdir(parents=True, exist_ok=True)
+        storm = run(schedule, args.replicas, settings, folder, **options)
         results = results_of(storm)
     print_results(report, results)
     common.save(report, args.json, results)
