@@ -190,11 +190,14 @@ class _Maker:
         """
         made: list[Fault] = []
         ill = dict.fromkeys(range(self.num_replicas), 0.0)
+        registry_back = 0.0
         for i, at in enumerate(self.times()):
             kind = kinds(i)
             well = [n for n, until in ill.items() if until <= at]
             if kind == "registry":
-                made.append(Fault(at, kind, seconds=self.rng.uniform(*lasts_s[kind])))
+                if registry_back <= at:
+                    made.append(Fault(at, kind, seconds=self.rng.uniform(*lasts_s[kind])))
+                    registry_back = made[-1].end
                 continue
             if len(well) <= max(least, self.num_replicas // 2):
                 continue
