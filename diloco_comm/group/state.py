@@ -430,7 +430,7 @@ class State:
         entered: The bytes of the record that it has entered last; b"" for none.
         has_state: It holds the state of a record that it has entered.
         follows: See ``Place``.
-        inner_step: That it had reached when it stopped or, at first, that of its checkpoint.
+        inner_step: Where it was when it stopped; at first, the step of its checkpoint.
         has_checkpoint: It brings one.
         positions: How far it was when it stopped.
         has_all_votes: See ``Boundary``.
@@ -525,7 +525,7 @@ class State:
         return self.record is not None and self.table != self.record.table
 
 
-# What begins anew with each record that a process enters.
+# Fields that begin anew with each record that a process enters.
 OF_ONE_RECORD = (
     *("positions", "has_all_votes", "is_pending", "joint", "proposal", "follows", "here", "cuts"),
     *("told", "opened", "bound", "failure", "num_failures", "num_waits"),

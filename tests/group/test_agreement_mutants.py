@@ -18,7 +18,7 @@ def broken_in(kind: str, seed: int, step: Any, size: int = 3, **promises: bool) 
     """Return the invariant that a history breaks first; "" for none.
 
     Args:
-        promises: Of drivers and training threads, see ``World``.
+        promises: Drivers and training threads keep them, see ``World``.
     """
     world = World(settings_of(is_fixed=kind in FIXED, founding_wait=8), step=step)
     vars(world).update(promises)
