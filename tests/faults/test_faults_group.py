@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,28 @@ def test_joiner_holds_the_outer_state_and_takes_part(
     simulation.run(range(world), 2 * H + 1, 4 * H)
     for rank, result in enumerate(results):
         simulation.check(rank, result)
+
+
+def grow_at_another_store(
+    rank: int, world: int, address: tuple[str, int], setup: Setup, first: int
+) -> Result:
+    """The others join at a store which the first replicas do not know before."""
+    other = replace(setup, name="another run")
+    if rank >= first:
+        return finish(Replica(address, rank, range(world), other, init="join"), 4 * H)
+    replica = Replica(address, rank, range(first), setup)
+    replica.train_to(2 * H)
+    store = dist.PrefixStore(other.name, replica.store)
+    replica.diloco.change_group(range(world), store=store)
+    return finish(replica, 4 * H)
+
+
+def test_joiner_at_a_store_that_is_new_to_the_members_takes_part(
+    workers: Callable[[int], Pool],
+) -> None:
+    pool = workers(2)
+    setup = Setup("int8", 1, H, timeout=15.0)
+    check_agreement(pool.run(grow_at_another_store, pool.store, setup, 1, timeout=30))
 
 
 def replace_the_dead(
