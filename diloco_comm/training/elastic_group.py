@@ -186,7 +186,8 @@ class ElasticGroup(Follower):
         driver.warn_if_ended()
         driver.inner_step = inner_step
         self._note("steps")
-        rounds.announces_change = driver.is_change_wanted
+        # A change would wait for a registry that does not answer.
+        rounds.announces_change = driver.is_change_wanted and driver.loss is None
         # Several workers could not stop at the same step without a message in each step.
         return driver.is_broken and self._workers is None
 
@@ -324,7 +325,7 @@ class ElasticGroup(Follower):
         )
 
     def _refuse(self, text: str, failure: SyncError | None) -> None:
-        if self.view is None and are_keys_refused(failure):
+        if self.view is None and are_keys_refused(failure, self.replica):
             raise ReplicaMismatch(text, stage="connect")
 
     def _begun(self, view: Record, before: Record | None, began: float) -> None:

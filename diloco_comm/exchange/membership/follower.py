@@ -397,7 +397,7 @@ class Follower:
         cut = self._cut_off(chosen, failure)
         is_over = self._driver is not None and self._driver.has_order
         own_text = "" if failure is None else str(failure)
-        told = self._of_workers((cut, own_text, are_keys_refused(failure), is_over))
+        told = self._of_workers((cut, own_text, are_keys_refused(failure, self.replica), is_over))
         text = next((text for _, text, _, _ in told if text), "")
         if self._driver is not None and chosen.record is None:
             nonces = tuple(sorted({nonce for cut, _, _, _ in told for nonce in cut}))
@@ -522,9 +522,11 @@ def way_of(share: LinkShare) -> Way:
     return Way(*[ways[name] for name in ("link", "address", "link key", "relay")])
 
 
-def are_keys_refused(error: SyncError | None) -> bool:
-    """Whether this replica does not let in the keys of the members that an error names."""
-    return error is not None and error.stage == "connect" and bool(error.cuts)
+def are_keys_refused(error: SyncError | None, replica: int) -> bool:
+    """Whether ``replica`` does not let in a member's key, or a member the key of ``replica``."""
+    if error is None or error.stage != "connect":
+        return False
+    return any(replica in pair for pair in error.cuts)
 
 
 def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -205,7 +205,7 @@ class DriverWorld(World):
         """Start a process with a new nonce; a former process of this number must have ended."""
         key = Key(number, nonce_of(number, self.starts[number]))
         self.starts[number] += 1
-        state = st.start(self.settings, key, **values)
+        state = st.State(self.settings, key, **values)
         link: Any = VirtualLink(self, key.nonce)
         way = Way(key.nonce.hex(), f"host:{number}", "", "")
         signs = Signs(key.nonce, link, way, "service", SUSPECT_AFTER_S, 2 * SUSPECT_AFTER_S)
