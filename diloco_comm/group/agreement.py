@@ -733,7 +733,7 @@ def _tell_leader(turn: Turn, leader: Key | None) -> None:
 def _ask_for_boundary(turn: Turn) -> None:
     """Ask for a boundary when somebody is to come or to go (rule 9), once in a record."""
     # Where the table has lost the record, nobody can come or go.
-    if turn.state.is_pending or turn.state.recorded != turn.state.entered:
+    if turn.state.is_pending or turn.state.has_lost_record:
         return
     roster = Roster(turn.state)
     # Others may not know which newcomers are put off.

@@ -42,7 +42,7 @@ def plan_of(state: State) -> Plan:
     """Return what this process would do now."""
     roster = Roster(state)
     record, there = state.record, state.in_table
-    if record is not None and state.recorded != state.entered and (there or not state.has_moved):
+    if state.has_lost_record:
         # D5: a record that was entered can only be followed, unless a table has lost its memory.
         return Plan(
             reason=f"until the registry has its record again: it knew view {state.number}, and now "

@@ -520,6 +520,13 @@ class State:
         return Record.from_bytes(self.recorded) if self.recorded else None
 
     @property
+    def has_lost_record(self) -> bool:
+        """Whether the table of the record has another record, and can only get that one back."""
+        if self.record is None or self.recorded == self.entered:
+            return False
+        return self.in_table is not None or not self.has_moved
+
+    @property
     def has_moved(self) -> bool:
         """Whether the table is not the one of the record: it has lost its memory, or is new."""
         return self.record is not None and self.table != self.record.table
