@@ -203,10 +203,14 @@ class Storm:
         self._until(lambda: all(one.has_ended for one in ending), "all replicas end together")
 
     def read_journal(self) -> None:
-        """Read the records since the registry was started: a restart keeps the newest only."""
+        """Read the records since the registry was started: a restart keeps the newest only.
+
+        A registry that is killed before it has begun leaves the journal as it was.
+        """
         found = list(checks.records_of(self.crew.journal / "journal", RUN))
-        known = self.records[-1:] == found[:1]
-        self.records += found[1:] if known else found
+        begin = self.records.index(found[0]) if found[:1] and found[0] in self.records else None
+        known = [] if begin is None else self.records[begin:]
+        self.records += found[len(known) :] if found[: len(known)] == known else found
 
     # --------------------------------------------------------------------------------- faults
 

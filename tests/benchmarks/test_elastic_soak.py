@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from benchmarks.elastic.checks import Life, Resources
 from benchmarks.elastic.ledger_replica import RUN, Applied, LedgerSettings
 from benchmarks.elastic.schedules import make
 from benchmarks.elastic.storm_report import results_of, violations
-from benchmarks.elastic.storms import run
+from benchmarks.elastic.storms import Storm, run
 from diloco_comm.elastic.registry.journal import Journal
 from diloco_comm.group.records import NO_HASH, Attempt, Key, Record
 from diloco_comm.tools.demo.chaos.messages import DONE, Entered
@@ -84,6 +86,29 @@ def test_a_journal_gives_back_all_records(tmp_path: Path) -> None:
         journal.append([(RUN, record), ("another-run", b"x")])
     journal.close()
     assert list(checks.records_of(tmp_path / "journal", RUN)) == contents(chain())
+
+
+def test_a_journal_is_read_again_and_again(tmp_path: Path) -> None:
+    crew: Any = SimpleNamespace(replicas={}, journal=tmp_path)
+    storm = Storm(crew, None, None, [], 1, SETTINGS)  # type: ignore[arg-type]
+    written = contents(chain())
+
+    def read_after(*records: bytes) -> list[bytes]:
+        journal = Journal(tmp_path)
+        for record in records:
+            journal.append([(RUN, record)])
+        journal.close()
+        storm.read_journal()
+        return storm.records
+
+    assert read_after(*written[:3]) == written[:3]
+    # The registry was killed before it had begun; then it keeps the newest record alone.
+    storm.read_journal()
+    assert storm.records == written[:3]
+    assert read_after(written[3]) == written
+    (tmp_path / "journal").unlink()
+    # A record that was lost is no record that was read before.
+    assert read_after(*written[:2]) == [*written, *written[:2]]
 
 
 def test_a_chain_is_one() -> None:
