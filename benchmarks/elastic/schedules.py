@@ -150,7 +150,7 @@ _LASTS_S = {
 _PAUSES_S = (5.0, 60.0)
 # Seconds after which a replica that has gone returns.
 _AWAY_S = (4.0, 14.0)
-# A replica is left alone for so many seconds after its fault.
+# A replica, and the registry, is left alone for so many seconds after its fault.
 _REST_S = 6.0
 # The soak looks at this replica's memory and descriptors: it is left alone.
 _STEADY = 2
@@ -197,7 +197,7 @@ class _Maker:
             if kind == "registry":
                 if registry_back <= at:
                     made.append(Fault(at, kind, seconds=self.rng.uniform(*lasts_s[kind])))
-                    registry_back = made[-1].end
+                    registry_back = made[-1].end + _REST_S
                 continue
             if len(well) <= max(least, self.num_replicas // 2):
                 continue
