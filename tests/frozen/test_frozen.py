@@ -39,7 +39,7 @@ from diloco_comm.methods.overlap import OVERLAPS
 
 EXPECTED = load()
 NAMES = [name for name in EXPECTED if not is_death(name)]
-DEATHS = list(filter(is_death, EXPECTED))
+DEATHS = sorted(filter(is_death, EXPECTED), key=lambda name: Setting.parse(name).has_workers)
 TABLE = [
     row
     for row in map(Setting.parse, filter(lambda n: not is_virtual(n), EXPECTED))
