@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -51,6 +52,7 @@ FAULT_STEP, CHANGE_STEP = 2 * H, 2 * H + 2
 TIMEOUT_S = 60.0
 # Long enough for a process on a loaded machine to beat meanwhile.
 SUSPECT_AFTER_S = 6.0
+ALERT_S = 5.0
 # Parts of a saved state, by a word in the keys that lead to their tensors.
 STATE = ("outer", "buffers", "residual", "payloads", "flights", "owed", "corrected")
 
@@ -118,6 +120,8 @@ class Member:
         self.payloads: list[str] = []
         self.steps: dict[int, int] = {}
         self.step = 0
+        # Let each send wait until its round has ended, or has been under way for ``ALERT_S``.
+        self.is_alert = False
 
     def share_replica(self) -> None:
         """Be one of two workers, which have a process group for themselves."""
@@ -162,6 +166,9 @@ class Member:
             work, header = start(buffers, **arguments), arguments["header"]
             used = [work.own.tensor[begin:end] for begin, end in work.layout.filled()]
             self.payloads.append(f"{header.fragment}.{header.round}:{short_digest(used)}")
+            until = time.monotonic() + ALERT_S
+            while self.is_alert and not exchange.is_idle and time.monotonic() < until:
+                time.sleep(0.001)
             return work
 
         exchange.start = start_and_record  # type: ignore[method-assign]
@@ -375,6 +382,9 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
     round with the fault. Where rounds overlap with steps, the others have sent all rounds
     of a step before the fault happens. So all of them notice the fault at the same step. A process
     that dies does so when the others have sent their next round of each part.
+
+    A replica that has the vote of the last one goes on, and finds the others' connections closed:
+    it notices that before it sends anything else.
     """
     everyone = range(member.setting.world)
     survivors, is_last = everyone[:-1], member.replica == everyone[-1]
@@ -398,9 +408,11 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
                     os.kill(os.getpid(), signal.SIGKILL)
                 if is_last:
                     return None
+                member.is_alert = not dies
             if dies and len(member.payloads) >= due:
                 member.tell("ahead")
             if has_failed:
+                member.is_alert = False
                 member.diloco.change_group(survivors)
                 member.step = member.diloco.inner_step
         return member.bits()
