@@ -345,6 +345,9 @@ def _demanded(state: State, roster: Roster) -> Plan:
         return Plan()
     living = [key for key in roster.base if roster.lives(key)]
     known = {key.number: key for key in (*roster.newcomers, *living)}
+    if state.record is None and not state.may_found:
+        # The members know better whether the former process of this number lives.
+        known[state.key.number] = state.key
     group = [known[number] for number in demand if number in known] or roster.connected(living)
     missing = [number for number in demand if number not in known]
     holders = [key for key in group if key in roster.holders]
@@ -358,8 +361,8 @@ def _demanded(state: State, roster: Roster) -> Plan:
     epoch = "" if roster.record is None else f", in epoch {roster.record.number}"
     if is_late or state.key not in group or (roster.may_hold() and not (holders or missing)):
         return Plan(
-            reason=f"until the group of replicas {_numbers(living)} has ended, which runs already"
-            f"{epoch}: "
+            reason=f"until the group of replicas {_numbers(roster.base)} has ended, which runs "
+            f"already{epoch}: "
             'a newcomer, also a replica that was started again, attaches with init="join", while '
             f"the others call change_group with replica {state.key.number} among the members"
         )

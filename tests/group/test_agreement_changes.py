@@ -36,6 +36,19 @@ THREE = record_of(0, 1, 2)
 TWO = record_of(0, 1)
 
 
+# --------------------------------------------------- rule 10: a newcomer with a former number
+
+
+def test_rule_10_a_newcomer_tells_the_leader_though_the_former_process_may_live() -> None:
+    """The leader knows whether the former process of that number has ended."""
+    record = replace(THREE, members=(key(0, 1), key(1), key(2)))
+    core = Core(0, is_fixed=True)
+    core.look(record, members_places(record))
+    said = core.tell(st.Demanded((0, 1, 2), may_found=False))
+    (sent,) = [one for one in said if isinstance(one, st.Send)]
+    assert sent.nonce == nonce_of(1) and isinstance(sent.message, ms.Here)
+
+
 # ------------------------------------------------------------------ rule 9: planned changes
 
 
