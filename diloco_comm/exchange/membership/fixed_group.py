@@ -323,6 +323,7 @@ class FixedGroup(Follower):
                 error.survivors = tuple(sorted(stay - missing))
                 return
             time.sleep(PERIOD_S / 4)
+        error.survivors = tuple(sorted(wanted & _living(driver.state)))
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context in which an error of one worker of this replica is raised on all."""
@@ -488,17 +489,20 @@ class FixedGroup(Follower):
     def _left_behind(self, end: Ended) -> LeftBehind:
         record = None if self._driver is None else self._driver.state.in_table
         survivors = () if record is None else record.numbers
+        before = () if self.view is None else self.view.numbers
         return LeftBehind(
             f"{end.reason}, which {WAY_BACK}",
             stage="rendezvous",
-            missing=[self.replica],
+            missing=sorted({self.replica, *before} - set(survivors)),
             survivors=survivors,
             went_on_in=None if record is None else record.number,
         )
 
     def _has_failed(self, error: Void) -> None:
         if error.stage == "connect":
-            raise SyncError(str(error), stage="connect", cuts=error.cuts)
+            # The reason of the replica that failed first says more than that it did not come.
+            agreed = "" if self._driver is None or error.cuts else self._driver.state.failure
+            raise SyncError(agreed or str(error), stage="connect", cuts=error.cuts)
 
     def _meeting_place(self, chosen: Chosen) -> dist.Store:
         return dist.PrefixStore(f"groups/{attempt_text(chosen.name)}", self._store)
@@ -554,6 +558,7 @@ class FixedGroup(Follower):
         if fence is not None and fence.kind == "fenced":
             left = self._left_behind(fence)
             left.fragment, left.round, left.seconds = error.fragment, error.round, error.seconds
+            left.cuts = self._verdict.cuts
             return left
         return self._verdict.told(error)
 
