@@ -59,36 +59,47 @@ def test_survivors_agree_on_who_is_missing(fresh_workers: Fresh, deaths: dict[in
     check_agreement(one.result for one in ends)
 
 
-def die_before_the_new_group(rank: int, world: int, address: Address, setup: Setup) -> Any:
-    """Replica 3 dies in the exchange; replica 2 when it has reported, and before it comes back."""
+def die_before_the_new_group(
+    rank: int, world: int, address: Address, setup: Setup, is_named: bool
+) -> Any:
+    """Replica 3 dies in the exchange; replica 2 when all have found that, and it does not come."""
     replica = Replica(address, rank, range(world), setup, join_timeout=3.0, suspect_after=3.0)
     replica.train_to(2 * H - 1)
     if rank == 3:
         replica.fault("kill", "reduce")
     failure = replica.train_until_failure(1)
+    replica.store.set(f"failed/{rank}", "")
     if rank == 2:
+        replica.store.wait([f"failed/{other}" for other in range(2)])
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(SyncError) as caught:
-        replica.diloco.change_group("survivors")
+    errors: list[SyncError] = []
+    if is_named:
+        with pytest.raises(SyncError) as caught:
+            replica.diloco.change_group([0, 1, 2])
+        errors.append(caught.value)
     replica.diloco.change_group("survivors")
     replica.train_to(4 * H)
-    error = caught.value
-    return end(replica, failure, [str(error)]), error.missing, error.survivors
+    return (
+        end(replica, failure, [str(error) for error in errors]),
+        [(error.missing, error.survivors) for error in errors],
+    )
 
 
 @pytest.mark.nightly("6 s; the first tier has one death")
-def test_a_second_death_is_agreed_on_too(fresh_workers: Fresh) -> None:
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "survivors"])
+def test_a_second_death_is_agreed_on_too(fresh_workers: Fresh, is_named: bool) -> None:
+    """The survivors go on without the second dead one, too; a call that names it fails."""
     pool = fresh_workers(4, init_group=False)
     # Nobody waits for the timeout of an exchange.
     setup = Setup("int8", 1, H, timeout=1800.0)
     results: list[Any] = pool.run(
-        die_before_the_new_group, pool.store, setup, expect_exit={2, 3}, timeout=50
+        die_before_the_new_group, pool.store, setup, is_named, expect_exit={2, 3}, timeout=50
     )
-    for one, missing, survivors in results[:2]:
+    for one, lost in results[:2]:
         assert one.missing == (3,) and one.survivors == (0, 1, 2)
-        assert missing == (2,) and survivors == one.members == (0, 1)
-        assert one.errors == results[0][0].errors and "[2] did not come" in one.errors[0]
-    check_agreement(one.result for one, *_ in results[:2])
+        assert one.members == (0, 1) and lost == is_named * [((2,), (0, 1))]
+        assert all("replicas [0, 1, 2] were to form a group, but [2]" in e for e in one.errors)
+    check_agreement(one.result for one, _ in results[:2])
 
 
 def come_late(rank: int, world: int, address: Address, setup: Setup) -> Any:
@@ -102,10 +113,12 @@ def come_late(rank: int, world: int, address: Address, setup: Setup) -> Any:
         replica.store.wait(["regrouped"])
     failure = replica.train_until_failure(H)
     if rank == 2:
+        replica.store.wait(["failed"])
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
+        replica.store.set("failed", "")
         with pytest.raises(SyncError) as caught:
-            replica.diloco.change_group("survivors")
+            replica.diloco.change_group([0, 1, 2])
         assert caught.value.missing == (2,), str(caught.value)
         replica.store.set("regrouped", "")
     # Who comes late follows the newest decision, and not the one that his own exchange knows.
@@ -119,9 +132,10 @@ def test_who_comes_late_follows_the_newest_decision(fresh_workers: Fresh) -> Non
     pool = fresh_workers(4, init_group=False)
     setup = Setup("int8", 1, H, timeout=1800.0)
     results: list[Any] = pool.run(come_late, pool.store, setup, expect_exit={2, 3}, timeout=50)
-    for one in results[:2]:
-        assert one.missing == (3,) and one.survivors == (0, 1, 2)
-        assert one.members == (0, 1)
+    # Each names those that it misses at the moment of its error.
+    assert [one.missing for one in results[:2]] == [(2, 3), (3,)]
+    assert [one.survivors for one in results[:2]] == [(0, 1), (0, 1, 2)]
+    assert all(one.members == (0, 1) for one in results[:2])
     check_agreement(one.result for one in results[:2])
 
 

@@ -216,6 +216,6 @@ def test_a_group_that_has_begun_says_more_than_the_decision_before(fresh_workers
         assert failure.details["survivors"] == (0, 1, 2), failure
     failure, error = results[2]
     assert failure.kind == "LeftBehind" and failure.missing == (2, 3), failure
-    assert "replicas 0, 1 left replicas 2, 3 out of the group" in failure.message, failure
+    assert "the group of replicas [0, 1] went on in epoch 2 without replica 2" in failure.message
     assert failure.details["went_on_in"] == error.went_on_in == results[0][1]
     assert error.survivors == (0, 1)
