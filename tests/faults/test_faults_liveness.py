@@ -146,10 +146,10 @@ def meet_and_die_connecting(rank: int, world: int, address: Address) -> Any:
 def test_a_death_while_connecting_is_one_error_for_all(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     results: list[Any] = pool.run(meet_and_die_connecting, pool.store, expect_exit={1}, timeout=30)
-    assert results[0] == results[2]
-    text, missing, survivors, stage = results[0]
-    assert missing == (1,) and survivors == (0, 2) and stage == "connect"
-    assert text == "replicas [1] did not connect to the others in epoch 1"
+    # The words are each replica's own.
+    for text, missing, survivors, stage in (results[0], results[2]):
+        assert missing == (1,) and survivors == (0, 2) and stage == "connect", text
+        assert "could not be connected: " in text and "replica 1 at " in text
 
 
 # ------------------------------------------------------------------------------- in a round
