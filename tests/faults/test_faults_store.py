@@ -198,6 +198,9 @@ def leave_while_the_store_hangs(
     replica.train_to(2 * H - 1)
     other.wait(["left"])
     failure = replica.train_until_failure(1)
+    # A process that ends leaves its group, too.
+    other.set(f"failed/{rank}", "")
+    other.wait([f"failed/{one}" for one in range(1, world)])
     details = failure.details
     return failure.kind, details["replicas"], details["inner_steps"], failure.is_state_kept
 
