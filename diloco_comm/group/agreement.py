@@ -274,6 +274,9 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
     is_own = proposal is not None and proposal.draft.attempt == no.attempt
     if no.why is Why.MEMBERS and (is_own or no.attempt == NO_ATTEMPT):
         _fail(turn, nonce, no.demand)
+    if no.why is Why.FAILED and no.attempt == NO_ATTEMPT:
+        # Its caller waits no longer.
+        turn.change(here=tuple([one for one in turn.state.here if one[0] != nonce]))
     if no.why is Why.MEMBERS or joint is None or joint.attempt != no.attempt:
         return
     numbers = {key.nonce: key.number for key in joint.members}
@@ -645,6 +648,14 @@ def _on_demanded(turn: Turn, event: st.Demanded) -> None:
     turn.look()
 
 
+def _on_given_up(turn: Turn, _: st.GivenUp) -> None:
+    if turn.state.told:
+        # That leader must not take this process for one that waits.
+        turn.act(st.Send(turn.state.told, ms.No(NO_ATTEMPT, Why.FAILED)))
+        turn.change(told=b"")
+    turn.withdraw()
+
+
 def _on_leave(turn: Turn, _: st.Leave) -> None:
     turn.change(is_leaving=True)
     if turn.state.record is None:
@@ -803,7 +814,7 @@ _ON_EVENT: dict[type, Callable[[Turn, Any], None]] = {
     st.Boundary: _on_boundary,
     st.Started: _on_started,
     st.Demanded: _on_demanded,
-    st.GivenUp: lambda turn, _: turn.withdraw(),
+    st.GivenUp: _on_given_up,
     st.JoinerReady: lambda turn, event: turn.change(follows=event.follows),
     st.Leave: _on_leave,
     st.Finished: _on_finished,

@@ -48,7 +48,8 @@ class Why(IntEnum):
 
     CUT: no way to some members. SETTINGS: another model or other settings. MEMBERS: the caller of
     this process demands other members. FAILED: a member could not connect, whatever the reason; a
-    proposer says this of its own attempt, too. KEY: as CUT, where a member does not let in the keys
+    proposer says this of its own attempt, too; without an attempt, the caller of this process waits
+    no longer. KEY: as CUT, where a member does not let in the keys
     of others; a proposer says this to them, too.
     """
 

@@ -49,6 +49,22 @@ def test_rule_10_a_newcomer_tells_the_leader_though_the_former_process_may_live(
     assert sent.nonce == nonce_of(1) and isinstance(sent.message, ms.Here)
 
 
+def test_rule_10_who_waits_no_longer_is_not_asked() -> None:
+    leader, core = member(0, TWO, is_fixed=True), member(1, TWO, is_fixed=True)
+    said = core.tell(st.Demanded())
+    said += core.look(TWO, members_places(TWO))
+    here = next(one.message for one in said if isinstance(one, st.Send))
+    leader.hear(1, here)
+    core.tell(st.GivenUp())
+    leader.hear(1, core.only(ms.No))
+    leader.tell(st.Demanded())
+    leader.look(TWO, members_places(TWO))
+    assert leader.all(ms.Prepare) == []
+    assert leader.reason == "until replicas [1] call change_group, too"
+    leader.hear(1, here)
+    assert leader.only(ms.Prepare).members == TWO.members
+
+
 # ------------------------------------------------------------------ rule 9: planned changes
 
 

@@ -242,10 +242,10 @@ class FixedGroup(Follower):
         try:
             return self._attempt_until_done(attempt, seal, began)[0]
         except BaseException as error:
+            self._tell(st.GivenUp())
             if isinstance(error, SyncError):
                 self._find_missing(error)
                 error.seconds = time.monotonic() - began
-            self._tell(st.GivenUp())
             raise
 
     def _open(self) -> FixedDriver:
