@@ -111,7 +111,8 @@ def test_the_others_go_on(
         signs = f"replica {victim} did not report within", f"replica {victim} has ended"
         assert any(sign in result["message"] for sign in signs), result
         assert "sync of fragment 0, round 1 failed at exchange" in result["message"]
-        assert SUSPECT_S < result["elapsed"] < TIMEOUT_S / 10
+        least = 0.0 if sig == signal.SIGKILL else SUSPECT_S
+        assert least < result["elapsed"] < TIMEOUT_S / 10
     assert len({result["hash"] for result in results}) == 1
 
 
