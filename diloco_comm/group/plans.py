@@ -41,7 +41,7 @@ class Plan:
 def plan_of(state: State) -> Plan:
     """Return what this process would do now."""
     roster = Roster(state)
-    record, there = state.record, state.in_table
+    record = state.record
     if state.has_lost_record:
         # D5: a record that was entered can only be followed, unless a table has lost its memory.
         return Plan(
