@@ -583,18 +583,23 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
 
 
 def _open_again(turn: Turn) -> None:
-    """Say the record again to members that have not entered it, as their places say.
+    """Say the record again to members that have not entered the record, as their places say.
 
-    A newcomer cannot read it where the table has lost its memory since.
+    A newcomer cannot read the record where the table has lost its memory since.
     """
     state, record = turn.state, turn.state.record
     if record is not None:
         members = set(record.members)
         places = [place for place in state.places if place.key in members]
         inside = [place.key for place in places if place.entered == record.number]
+        late = []
         if state.key == min(inside, default=None):
-            late = [place.key for place in places if place.entered < record.number]
-            turn.send(late, ms.Open(state.entered))
+            late += [place.key for place in places if place.entered < record.number]
+        if state.demand is not None and state.has_moved:
+            # A new store does not tell those that this record has left out.
+            out = [place for place in state.places if place.key not in members]
+            late += [p.key for p in out if NO_RECORD < p.entered < record.number]
+        turn.send(late, ms.Open(state.entered))
 
 
 def _on_sealed(turn: Turn, event: st.Sealed) -> None:

@@ -212,7 +212,7 @@ MUTANTS = {
         "    if state.demand is None:\n",
         "callers",
         ("I9",),
-        seed=10,
+        seed=66,
     ),
     "who-is-left-out-contradicts": Mutant(
         agreement,
