@@ -286,7 +286,7 @@ class ElasticGroup(Follower):
             return None
         if time.monotonic() - max(began, self._copied_at) <= limit:
             return None
-        return Ended("waited", f"waited {limit:g} s {driver.waits}")
+        return Ended("waited", f"waited {limit:g} s {driver.waits or 'for the other members'}")
 
     def _error_of(self, end: Ended) -> SyncError:
         return error_of(end)
