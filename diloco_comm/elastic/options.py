@@ -72,9 +72,9 @@ class Elastic:
             of the process before; else the lowest number that is free.
         suspect_after: Seconds without a beat after which the others do not wait for a replica, if
             its link is silent, too.
-        busy_after: The same for a replica whose link gives signs of life: its Python code is held
-            up, for instance by an extension that keeps the interpreter's lock. A longer
-            ``suspect_after`` counts for them, too.
+        busy_after: Seconds for which the others wait for a replica that lives, as its link says,
+            and takes no part in rounds: it evaluates, or its Python code is held up, for instance
+            by a data loader that hangs. A longer ``suspect_after`` counts for it, too.
         quorum_wait: Seconds to wait for enough replicas, or for an answer of the registry, before a
             SyncError; None: for ever.
         founding_wait: Seconds for which those that begin a run wait for more to come. After all

@@ -23,7 +23,7 @@ from . import state as st
 from .agreement import step
 from .beats import Beat, Way, evicted, name_of, stage_of
 from .records import NO_RECORD, Key, Record
-from .signs import Signs
+from .signs import EXCHANGE, Signs
 from .table import Look, Seen, Swapped, Table, TableAway, TableThread
 
 logger = logging.getLogger(__name__)
@@ -354,7 +354,9 @@ class Driver:
         beats = (self.beats or {}).values()
         newcomers = [beat.key for beat in beats if not (beat.place.entered or beat.is_gone)]
         self.signs.want(key.nonce for key in (*base, *newcomers))
-        before, life = self.state.life, self.signs.judge(base)
+        # In another phase the training thread does work of its own.
+        waited = self._waited if self.phase == EXCHANGE else 0.0
+        before, life = self.state.life, self.signs.judge(base, waited)
         if life == before:
             return
         members = {key.nonce: key.number for key in base}

@@ -21,8 +21,8 @@ _LOST_S = 2.0
 _REACH_AGAIN_S = 3.0
 # Seconds without a beat, after a round has lost the connection to the process.
 _UNHEARD_S = 2.0
-# The phase of a process that does not hear its table.
-CUT_OFF = "cut off"
+# The phase of a process that does not hear its table, and of one that waits for the others.
+CUT_OFF, EXCHANGE = "cut off", "exchange"
 
 
 @dataclass
@@ -52,8 +52,8 @@ class Signs:
         service: Names what the link connects for this group, equal on all members.
         suspect_after_s: Seconds without a byte, and without a beat, after which a process is
             suspected.
-        busy_after_s: The same for a process whose link is heard, without a beat and without a part
-            in any round.
+        busy_after_s: The same for a process whose link is heard, and which takes no part in any
+            round: without a beat, or while this process waits for it.
 
     Attributes:
         is_cut_off: The table does not answer here, so that this process cannot change its group.
@@ -81,6 +81,8 @@ class Signs:
         self._lives: dict[bytes, _C.PeerLife] = {}
         self._unheard: frozenset[bytes] = frozenset()
         self._ended: set[bytes] = set()
+        # Members that have kept this process waiting for too long, until they take part again.
+        self._stuck: set[bytes] = set()
         # Processes that have said that they end, with the inner step that they have reached.
         self._left: dict[bytes, int] = {}
         # Processes that were waited for in vain, and how often each has beaten then.
@@ -191,11 +193,12 @@ class Signs:
 
     # ---------------------------------------------------------------------------- judgement
 
-    def judge(self, base: Sequence[Key]) -> Life:
+    def judge(self, base: Sequence[Key], waited: float = 0.0) -> Life:
         """Return which processes seem to live.
 
         Args:
             base: Members of the record that this process knows.
+            waited: Seconds for which the training thread has waited for the other members.
         """
         by_link = {life.nonce: life for life in self.link.life()}
         self._lives = {}
@@ -214,6 +217,7 @@ class Signs:
         sights = self._sights.items()
         self._ended |= self.left().keys() - {n for n, s in sights if s.beat.stage == FINISHED}
         self._ended &= known
+        self._note_stuck(members, waited)
         suspected = {nonce for nonce in self._sights if self._is_suspected(nonce, members)}
         cut = {nonce for nonce, sight in self._sights.items() if self._is_cut(nonce, sight)}
         own = {self._nonce}
@@ -223,11 +227,26 @@ class Signs:
             cut=frozenset(cut - members - own),
         )
 
+    def _note_stuck(self, members: set[bytes], waited: float) -> None:
+        """Note the members that live and take no part, while this process waits for them."""
+        for nonce in members & self._lives.keys():
+            life = self._lives[nonce]
+            # Some wait themselves, for the same member.
+            if life.still_s < self._busy_limit_s or life.phase in (EXCHANGE, CUT_OFF):
+                self._stuck.discard(nonce)
+            elif waited >= self._busy_limit_s:
+                self._stuck.add(nonce)
+        self._stuck &= members
+
+    @property
+    def _busy_limit_s(self) -> float:
+        return max(self._busy_after_s, self.suspect_after_s)
+
     def _forget(self, members: set[bytes]) -> None:
         """Forget processes that are not in the table, and that nobody waits for."""
         # A table that was started again has few beats for a while. A member is suspected until the
         # others go on without it, which may take longer than a table keeps beats.
-        now, limit = time.monotonic(), max(self.suspect_after_s, self._busy_after_s)
+        now, limit = time.monotonic(), self._busy_limit_s
         kept = members | self._there
         sights = self._sights.items()
         self._sights = {n: s for n, s in sights if n in kept or now - s.since < limit}
@@ -263,7 +282,7 @@ class Signs:
         if self._is_heard(nonce):
             # A process that takes part, and does not reach the table, stays.
             still = min(silence, self._lives[nonce].still_s)
-            return still >= max(self._busy_after_s, self.suspect_after_s)
+            return nonce in self._stuck or still >= self._busy_limit_s
         if nonce not in members and not sight.rises:
             return True
         unheard = min(max(_UNHEARD_S, 2.5 * self._period_s), self.suspect_after_s)
@@ -285,7 +304,7 @@ class Signs:
             if life is None or sight is None or not self._is_heard(key.nonce):
                 continue
             # Others may wait for the same member.
-            is_still = life.phase != "exchange" and life.still_s >= self.suspect_after_s
+            is_still = life.phase != EXCHANGE and life.still_s >= self.suspect_after_s
             is_still &= waited >= self.suspect_after_s
             if self._silence(sight) >= self.suspect_after_s or is_still:
                 at = f"inner step {life.inner_step}"

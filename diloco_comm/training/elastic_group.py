@@ -33,7 +33,7 @@ from ..group import state as st
 from ..group.driver import Driver as GroupDriver
 from ..group.driver import Ended
 from ..group.records import Record, cause_of
-from ..group.signs import Signs
+from ..group.signs import EXCHANGE, Signs
 from ..replica.workers import WORKMATE_STAGE, ReplicaWorkers
 from ..rounds.runner import RoundRunner
 
@@ -194,25 +194,31 @@ class ElasticGroup(Follower):
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Run a block in which the training thread may wait for the other members."""
-        if self._driver is None:
+        driver = self._driver
+        if driver is None:
             yield
             return
-        self._driver.waits_since = time.monotonic()
+        before = driver.waits_since
+        driver.waits_since = before or time.monotonic()
         try:
-            with self.doing("exchange"):
+            with self.doing(EXCHANGE):
                 yield
         finally:
-            self._driver.waits_since = 0.0
+            driver.waits_since = before
 
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:
         """Run a block in which this replica is in a phase, see ``DiLoCo.doing``."""
-        before = "" if self._driver is None else self._driver.phase
+        driver = self._driver
+        before = "" if driver is None else driver.phase
         self._note(phase)
         try:
             yield
         finally:
             self._note(before)
+            if driver is not None and driver.waits_since and phase != EXCHANGE:
+                # It has waited for nobody meanwhile.
+                driver.waits_since = time.monotonic()
 
     def _note(self, phase: str) -> None:
         """Let the others know what this replica does."""
@@ -261,12 +267,13 @@ class ElasticGroup(Follower):
             began: When training stood still.
         """
         assert self.view is not None
-        if error is None:
-            self._tell(st.Boundary(self.view.number, *self._sealed(seal, is_patient=True)))
-        else:
-            logger.warning("view %d has ended: %s", self.view.number, without_advice(error))
-            self._broke(self.view, error)
-        self.is_done = not self._attempt_until_done(attempt, seal, began)
+        with self.waiting():
+            if error is None:
+                self._tell(st.Boundary(self.view.number, *self._sealed(seal, is_patient=True)))
+            else:
+                logger.warning("view %d has ended: %s", self.view.number, without_advice(error))
+                self._broke(self.view, error)
+            self.is_done = not self._attempt_until_done(attempt, seal, began)
 
     # ------------------------------------------------------------------------------- orders
 

@@ -1,4 +1,4 @@
-"""Replicas whose Python code is held up, that are stopped, or that die: who is left out, and when.
+"""Replicas that are held up or stopped, or that die: who is left out, and when.
 
 The beats at the registry come from a Python thread, and beats of the link do not.
 """
@@ -146,6 +146,8 @@ def do(fault: str, seconds: float, diloco: DiLoCo) -> None:
     elif fault == "hold":
         with diloco.doing("evaluation"):
             hold(seconds)
+    elif fault == "hang":
+        time.sleep(seconds)
     else:
         os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
@@ -205,12 +207,17 @@ def test_a_replica_that_holds_the_gil_is_waited_for(
         assert line.startswith("waiting for replica 2 (inner step ") and "evaluation" in line
 
 
-def test_a_replica_that_holds_the_gil_for_too_long_is_left_out(
-    fresh_workers: Callable[..., Pool], registry: Host
+@pytest.mark.parametrize(
+    ("fault", "seconds"), [("hold", 9.0), ("hang", 16.0)], ids=["hold", "hang"]
+)
+@pytest.mark.nightly("10 to 20 s each; the signs of life have both", but=["hold"])
+def test_a_replica_that_is_held_up_for_too_long_is_left_out(
+    fresh_workers: Callable[..., Pool], registry: Host, fault: str, seconds: float
 ) -> None:
+    """It holds the interpreter's lock, or its data loader hangs, and its beats go on."""
     pool = fresh_workers(3, init_group=False)
     options = {"suspect_after": 1.5, "busy_after": 3.0}
-    ends = pool.run(live, pool.store, registry.address, "hold", 9.0, options, timeout=80)
+    ends = pool.run(live, pool.store, registry.address, fault, seconds, options, timeout=80)
     assert [end.views for end in ends[:2]] == 2 * [[(0, 1, 2), (0, 1)]]
     # The first to suspect it leads the others, who may hear of the next view before they suspect.
     suspected = [one for end in ends[:2] for one in end.suspected]

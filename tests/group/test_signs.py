@@ -123,6 +123,41 @@ def test_a_busy_process_is_heard_on_its_link(
     until(lambda: OTHER.nonce in own.judge([OTHER]).dead)
 
 
+def test_a_member_that_keeps_this_process_waiting_is_suspected_though_it_beats(
+    own: Signs, links: tuple[_C.Link, _C.Link]
+) -> None:
+    """Its training thread stands still, and neither its driver nor its link does."""
+    counter = 0
+
+    def is_suspected(waited: float, other: Key = OTHER) -> bool:
+        nonlocal counter
+        counter += 1
+        own.note([beat_of(OTHER, links[1], counter)])
+        time.sleep(0.02)
+        return OTHER.nonce in own.judge([other], waited).suspected
+
+    is_suspected(0.0)
+    own.want([OTHER.nonce])
+    links[1].reach(own.service, [way_to(links[0]).words])
+    until(lambda: any(life.is_connected for life in links[0].life()))
+    begin, waited = time.monotonic(), 2 * BUSY_AFTER_S
+    while time.monotonic() - begin < BUSY_AFTER_S / 2:
+        assert not is_suspected(waited)
+    # Nobody waits, or not for long enough; or the process is no member.
+    until(lambda: own._lives[OTHER.nonce].still_s > BUSY_AFTER_S or is_suspected(0.0))
+    assert not (is_suspected(0.0) or is_suspected(BUSY_AFTER_S / 2) or is_suspected(waited, THIRD))
+    assert is_suspected(waited)
+    # This process has sealed its rounds, and begins to wait anew.
+    assert is_suspected(0.0)
+    # A member that waits itself, or moves, is not stuck.
+    links[1].set_progress(0, "exchange")
+    until(lambda: not is_suspected(waited))
+    links[1].set_progress(0, "steps")
+    until(lambda: is_suspected(waited))
+    links[1].set_progress(1, "steps")
+    until(lambda: not is_suspected(waited))
+
+
 def test_a_newcomer_without_a_way_is_cut_off(own: Signs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signs, "_REACH_AGAIN_S", 0.2)
     away = Way("ab" * 16, "127.0.0.1:9", "", "").to_text()
