@@ -366,13 +366,16 @@ class Driver:
         self._step(life)
 
     def _break_off_silent_round(self) -> None:
-        """Let a round fail that waits for a silent member."""
-        if self._waited < 2 * self._period_s or self.state.stage is not st.Stage.TRAINING:
+        """Let rounds fail that wait for a silent member."""
+        is_training, base = self.state.stage is st.Stage.TRAINING, self._base()
+        is_inside = is_training or self.state.stage is st.Stage.SEALING
+        if self._waited < 2 * self._period_s or not is_inside:
             return
-        base = self._base()
         silent = self.state.life.suspected & {key.nonce for key in base}
-        # The table may hear of a member that this process does not hear.
-        if self.is_broken or silent or self.signs.unreachable(base):
+        # The table may hear of a member that this process does not hear. A process that seals lets
+        # rounds end that can.
+        is_broken = self.is_broken and is_training
+        if is_broken or silent or self.signs.unreachable(base):
             self.is_broken = True
             self._break_off()
 

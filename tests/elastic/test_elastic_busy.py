@@ -28,7 +28,7 @@ from fault_replicas import (
 from registries import Host
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, LeftBehind, Link, Wire
+from diloco_comm import Delayed, DiLoCo, Elastic, LeftBehind, Link, Wire
 from diloco_comm.elastic.happenings import Suspected, ViewChanged
 from diloco_comm.elastic.registry import RegistryUnavailable
 from diloco_comm.elastic.registry import connect as registry_at
@@ -224,6 +224,58 @@ def test_a_replica_that_is_held_up_for_too_long_is_left_out(
     assert suspected in ([(2,)], [(2,)] * 2)
     assert alike(ends[:2]) and ends[0].inner_step == LAST_STEP
     assert ends[2].is_left_behind and ends[2].views == [(0, 1, 2)]
+
+
+def come_to_a_boundary(
+    rank: int, world: int, store: tuple[str, int], registry: str
+) -> tuple[tuple[int, ...], float]:
+    """Replica 1 leaves at a boundary at which a round is under way; replica 2 stops in it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    signs, happenings = connect(store), list[Any]()
+    model = make_model()
+    optimizer = make_optimizer(model)
+    membership = Elastic(
+        registry,
+        run="test",
+        replica=rank,
+        suspect_after=3.0,
+        founding_wait=5.0,
+        on_event=happenings.append,
+    )
+    diloco = DiLoCo(
+        model,
+        optimizer,
+        sync_every=H,
+        peers=membership,
+        overlap=Delayed(),
+        wire=Wire(block_size=BLOCK),
+        link=Link("gloo", chunk_bytes=512, timeout=60.0),
+    )
+    while diloco.inner_step < LAST_STEP and not diloco.is_done:
+        if diloco.inner_step == H + 1 and rank == 1:
+            diloco.leave()
+            time.sleep(1.5)
+        if diloco.inner_step == 3 * H - 1 and rank == 2:
+            diloco.exchange.inject_fault(action="stop", stage="reduce")
+        take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+    views = [one for one in happenings if isinstance(one, ViewChanged)]
+    end = diloco.members, max(view.seconds for view in views[1:]) if views[1:] else 0.0
+    diloco.close()
+    signs.set(f"ended/{rank}", "")
+    return end
+
+
+@pytest.mark.nightly("10 s; the walks have members that stop at a boundary")
+def test_a_boundary_does_not_wait_for_a_silent_member(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """The last rounds before a boundary are waited for, and their timeout is a minute."""
+    pool = fresh_workers(3, init_group=False)
+    pool.submit(come_to_a_boundary, pool.store, registry.address)
+    wait_for(pool, ["ended/0", "ended/1"], timeout=50)
+    pool.kill(2)
+    ends = pool.collect(timeout=30, expect_exit={2})
+    assert ends[0][0] == (0,) and 2.0 < ends[0][1] < 25.0, ends
 
 
 def test_a_replica_that_the_registry_does_not_answer_stays(
