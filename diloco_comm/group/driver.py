@@ -76,6 +76,14 @@ class _Frame:
     content: bytes
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """Words of a table, from the thread that asks it."""
+
+    source: TableThread
+    content: Seen | Swapped | Exception
+
+
 Order = st.Seal | st.Connect | st.Enter | st.Fail | Ended
 _KINDS: dict[type[st.End], str] = {
     st.Fence: "fenced",
@@ -126,10 +134,8 @@ class Driver:
         self.left_out_by: tuple[int, tuple[int, ...]] = (NO_RECORD, ())
         self._break: Callable[[], None] = lambda: None
         self._counter = 0
-        self._events: queue.SimpleQueue[st.Event | Seen | Swapped | Exception | _Frame | None] = (
-            queue.SimpleQueue()
-        )
-        self._table = TableThread(table, period_s, self._own_beat, self._events.put)
+        self._events: queue.SimpleQueue[st.Event | _Answer | _Frame | None] = queue.SimpleQueue()
+        self._table = self._thread_of(table)
         self._news = threading.Condition()
         self._orders: dict[type, Order] = {}
         self._ended: Ended | None = None
@@ -238,10 +244,17 @@ class Driver:
     def move(self, table: Table) -> None:
         """Go on with another table, for instance where the present one has died."""
         self._table.leave()
-        self._table = TableThread(table, self._period_s, self._own_beat, self._events.put)
+        self._table = self._thread_of(table)
         self.loss = None
         self._table.start()
         self._table.look()
+
+    def _thread_of(self, table: Table) -> TableThread:
+        def post(content: Seen | Swapped | Exception) -> None:
+            self._events.put(_Answer(thread, content))
+
+        thread = TableThread(table, self._period_s, self._own_beat, post)
+        return thread
 
     def look(self) -> None:
         """Read the table soon."""
@@ -301,19 +314,25 @@ class Driver:
             return True
         if isinstance(news, _Frame):
             self._hear(news)
-        elif isinstance(news, Seen):
-            self._see(news)
-        elif isinstance(news, Swapped):
-            self._step(st.Swapped(news.new, news.outcome))
-        elif isinstance(news, TableAway):
-            self._note_loss(news)
-        elif isinstance(news, Exception):
-            raise news
+        elif isinstance(news, _Answer):
+            # A former table may have answered before this process has left it.
+            if news.source is self._table:
+                self._take_answer(news.content)
         elif news is not None:
             if isinstance(news, st.Demanded | st.JoinerReady):
                 self._haste_s, self._haste_at = _HASTE_S, 0.0
             self._step(news)
         return news is not None
+
+    def _take_answer(self, content: Seen | Swapped | Exception) -> None:
+        if isinstance(content, Seen):
+            self._see(content)
+        elif isinstance(content, Swapped):
+            self._step(st.Swapped(content.new, content.outcome))
+        elif isinstance(content, TableAway):
+            self._note_loss(content)
+        else:
+            raise content
 
     @property
     def _hastens(self) -> bool:

@@ -17,9 +17,11 @@ from test_faults_store import STORE
 from zygote import Job, Zygote
 
 from diloco_comm import SyncError
-from diloco_comm.exchange.membership import stores
+from diloco_comm.exchange.exchange import Exchange
+from diloco_comm.exchange.membership import fixed_group, stores
 from diloco_comm.exchange.membership.stores import StoreTable
 from diloco_comm.group.beats import name_of
+from diloco_comm.group.table import TableAway
 
 # --------------------------------------------------------------------------------- the store
 
@@ -70,6 +72,77 @@ def test_without_the_store_the_links_tell_who_is_missing(
         assert failure.missing == missing, failure
         assert failure.details["survivors"] == ((1, 2) if missing else (0, 1, 2)), failure
         assert ("replica 0 has ended" in failure.message) == bool(missing), failure
+
+
+# ------------------------------------------------------------------- the silence of a store
+
+
+def own_store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_the_silence_of_a_former_store_says_nothing_of_the_next(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed_group, "STORE_LIMIT_S", 2.0)
+    job, address = host
+    exchange = Exchange(connect(address), 0, [0], timeout=60.0)
+    assert exchange._group is not None and exchange._group.driver is not None
+    former = exchange._group.driver._table._table
+    job.send_signal(signal.SIGKILL)
+    time.sleep(2.5)
+    look, slow = StoreTable.look, list[StoreTable]()
+
+    def look_late(table: StoreTable, name: str, text: bytes) -> Any:
+        if table is not former and not slow:
+            slow.append(table)
+            time.sleep(1.0)
+        return look(table, name, text)
+
+    monkeypatch.setattr(StoreTable, "look", look_late)
+    exchange.change_group([0], store=own_store(), last_rounds={})
+    assert slow and exchange.epoch == 2
+    exchange.close()
+
+
+def test_a_late_word_of_a_former_store_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = own_store(), own_store()
+    exchange = Exchange(store, 0, [0], timeout=60.0)
+    assert exchange._group is not None and exchange._group.driver is not None
+    driver, noted = exchange._group.driver, list[Any]()
+    monkeypatch.setattr(driver, "_note_loss", noted.append)
+    # The word waits for the driver when the caller names another store.
+    post = driver._table._post
+    driver.move(StoreTable(other))
+    post(TableAway("the former store has died"))
+    exchange.change_group([0], last_rounds={})
+    assert noted == [] and exchange.epoch == 2
+    exchange.close()
+
+
+def found_a_group(rank: int, world: int, address: Address) -> int:
+    fixed_group.STORE_LIMIT_S = 4.0
+    store = connect(address)
+    store.set(f"founds/{rank}", "")
+    if rank == 1:
+        store.wait(["goes on"])
+    exchange = Exchange(store, rank, range(world), timeout=60.0)
+    exchange.close()
+    return exchange.epoch
+
+
+@pytest.mark.nightly("10 s of waiting; the first tier has the silence of a former store")
+def test_a_standstill_of_a_caller_is_no_silence_of_the_store(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(2, init_group=False)
+    pool.submit(found_a_group, pool.store)
+    wait_for(pool, ["founds/0", "founds/1"])
+    time.sleep(1.0)
+    pool.kill(0, signal.SIGSTOP)
+    time.sleep(6.0)
+    pool.kill(0, signal.SIGCONT)
+    time.sleep(0.5)
+    pool.crew.store.set("goes on", "")
+    assert pool.collect(timeout=40) == [1, 1]
 
 
 class PlainStore(dist.Store):

@@ -32,6 +32,7 @@ from ...group.reach import largest_connected
 from ...group.records import Key, Record
 from ...group.signs import Signs
 from ...group.state import Settings, Stage, State
+from ...group.table import Seen, Table
 from ..waiting import ANOTHER_STORE, describe_store
 from .follower import Attempt, Chosen, Follower, Seal, T, Void, Workers, attempt_text, way_of
 from .member import Epoch, Member
@@ -73,6 +74,8 @@ class FixedDriver(group.Driver):
         super().__init__(*arguments, **options)
         self._suspect_after = suspect_after
         self._is_busy, self._busy_since, self._logged_epoch = is_busy, 0.0, -1
+        # Seconds for which this process has run, and those when the table has answered last.
+        self._ran_s = self._answered_s = 0.0
         # The store, for people.
         self.place = ""
         # Why the rounds of the present record were broken off.
@@ -80,8 +83,8 @@ class FixedDriver(group.Driver):
 
     @property
     def table_silence(self) -> float:
-        """Seconds since the table has answered."""
-        return time.monotonic() - self._last_seen
+        """Seconds since the table has answered, or has become the table of this process."""
+        return self._ran_s - self._answered_s
 
     @property
     def fence(self) -> Ended | None:
@@ -91,6 +94,19 @@ class FixedDriver(group.Driver):
     def again(self, members: tuple[int, ...], *, may_found: bool) -> None:
         """Demand a group."""
         self.tell(st.Demanded(members, may_found))
+
+    def move(self, table: Table) -> None:
+        self._answered_s = self._ran_s
+        super().move(table)
+
+    def _see(self, seen: Seen) -> None:
+        self._answered_s = self._ran_s
+        super()._see(seen)
+
+    def _poll(self) -> None:
+        # A stop of any length counts little: the table is not asked meanwhile.
+        self._ran_s += min(time.monotonic() - self._last_poll, _LONGEST_LOOK_S)
+        super()._poll()
 
     def _break_off_silent_round(self) -> None:
         """Let rounds fail that wait for a member that has ended, or that is not heard any more."""
