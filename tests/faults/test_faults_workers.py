@@ -1,4 +1,4 @@
-"""Replicas of two workers change their group: a Ctrl-C in one worker, a late word of worker 0."""
+"""Replicas of two workers change their group: a Ctrl-C in one worker, words of worker 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import torch.distributed as dist
 from fault_ends import Address, Fresh, H
 from fault_replicas import Replica, Setup, check_agreement, connect, default_handler
 
+from diloco_comm import _C
 from diloco_comm.exchange.membership import change
+from diloco_comm.exchange.membership.follower import Mates
+from diloco_comm.group.beats import Way
 
 SETUP = Setup("int8", 1, H, timeout=1800.0, options={"backend": "tcp"})
 
@@ -89,3 +92,35 @@ def hear_an_old_word(rank: int, world: int, address: Address) -> Any:
 def test_a_word_about_an_earlier_attempt_ends_no_later_one(fresh_workers: Fresh) -> None:
     pool = fresh_workers(4, init_group=False)
     check(pool.run(hear_an_old_word, pool.store, timeout=40))
+
+
+# --------------------------------------------------- a worker whose exchange is closed already
+
+
+def test_a_worker_that_cannot_break_off_hears_the_next_word_of_worker_0() -> None:
+    """Its attempt to join has failed, which has closed its exchange."""
+    links = [_C.Link("127.0.0.1:0", "127.0.0.1:0") for _ in range(2)]
+    ways = [Way(link.nonce, link.address, "", "") for link in links]
+    first, second = [Mates(link, ways, rank, "service") for rank, link in enumerate(links)]
+    engine, calls = _C.Engine(1.0), list[str]()
+    engine.close(1.0)
+
+    def seal_closed() -> None:
+        calls.append("closed")
+        engine.seal()
+
+    def break_off(epoch: int, name: str) -> None:
+        until = time.monotonic() + 20.0
+        while name not in calls:
+            assert time.monotonic() < until, f"worker 1 does not hear of epoch {epoch}"
+            first.break_off(epoch)
+            time.sleep(0.05)
+
+    second.guard(seal_closed, lambda: 7)
+    break_off(7, "closed")
+    second.guard(lambda: calls.append("next"), lambda: 8)
+    break_off(8, "next")
+    for mates in (first, second):
+        mates.close()
+    for link in links:
+        link.close()

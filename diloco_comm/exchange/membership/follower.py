@@ -607,4 +607,8 @@ class Mates:
         if len(message) == _GIVEN_UP.size:
             self.given_up = AttemptName(*_GIVEN_UP.unpack(message))
         elif len(message) == _EPOCH.size and _EPOCH.unpack(message)[0] == self._epoch():
-            self._seal()
+            try:
+                self._seal()
+            except RuntimeError as error:
+                # Later words are of other rounds.
+                logger.warning("a round could not be broken off: %s", error)
