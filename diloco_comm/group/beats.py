@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,8 @@ from .state import Place, Stage, State
 MAX_BEAT_BYTES = 1 << 14
 # More would not fit into a beat.
 _MOST_CUT = 24
+# The longest address of a store, in bytes.
+_LONGEST_STORE = 300
 _EVICT = "evict."
 # These change in each beat of a process that trains.
 _MOVING = ("counter", "phase", "inner_step")
@@ -117,6 +119,22 @@ class Beat:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         return beat if _is_sound(beat) else None
+
+
+def most_workers(ways: Sequence[str]) -> int:
+    """Return how many workers a replica may have whose ways are no longer than these."""
+    most = (1 << 62) - 1
+    place = Place(
+        Key((1 << 31) - 1, bytes(16)),
+        bytes(16),
+        entered=most,
+        follows=most,
+        inner_step=most,
+        cut=(bytes(16),) * _MOST_CUT,
+    )
+    rest = Beat(place, most, TRAINING, "x" * 16, store="x" * _LONGEST_STORE)
+    longest = max(len(json.dumps(way)) for way in ways)
+    return (MAX_BEAT_BYTES - len(rest.to_bytes())) // (longest + len(", "))
 
 
 def name_of(key: Key) -> str:

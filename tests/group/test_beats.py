@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from diloco_comm.base.extension import GROUP
 from diloco_comm.elastic.registry.protocol import check_beat
+from diloco_comm.exchange.membership.follower import Follower
+from diloco_comm.exchange.membership.own_link import LinkShare, OwnLink
 from diloco_comm.group.beats import (
     CHANGING,
     EVICT,
@@ -25,6 +28,7 @@ from diloco_comm.group.beats import (
     Way,
     evicted,
     eviction_of,
+    most_workers,
     name_of,
     stage_of,
 )
@@ -150,6 +154,55 @@ def test_a_beat_names_the_ways_of_many_workers_and_not_of_too_many() -> None:
     assert Beat.from_bytes(replace(ONE, place=place, ways=(way,) * 64).to_bytes()) is not None
     with pytest.raises(ValueError, match=r"the beat of replica 3 has .* it names 200 workers"):
         replace(ONE, ways=(way,) * 200).to_bytes()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way("ab" * 16, "192.0.2.255:65535", "", ""),
+        Way("ab" * 16, "192.0.2.255:65535", "cd" * 32, ""),
+        Way("ab" * 16, "", "cd" * 32, "relay.cluster-a.example.com:29450"),
+    ],
+    ids=["plain", "keys", "relay"],
+)
+def test_the_most_workers_of_a_replica_fit_into_any_beat(way: Way) -> None:
+    most = most_workers([way.to_text()] * 9)
+    ways, number = (way.to_text(),) * most, 1 << 61
+    place = Place(
+        Key((1 << 31) - 1, bytes(16)),
+        bytes(16),
+        entered=number,
+        follows=number,
+        is_finished=False,
+        inner_step=number,
+        cut=(bytes(16),) * 99,
+    )
+    for stage in STAGES:
+        beat = Beat(place, number, stage, "evaluation", ways, f"tcp://{'x' * 253}:65535")
+        assert beat.to_bytes()
+    with pytest.raises(ValueError, match="at most 16384 are allowed"):
+        replace(ONE, ways=(way.to_text(),) * (most + 40)).to_bytes()
+
+
+class ManyWorkers:
+    """Worker 0 of a replica of so many workers, whose ways are alike."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def test_a_replica_of_too_many_workers_is_refused_when_it_is_made() -> None:
+    share = LinkShare(OwnLink("127.0.0.1:0", None, None), "name")
+    workers: Any = ManyWorkers(1000)
+    said = r"this replica has 1000 workers, and at most 2\d\d are possible: its beat names the link"
+    with pytest.raises(ValueError, match=said):
+        Follower(workers, share, "name", uses_store=False)
+    share.end()
 
 
 def test_a_process_that_reaches_few_names_the_first_of_the_others() -> None:

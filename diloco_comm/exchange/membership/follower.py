@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ... import _C
 from ...base.errors import NonFiniteError, SyncError
 from ...group import state as st
-from ...group.beats import Way
+from ...group.beats import MAX_BEAT_BYTES, Way, most_workers
 from ...group.driver import Driver, Ended
 from ...group.records import Attempt as AttemptName
 from ...group.records import Key, Record
@@ -171,6 +171,9 @@ class Follower:
     Attributes:
         replica: This replica's number; -1 before it is known.
         view: The record in which this replica trains; None before the first.
+
+    Raises:
+        ValueError: If the replica has too many workers.
     """
 
     def __init__(
@@ -193,6 +196,12 @@ class Follower:
         self._driver: Driver | None = None
         ways = self._of_workers(way_of(share))
         self._ways = [way.to_text() for way in ways]
+        most = most_workers(self._ways)
+        if len(ways) > most:
+            raise ValueError(
+                f"this replica has {len(ways)} workers, and at most {most} are possible: its beat "
+                f"names the link of each, and has at most {MAX_BEAT_BYTES} bytes"
+            )
         self._mates: Mates | None = None
         if workers is not None and workers.size > 1:
             service = f"{name}/workers of {ways[0].nonce}"
