@@ -17,7 +17,7 @@ from .streams import Damaged, Positions, Reader, Writer
 
 # With a message around it, a record fits into one message of the link's control class.
 MAX_RECORD_BYTES = 60 << 10
-NONCE_BYTES = HASH_BYTES = TABLE_BYTES = 16
+NONCE_BYTES = HASH_BYTES = 16
 # The first record has number 1.
 NO_RECORD = 0
 NO_HASH = bytes(HASH_BYTES)

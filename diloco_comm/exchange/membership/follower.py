@@ -79,7 +79,6 @@ class Chosen(NamedTuple):
         ways: The ways to each member's workers, in the order of the members.
         stores: The store at which each member is found; "" for none.
         record: None where the members have yet to agree.
-        has_state: This replica holds the state of the record before.
     """
 
     name: AttemptName
@@ -87,7 +86,6 @@ class Chosen(NamedTuple):
     ways: tuple[tuple[Way, ...], ...]
     stores: tuple[str, ...]
     record: Record | None
-    has_state: bool
 
 
 class GroupChange:
@@ -183,8 +181,6 @@ class Follower:
         self._uses_store = uses_store
         self.view: Record | None = None
         self.replica = -1
-        # How far this replica was when it stopped last.
-        self.last_positions: Positions = ()
         # The record that was agreed on last, until its decision is applied.
         self._unsettled: Record | None = None
         # Since when the training thread waits for the next record.
@@ -311,7 +307,6 @@ class Follower:
             if isinstance(end, str):
                 raise SyncError(end, stage="seal")
         positions = tuple([one for each, _, _ in ends for one in each])
-        self.last_positions = positions
         return positions, ends[0][1], all(has_votes for _, _, has_votes in ends)
 
     def _broke(self, record: Record | None, error: SyncError | None) -> None:
@@ -380,7 +375,7 @@ class Follower:
             time.sleep(_POLL_S)
         ways = tuple([tuple(driver.ways_of(key) or ()) for key in members])
         stores = tuple([driver.store_of(key) for key in members])
-        return Chosen(name, members, ways, stores, record, driver.state.has_state)
+        return Chosen(name, members, ways, stores, record)
 
     def _change_of(self, chosen: Chosen) -> GroupChange:
         """Connect this worker to the store of an attempt, where one is needed."""

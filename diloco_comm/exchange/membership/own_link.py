@@ -51,7 +51,7 @@ class OwnLink:
         proxy: Proxy | None = None,
     ) -> None:
         places = link_places(listen, advertise, lambda: _C.own_host(env.gloo_interface()), relay)
-        self._keys, self._proxy = keys, proxy
+        self._keys = keys
         self._watch: AllowedWatch | None = None
         if keys is None:
             self.link = _C.Link(*places, proxy=proxy)
@@ -120,17 +120,13 @@ class OwnLink:
         return {one.nonce: one for one in self.link.life()}
 
     def ways(self) -> dict[str, str]:
-        """Return what the others need to know to reach this process.
-
-        "proxied" is there if this process cannot try itself whether it reaches the others.
-        """
-        ways = {
+        """Return what the others need to know to reach this process."""
+        return {
             "address": self.address,
             "link": self.nonce,
             "link key": self.public_key,
             "relay": "" if self._seat is None else self._seat.relay,
         }
-        return ways if self._proxy is None else {**ways, "proxied": "yes"}
 
     def leave(self, name: str) -> None:
         """End the exchange of this name; the last one that shares this link closes the link."""
