@@ -300,7 +300,7 @@ def other_settings(run: str, own: int, other: int, here: str = "", there: str = 
     try:
         where = (f"on replica {own}", f"on replica {other}")
         found = difference(json.loads(here), json.loads(there), where=where)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = ""
     found = found or f"replica {own} has another model or other settings than replica {other}"
     return (

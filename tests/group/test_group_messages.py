@@ -144,7 +144,8 @@ def test_the_sentence_for_other_settings_names_the_setting_and_both_values() -> 
         "replica 2 cannot join run 'run', as model.layers is 4 on replica 2 and 2 on replica 0: "
         "start replica 2 with the model, settings and number of workers of the members"
     )
-    for unknown in ("", "{", here):
+    deep = f'{{"model": {"[" * 100_000}{"]" * 100_000}}}'
+    for unknown in ("", "{", here, deep):
         assert "replica 2 has another model or other settings than replica 0" in (
             other_settings("run", 2, 0, here, unknown)
         )

@@ -162,18 +162,16 @@ class FixedDriver(group.Driver):
         return difference("Link(keys=)", values) if len(values) > 1 else ""
 
     def _words_of_difference(self, other: int, shown: str) -> str:
-        try:
-            own, theirs = json.loads(self._shown), dict(json.loads(shown or "{}"))
-        except (ValueError, TypeError, RecursionError):
-            own, theirs = json.loads(self._shown), {}
+        own, theirs = _texts_of(self._shown), dict[str, str]()
+        # A peer may send anything.
+        with suppress(ValueError, TypeError, AttributeError, RecursionError):
+            theirs = _texts_of(shown or "{}")
         number = self.state.key.number
         spoken = own[extension.HANDSHAKE_NAME], theirs.get(extension.HANDSHAKE_NAME)
         for name in (_VERSION, *own, *theirs):
             values: dict[str, list[int]] = {}
             for replica, each in sorted([(number, own), (other, theirs)]):
-                value = each.get(name)
-                text = value if name == _VERSION and value else json.dumps(value)
-                values.setdefault(text, []).append(replica)
+                values.setdefault(each.get(name, "null"), []).append(replica)
             if len(values) > 1 and (name != _VERSION or spoken[0] != spoken[1]):
                 cure = ": install the same version on all replicas" if name == _VERSION else ""
                 return difference(name, values) + cure
@@ -696,6 +694,14 @@ def _shown(member: Member) -> str:
         settings["Link(keys=)"] = "given" if member.tcp.public_key else "none"
     version = f"{extension.package_version()} (handshake {extension.HANDSHAKE})"
     return json.dumps({**settings, _VERSION: version})
+
+
+def _texts_of(shown: str) -> dict[str, str]:
+    """Return the text of each setting, for a sentence."""
+    return {
+        name: value if name == _VERSION and isinstance(value, str) else json.dumps(value)
+        for name, value in json.loads(shown).items()
+    }
 
 
 def _alike(shown: str) -> str:
