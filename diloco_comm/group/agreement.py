@@ -448,22 +448,22 @@ def _may_come(state: State, content: bytes) -> bool:
 def _follow(turn: Turn, content: bytes) -> None:
     """Enter a later record, or end because the others go on without this process (rule 4, D5)."""
     state, mine, record = turn.state, turn.state.record, Record.from_bytes(content)
-    numbers = list(record.numbers)
+    numbers, name = list(record.numbers), state.settings.record_name
     if mine is None:
         if record.is_member(state.key) and _may_come(state, content):
             _enter(turn, content)
     elif record.run_id != mine.run_id:
         turn.end(
             st.Fence(
-                f"the table holds view {record.number} of replicas {numbers}, which does not "
-                f"follow from view {mine.number} of replicas {list(mine.numbers)}"
+                f"the table holds {name} {record.number} of replicas {numbers}, which does not "
+                f"follow from {name} {mine.number} of replicas {list(mine.numbers)}"
             )
         )
     elif record.number < mine.number or content == state.entered:
         return
     elif record.number == mine.number:
         # The table forgot the record of this process before any member with state entered it.
-        turn.end(st.Fence(f"view {record.number} was opened anew without this process"))
+        turn.end(st.Fence(f"{name} {record.number} was opened anew without this process"))
     elif record.is_member(state.key) and record.is_finished:
         # All steps are taken and shared, here too.
         turn.change(is_finished=True)
@@ -473,7 +473,7 @@ def _follow(turn: Turn, content: bytes) -> None:
     elif state.is_leaving or state.key.number in record.evicted:
         turn.end(st.Drained("this replica has left"))
     else:
-        reason = f"view {record.number} of replicas {numbers} was opened without this process"
+        reason = f"{name} {record.number} of replicas {numbers} was opened without this process"
         reason += f"; the last attempt failed: {state.failure}" if state.failure else ""
         if state.settings.is_fixed:
             reason = f"the group of replicas {numbers} went on in epoch {record.number}"
@@ -551,11 +551,14 @@ def _fail(turn: Turn, nonce: bytes, demand: Iterable[int]) -> None:
     turn.withdraw()
     turn.act(
         st.Fail(
-            f"replica {state.key.number} was told to go on with replicas {list(state.demand)}, and "
-            f"{who} with replicas {list(demand)}: give the same members to change_group on all of "
-            "them"
+            f"replica {state.key.number} was told to go on with {_named(state.demand)}, and {who} "
+            f"with {_named(demand)}: give the same members to change_group on all of them"
         )
     )
+
+
+def _named(demand: Iterable[int]) -> str:
+    return f"replicas {numbers}" if (numbers := list(demand)) else "all members that live"
 
 
 def _on_passed(turn: Turn, _: st.Passed) -> None:

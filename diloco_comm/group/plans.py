@@ -44,9 +44,10 @@ def plan_of(state: State) -> Plan:
     record = state.record
     if state.has_lost_record:
         # D5: a record that was entered can only be followed, unless a table has lost its memory.
+        names = state.settings
         return Plan(
-            reason=f"until the registry has its record again: it knew view {state.number}, and now "
-            "it knows less"
+            reason=f"until the {names.table_name} has its record again: it knew "
+            f"{names.record_name} {state.number}, and now it knows less"
         )
     if state.settings.is_fixed:
         plan = _demanded(state, roster)

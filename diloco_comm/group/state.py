@@ -372,6 +372,16 @@ class Settings:
             if given < least:
                 raise ValueError(f"{name} must be at least {least}, got {given}")
 
+    @property
+    def record_name(self) -> str:
+        """The word for a record in sentences for people."""
+        return "epoch" if self.is_fixed else "view"
+
+    @property
+    def table_name(self) -> str:
+        """The word for the table."""
+        return "store" if self.is_fixed else "registry"
+
 
 class Stage(Enum):
     """Where a process is.

@@ -272,6 +272,13 @@ def test_rule_10_callers_that_name_other_members_both_fail() -> None:
         "replica 1 was told to go on with replicas [1, 2], and replica 0 with replicas [0, 1, 2]: "
         "give the same members to change_group on all of them"
     )
+    survivor = fixed(1)
+    demand(survivor)
+    survivor.hear(0, ms.No(ms.NO_ATTEMPT, Why.MEMBERS, demand=(0, 1)))
+    assert survivor.only(st.Fail).reason == (
+        "replica 1 was told to go on with all members that live, and replica 0 with replicas "
+        "[0, 1]: give the same members to change_group on all of them"
+    )
     lowest = fixed(0)
     demand(lowest, 0, 1, 2)
     lowest.hear(1, ms.Here(1, THREE.hash, (0, 1)))
@@ -677,15 +684,20 @@ def test_rule_13_a_member_that_waits_asks_a_process_that_is_ahead() -> None:
     assert core.only(st.Fence)
 
 
-def test_rule_13_a_durable_table_that_knows_less_is_waited_for() -> None:
-    core = sealed(member(1, THREE))
+@pytest.mark.parametrize(
+    ("is_fixed", "table", "record"), [(False, "registry", "view"), (True, "store", "epoch")]
+)
+def test_rule_13_a_durable_table_that_knows_less_is_waited_for(
+    is_fixed: bool, table: str, record: str
+) -> None:
+    core = sealed(member(1, THREE, is_fixed=is_fixed))
     core.look(None)
     core.poll(30)
     assert (
         core.all(st.Swap) == []
         and core.state.proposal is None
         and core.reason
-        == ("until the registry has its record again: it knew view 1, and now it knows less")
+        == f"until the {table} has its record again: it knew {record} 1, and now it knows less"
     )
 
 
