@@ -190,12 +190,14 @@ class Driver:
 
     def _order_again(self, event: st.Broke | st.Boundary | st.Demanded) -> None:
         """Give the present orders again: a Ctrl-C may have lost one that was taken."""
-        record, joint = self.state.record, self.state.joint
+        # The driver's thread may go on meanwhile.
+        state = self.state
+        record, joint = state.record, state.joint
         number = -1 if isinstance(event, st.Demanded) else event.number
         if record is not None and 0 <= number < record.number:
             self._order(st.Enter(record))
-        elif self.state.stage is st.Stage.SEALING:
-            self._order(st.Seal(self.state.number))
+        elif state.stage is st.Stage.SEALING:
+            self._order(st.Seal(state.number))
         elif number >= 0 and joint is not None and not joint.is_connected:
             self._order(st.Connect(joint.attempt, joint.members))
 
@@ -233,7 +235,8 @@ class Driver:
     @property
     def waits(self) -> str:
         """The reason for which this process waits; "" for nothing."""
-        return self.waiting_for if self.loss is None else f"for the registry: {self.loss}"
+        name = self.state.settings.table_name
+        return self.waiting_for if self.loss is None else f"for the {name}: {self.loss}"
 
     def warn_if_ended(self) -> None:
         """Log once that this replica's group cannot change any more."""
@@ -319,6 +322,8 @@ class Driver:
             if news.source is self._table:
                 self._take_answer(news.content)
         elif news is not None:
+            if isinstance(news, st.Demanded | st.GivenUp):
+                self._forget_refusal()
             if isinstance(news, st.Demanded | st.JoinerReady):
                 self._haste_s, self._haste_at = _HASTE_S, 0.0
             self._step(news)
@@ -436,7 +441,7 @@ class Driver:
         if self.loss is not None:
             self.loss = None
             self._say_whether_cut_off()
-            logger.warning("the registry answers again")
+            logger.warning("the %s answers again", self.state.settings.table_name)
         look, beats = seen.look, self._beats_of(seen.look)
         self._table.period_s = look_s(len(beats), self._period_s, self.signs.suspect_after_s)
         self.signs.note(beats, self._table.period_s)
@@ -575,6 +580,12 @@ class Driver:
         else:
             self._end("refused", reason)
         self._refused = None
+
+    def _forget_refusal(self) -> None:
+        """Say nothing to a caller of what was found for a former demand."""
+        self._refused = None
+        with self._news:
+            self._orders.pop(st.Fail, None)
 
     def _words_of_difference(self, other: int, shown: str) -> str:
         """Say how the settings of another process differ from the own ones."""

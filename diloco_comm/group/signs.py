@@ -201,11 +201,11 @@ class Signs:
             waited: Seconds for which the training thread has waited for the other members.
         """
         by_link = {life.nonce: life for life in self.link.life()}
-        self._lives = {}
-        for nonce in self._sights:
-            way = self.way_to(nonce)
-            if way is not None and way.nonce in by_link:
-                self._lives[nonce] = by_link[way.nonce]
+        ways = {nonce: self.way_to(nonce) for nonce in self._sights}
+        # Another thread may read the former ones.
+        self._lives = {
+            n: by_link[way.nonce] for n, way in ways.items() if way and way.nonce in by_link
+        }
         members = {key.nonce for key in base}
         self._forget(members)
         known = members | self._sights.keys()

@@ -20,7 +20,9 @@ from diloco_comm import SyncError
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.membership import fixed_group, stores
 from diloco_comm.exchange.membership.stores import StoreTable
+from diloco_comm.group import state as st
 from diloco_comm.group.beats import name_of
+from diloco_comm.group.records import Key
 from diloco_comm.group.table import TableAway
 
 # --------------------------------------------------------------------------------- the store
@@ -117,6 +119,40 @@ def test_a_late_word_of_a_former_store_is_dropped(monkeypatch: pytest.MonkeyPatc
     post(TableAway("the former store has died"))
     exchange.change_group([0], last_rounds={})
     assert noted == [] and exchange.epoch == 2
+    exchange.close()
+
+
+def test_a_refusal_ends_with_its_demand() -> None:
+    store = own_store()
+    exchange = Exchange(store, 0, [0], timeout=60.0)
+    assert exchange._group is not None and exchange._group.driver is not None
+    driver = exchange._group.driver
+    # The driver asks another process for its settings when the caller gives up.
+    other = Key(1, bytes(16))
+    driver._refused = st.Fail("other settings", other), time.monotonic() + 60.0, other
+    driver.tell(st.GivenUp())
+    until = time.monotonic() + 20.0
+    while driver._refused is not None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    exchange.change_group([0], last_rounds={})
+    exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ('{"diloco_comm": ["x"], "the handshake": 2}', "diloco_comm differs"),
+        ("[" * 100_000 + "]" * 100_000, "differs between replicas"),
+        ('["x"]', "differs between replicas"),
+    ],
+    ids=["list", "deep", "no settings"],
+)
+def test_settings_of_any_peer_make_a_sentence(shown: str, said: str) -> None:
+    store = own_store()
+    exchange = Exchange(store, 0, [0], timeout=60.0)
+    assert exchange._group is not None and exchange._group.driver is not None
+    assert said in exchange._group.driver._words_of_difference(1, shown)
     exchange.close()
 
 
