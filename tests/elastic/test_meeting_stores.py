@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,13 @@ def hosting_store(keys: LinkKeys | None, address: str = "tcp://127.0.0.1:0") -> 
         process.join()
 
 
+def _train(diloco: DiLoCo, model: Any, optimizer: Any, rank: int, until: int) -> None:
+    """Train; after a Ctrl-C, too."""
+    while diloco.inner_step < until and not diloco.is_done:
+        with suppress(KeyboardInterrupt):
+            train(diloco, model, optimizer, rank, until)
+
+
 def _member(rank: int, world: int, registry: str, shared: str | None) -> Any:
     """Train over gloo in a group of three, which the last replica leaves in the middle."""
     model = make_model()
@@ -63,13 +70,13 @@ def _member(rank: int, world: int, registry: str, shared: str | None) -> Any:
     options = grouped({"link": Link("gloo"), "timeout": 40.0, **OPTIONS})
     with closing(DiLoCo(model, optimizer, peers=peers, **options)) as diloco:
         first = diloco.members
-        train(diloco, model, optimizer, rank, 12)
+        _train(diloco, model, optimizer, rank, 12)
         if rank == world - 1:
             diloco.leave()
         # A registry may hear of that some rounds later.
         while diloco.members == first and not diloco.is_done:
-            train(diloco, model, optimizer, rank, diloco.inner_step + 1)
-        train(diloco, model, optimizer, rank, diloco.inner_step + 12)
+            _train(diloco, model, optimizer, rank, diloco.inner_step + 1)
+        _train(diloco, model, optimizer, rank, diloco.inner_step + 12)
         return first, diloco.members, diloco.outer_hash()
 
 
@@ -148,7 +155,7 @@ def test_members_train_on_beside_one_that_never_connects(
         assert found and "as no group with it could connect: " in found[0], lines
 
 
-def _leave_and_fail_once(rank: int, world: int, registry: str) -> Any:
+def _leave_and_fail_once(rank: int, world: int, registry: str, how: str) -> Any:
     """Replica 2 leaves, and the next group fails to connect once at replica 1."""
     known: list[bool] = []
     connect_all = change.connect
@@ -156,6 +163,8 @@ def _leave_and_fail_once(rank: int, world: int, registry: str) -> Any:
     def connect_but_once(member: Any, attempt: Any) -> Any:
         if rank == 1 and 2 not in attempt.members and not known:
             known.append(attempt.record is not None)
+            if how == "ctrl-c":
+                raise KeyboardInterrupt
             raise SyncError("lost on purpose", stage="connect")
         return connect_all(member, attempt)
 
@@ -163,12 +172,14 @@ def _leave_and_fail_once(rank: int, world: int, registry: str) -> Any:
     return known, _member(rank, world, registry, None)
 
 
+@pytest.mark.parametrize("how", ["error", "ctrl-c"])
+@pytest.mark.nightly("4 s each; they differ in the failure alone", but=["error"])
 def test_a_view_that_cannot_begin_is_followed_by_another(
-    fresh_workers: Callable[..., Pool], registry: Host
+    fresh_workers: Callable[..., Pool], registry: Host, how: str
 ) -> None:
     """The members had agreed on the view before they connected, as a replica had left."""
     pool = fresh_workers(3, init_group=False)
-    ends = pool.run(_leave_and_fail_once, registry.address, timeout=60)
+    ends = pool.run(_leave_and_fail_once, registry.address, how, timeout=60)
     assert [known for known, _ in ends] == [[], [True], []]
     (_, members, outer), (_, others, same) = [end for _, end in ends[:2]]
     assert members == others == (0, 1) and outer == same
