@@ -411,7 +411,7 @@ def _on_looked(turn: Turn, event: st.Looked) -> None:
 def _on_open(turn: Turn, nonce: bytes, message: ms.Open) -> None:
     """Follow the record of a member: a process that is behind needs no table (D4).
 
-    For a newcomer it is a hint to read, as late messages must not lead it into an old record; but
+    The OPEN of anybody else is a reason to read. For a newcomer it is a hint to read, as late messages must not lead it into an old record; but
     a table that has lost its memory shows no record.
     """
     try:
@@ -429,8 +429,20 @@ def _on_open(turn: Turn, nonce: bytes, message: ms.Open) -> None:
     elif record.run_id == mine.run_id and record.number > mine.number:
         # G5: the sender has entered this record, and so has not sealed for a new table.
         asked = [key.nonce for key in state.bound] or [nonce]
-        if nonce in asked or record.table != mine.table:
+        if (nonce in asked or record.table != mine.table) and _is_believed(state, nonce):
             _follow(turn, message.record)
+        else:
+            turn.act(st.Read())
+
+
+def _is_believed(state: State, nonce: bytes) -> bool:
+    """Whether the OPEN of a process needs no look at the table: a member of the record sends it.
+
+    Where the table has lost its memory, nobody else may live who has entered the next record.
+    """
+    members = () if state.record is None else state.record.members
+    ahead = [p.key for p in state.places if state.has_moved and p.entered > state.number]
+    return nonce in [key.nonce for key in (*members, *ahead)]
 
 
 def _may_come(state: State, content: bytes) -> bool:

@@ -24,7 +24,7 @@ from .agreement import step
 from .beats import Beat, Way, evicted, name_of, stage_of
 from .records import NO_RECORD, Key, Record
 from .signs import EXCHANGE, Signs
-from .table import Look, Seen, Swapped, Table, TableAway, TableThread
+from .table import Look, Seen, Swapped, Table, TableAway, TableThread, UnreadableRecord
 
 logger = logging.getLogger(__name__)
 
@@ -381,7 +381,7 @@ class Driver:
         # In another phase the training thread does work of its own.
         waited = self._waited if self.phase == EXCHANGE else 0.0
         before, life = self.state.life, self.signs.judge(base, waited)
-        if life == before:
+        if life == before or self.state.stage is st.Stage.GONE:
             return
         members = {key.nonce: key.number for key in base}
         news = (life.suspected | life.dead) - before.suspected - before.dead
@@ -432,7 +432,19 @@ class Driver:
         return name_of(state.key), beat.to_bytes()
 
     def _see(self, seen: Seen) -> None:
-        """Tell the core what the table holds."""
+        """Tell the core what the table holds, if its record can be read."""
+        try:
+            if seen.look.record:
+                Record.from_bytes(seen.look.record)
+        except ValueError as error:
+            run, table = self.state.settings.run, seen.table.hex()
+            self._note_loss(
+                UnreadableRecord(
+                    f"the record of run {run!r} in the table {table} cannot be read, and is looked "
+                    f"at again: {error}"
+                )
+            )
+            return
         now, before = time.monotonic(), self._last_seen
         self._last_seen = now
         if self.loss is not None or now - before > self.signs.suspect_after_s / 2:
@@ -473,7 +485,8 @@ class Driver:
         for name, text in look.beats.items():
             beat = before[text] if text in before else Beat.from_bytes(text)
             self._read[text] = beat
-            if beat is not None:
+            # Nobody beats for another process.
+            if beat is not None and name_of(beat.key) == name:
                 count = look.counts.get(name, beat.counter)
                 beats.append(beat if count == beat.counter else replace(beat, counter=count))
         return sorted(beats, key=lambda one: one.key)

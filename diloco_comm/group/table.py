@@ -20,11 +20,17 @@ class TableAway(Exception):
 
     Attributes:
         is_refused: The table does not let in the key of this process.
-        is_other: Another table answers than before.
+        is_other: Another table answers than before, or with a record that cannot be read.
         is_lost: The connection has broken, and is not made again.
     """
 
     is_refused = is_other = is_lost = False
+
+
+class UnreadableRecord(TableAway):
+    """The table answers, and its record is none; somebody may put the record back."""
+
+    is_other = True
 
 
 class Look(NamedTuple):

@@ -169,8 +169,8 @@ HISTORIES: dict[str, tuple[Callable[[Any], World], str, str]] = {
     ),
     "open": (
         partial(late_open_of_one_that_has_died, reads_first=True),
-        "        if nonce in asked or",
-        "        if True or",
+        "        if (nonce in asked or",
+        "        if (True or",
     ),
     "open-unread": (
         partial(late_open_of_one_that_has_died, reads_first=False),
