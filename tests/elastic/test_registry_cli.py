@@ -25,6 +25,7 @@ from diloco_comm.tools.registry.members import Silence
 CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "registry"]
 NAMES = ("0", "1", "2")
 KEYS = tuple(Key(i, bytes([0xA0 + i]) * 16) for i in range(3))
+NEWCOMER = Key(3, b"n" * 16)
 VIEW = Record(
     7, b"p" * 16, b"t" * 16, b"f" * 16, Attempt(KEYS[0].nonce, 1), KEYS[:2], inner_step=400,
     left_out=(2,),
@@ -141,6 +142,33 @@ def test_misuse_is_one_sentence_and_status_2(tmp_path: Path) -> None:
         ),
     ):
         check_misuse(run_cli(*arguments), sentence)
+
+
+def test_members_shows_words_of_others_as_they_are(registry: Registry) -> None:
+    way = Way("ab" * 16, "[fd00::1]:29700", "", "").to_text()
+    beat = replace(beat_of(0), phase="[/] [red]\x1b[31m\ud800", ways=(way,))
+    registry.beat(name_of(KEYS[0]), beat.to_bytes())
+    # This name is of another process, and the next one has no name that fits.
+    registry.beat(name_of(KEYS[1]), beat_of(2).to_bytes())
+    registry.beat("anybody", beat_of(1).to_bytes())
+    shown = run_cli(*members(registry))
+    assert shown.status == 0, shown
+    assert r"ready ([/] [red]\x1b[31m\ud800)" in shown.out and "[fd00::1]:29700" in shown.out
+    assert "a1a1" not in shown.out and "a2a2" not in shown.out
+    found = json.loads(run_cli(*members(registry, "--json")).out)
+    assert [one["id"] for one in found["processes"]] == [0]
+
+
+def test_members_lists_no_dead_process_as_unreachable(registry: Registry) -> None:
+    assert registry.swap(b"", VIEW.to_bytes())
+    place = replace(beat_of(0).place, cut=tuple([key.nonce for key in (*KEYS, NEWCOMER)]))
+    registry.beat(name_of(KEYS[0]), replace(beat_of(0), place=place).to_bytes())
+    registry.beat(name_of(KEYS[2]), beat_of(2, entered=6).to_bytes())
+    newcomer = Beat(Place(NEWCOMER, b"s" * 16), 1)
+    registry.beat(name_of(NEWCOMER), newcomer.to_bytes())
+    found = json.loads(run_cli(*members(registry, "--json")).out)
+    expected = [key.nonce.hex() for key in (*KEYS[:2], NEWCOMER)]
+    assert found["processes"][0]["unreachable"] == expected
 
 
 def test_members_are_shown(registry: Registry) -> None:

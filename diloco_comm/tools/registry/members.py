@@ -131,7 +131,7 @@ def _beat_report(beat: Beat, seen: Seen) -> dict[str, Any]:
         "inner_step": place.inner_step,
         "phase": beat.phase,
         "is_leaving": place.is_leaving or seen.is_evicted(beat.key),
-        "unreachable": [nonce.hex() for nonce in place.cut],
+        "unreachable": [nonce.hex() for nonce in place.cut if seen.may_live(nonce)],
         "counter": beat.counter,
     }
 
@@ -155,13 +155,21 @@ class Seen:
 
         return name_of(key) in self.evicted
 
+    def may_live(self, nonce: bytes) -> bool:
+        """Whether a process is a member, or may become one."""
+        members = () if self.view is None else self.view.members
+        newcomers = [one.key for one in self.beats if not (one.is_gone or one.place.entered)]
+        return nonce in [key.nonce for key in (*members, *newcomers)]
+
 
 def _look(registry: Registry) -> Seen:
-    from ...group.beats import Beat, evicted
+    from ...group.beats import Beat, evicted, name_of
     from ...group.records import Record
 
     record, texts = registry.read(), registry.beat("", b"")
-    beats = [beat for beat in map(Beat.from_bytes, texts.values()) if beat is not None]
+    named = [(name, Beat.from_bytes(text)) for name, text in texts.items()]
+    # Nobody beats for another process.
+    beats = [beat for name, beat in named if beat is not None and name_of(beat.key) == name]
     beats.sort(key=lambda beat: beat.key)
     return Seen(Record.from_bytes(record) if record else None, beats, evicted(texts))
 
@@ -207,8 +215,9 @@ class Silence:
 
 def _table(title: str, seen: Seen, silence: dict[Key, float]) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"{title}: {_headline(seen)}")
+    table = Table(title=Text(_plain(f"{title}: {_headline(seen)}")))
     names = ["replica", "process", "member", "stage", "view", "inner step", "address"]
     for name in names + ["silent for"] * bool(silence):
         table.add_column(name, justify="right" if name in ("view", "inner step") else "left")
@@ -219,12 +228,19 @@ def _table(title: str, seen: Seen, silence: dict[Key, float]) -> Any:
         cells += [stage, str(row["view"] or ""), str(row["inner_step"]), row["address"]]
         if silence:
             cells.append(f"{silence[beat.key]:.0f} s")
-        table.add_row(*cells)
+        table.add_row(*[Text(_plain(cell)) for cell in cells])
     heard = {beat.key for beat in seen.beats}
     for key in seen.view.members if seen.view is not None else ():
         if key not in heard:
             table.add_row(str(key.number), key.nonce.hex()[:8], "yes", "no beat")
     return table
+
+
+def _plain(text: str) -> str:
+    """Return words of another process so that a terminal shows them, and obeys none."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def _headline(seen: Seen) -> str:
