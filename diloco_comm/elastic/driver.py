@@ -14,7 +14,7 @@ from ..group.beats import PULLING, READY, Beat, name_of
 from ..group.records import Key, Record
 from ..group.signs import Signs
 from ..group.state import Action, Drained, Fence, Leave, Stage, State
-from ..group.table import Table
+from ..group.table import Seen, Table
 from .exits import is_asked_to_leave
 from .happenings import Fenced, Suspected, Waiting
 from .state_folder import StateFolder
@@ -73,11 +73,29 @@ class Driver(group.Driver):
             and beat.key.nonce not in gone
             and beat.place.has_state
             and beat.serves
-            and beat.ways
+            and (way := self.signs.way_to(beat.key.nonce)) is not None
+            and self.signs.is_alike(way)
             and beat.place.settings == state.settings.digest
         }
 
     # ------------------------------------------------------------------- the driver's thread
+
+    def _see(self, seen: Seen) -> None:
+        super()._see(seen)
+        if self.state.stage is Stage.NEWCOMER:
+            self._compare_keys()
+
+    def _compare_keys(self) -> None:
+        """End a newcomer if a living member has keys for its link and it has none, or the reverse."""
+        for number, nonce in self._base():
+            if self.signs.differs(nonce):
+                has, have = ("", "no ") if self.signs.way.key else ("no ", "")
+                self._end(
+                    "refused",
+                    f"the link of replica {self.state.key.number} has {has}keys, and that of "
+                    f"replica {number} has {have}keys: give Link(keys=...) to all replicas, or to "
+                    "none",
+                )
 
     def _poll(self) -> None:
         is_asked = self._folder is not None and self._folder.is_asked_to_leave

@@ -203,7 +203,7 @@ class Elastic:
             insecure=bool(self.insecure),
             registry_id=known,
         )
-        log, began, refused_since = WaitLog(), time.monotonic(), 0.0
+        log, began, refused_since, reason = WaitLog(), time.monotonic(), 0.0, ""
         while True:
             try:
                 record = registry.read()
@@ -217,6 +217,7 @@ class Elastic:
                 registry.close()
                 raise
             except RegistryUnavailable as error:
+                reason = str(error)
                 limit, now = self.quorum_wait, time.monotonic()
                 is_refused, waited = isinstance(error, KeyRefused), now - began
                 refused_since = (refused_since or now) if is_refused else 0.0
@@ -233,7 +234,7 @@ class Elastic:
                 raise SyncError(
                     "asked to leave before the registry answered", stage=exits.LEFT_STAGE
                 )
-            log.tick(lambda: f"the registry at {self.registry}")
+            log.tick(partial(str, reason))
             time.sleep(PERIOD_S)
 
     def _mismatch(self, error: RegistryMismatch, known: str, place: str) -> ReplicaMismatch:

@@ -164,12 +164,22 @@ class Signs:
 
     # ------------------------------------------------------------------------------- links
 
+    def is_alike(self, way: Way) -> bool:
+        """Whether both links, or none of them, have keys: others cannot connect."""
+        return bool(way.key) == bool(self.way.key)
+
+    def differs(self, nonce: bytes) -> bool:
+        """Whether a process lives whose link has keys, and the own link has none, or the reverse."""
+        sight, way = self._sights.get(nonce), self.way_to(nonce)
+        is_alive = sight is not None and sight.rises and self.is_fresh(nonce)
+        return is_alive and way is not None and not self.is_alike(way)
+
     def want(self, nonces: Iterable[bytes]) -> None:
         """Let the link connect to these processes, as far as their links are known."""
         ways = set()
         for nonce in nonces:
             way = self.way_to(nonce)
-            if way is not None and way.nonce != self.way.nonce:
+            if way is not None and way.nonce != self.way.nonce and self.is_alike(way):
                 ways.add(way.words)
                 sight = self._sights[nonce]
                 sight.wanted_at = sight.wanted_at or time.monotonic()

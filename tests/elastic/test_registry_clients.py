@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,20 +10,24 @@ import threading
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from async_helpers import wait_until
 from descriptors import silent_strangers
+from fault_replicas import make_model, make_optimizer
 from registries import make_registry_keys, serving
 from torch.distributed import HashStore
 
-from diloco_comm import Elastic, ReplicaMismatch, connect_store
+from diloco_comm import DiLoCo, Elastic, Link, ReplicaMismatch, SyncError, connect_store
 from diloco_comm.base.service.keys import allow, make_pairs, remove
 from diloco_comm.elastic import options
 from diloco_comm.elastic.registry import Registry, RegistryUnavailable, connect
 from diloco_comm.elastic.registry.protocol import KeyRefused
 from diloco_comm.elastic.registry.server import RegistryServer
+from diloco_comm.exchange import waiting
+from diloco_comm.group import driver
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -45,7 +50,7 @@ def test_keys_let_in_the_allowed_and_nobody_else(tmp_path: Path) -> None:
         assert refusal(one) is None
         assert isinstance(error := refusal(two), KeyRefused), error
         assert "does not let in the key of this process" in str(error)
-        assert "has keys: give" in str(refusal(None))
+        assert str(refusal(None)).endswith(" has keys: give key=, or --key")
         assert "does not speak TLS as a store with keys does" in str(refusal(one, plain.address))
         # A client talks to a server whose key it knows, and to no other.
         (keys / "allowed" / "server.key").unlink()
@@ -241,3 +246,63 @@ def test_wrong_arguments_are_one_sentence(tmp_path: Path) -> None:
         RegistryServer(drop_after=0)
     with pytest.raises(ValueError, match=r"folder with ca\.pem"):
         connect("etcds://127.0.0.1:1", run="r", key=tmp_path)
+
+
+def test_who_waits_for_a_registry_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_S", 0.5)
+    keys = make_registry_keys(tmp_path, "paris")
+    with serving(keys=keys / "server.key_secret") as server:
+        with pytest.raises(SyncError, match="waited 2 s for the registry"):
+            Elastic(server.address, quorum_wait=2.0).connect()
+        address = server.address
+    why = f"waiting for the registry at {address} has keys: give key=, or --key, for "
+    assert caplog.records and all(why in one.getMessage() for one in caplog.records)
+    # Nobody listens there any more, as where nobody has ever listened.
+    why = f"the registry at {address} does not answer, as nothing listens there: Connection refused"
+    with pytest.raises(RegistryUnavailable, match=f"^{re.escape(why)}$"):
+        connect(address, run="r", timeout_s=0.5).read()
+    with pytest.raises(ValueError, match=r"holds .*: give key= the file of this process"):
+        connect(address, run="r", key=keys)
+    with pytest.raises(ValueError, match="^key must be a folder or a file"):
+        connect(address, run="r", key=keys / "paris.key")
+
+
+def test_the_key_of_a_monitor_is_none_of_a_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_KEY_WAIT_S", 1.0)
+    keys = make_registry_keys(tmp_path, "monitor")
+    remove(keys, "monitor")
+    assert allow(keys, [keys / "monitor.key"], reads_only=True)
+    with serving(keys=keys / "server.key_secret") as server:
+        model = make_model()
+        elastic = Elastic(server.address, key=keys / "monitor.key_secret", quorum_wait=20.0)
+        with pytest.raises(ReplicaMismatch, match="the key of this client may only read here"):
+            DiLoCo(model, make_optimizer(model), peers=elastic, link=Link("tcp"), sync_every=4)
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_a_replica_without_the_keys_of_its_group_is_told_so(
+    tmp_path: Path, *, has_keys: bool
+) -> None:
+    keys = make_registry_keys(tmp_path, "paris")
+    links = Link("tcp"), Link("tcp", keys=keys / "paris.key_secret")
+    with serving() as server, ExitStack() as stack:
+        members: list[DiLoCo] = []
+        for link in links if has_keys else reversed(links):
+            model = make_model()
+            elastic = Elastic(server.address, quorum_wait=20.0)
+            options: dict[str, Any] = {"peers": elastic, "link": link, "sync_every": 4}
+            if not members:
+                members.append(DiLoCo(model, make_optimizer(model), **options))
+                stack.enter_context(closing(members[0]))
+                continue
+            with pytest.raises(ReplicaMismatch) as caught:
+                DiLoCo(model, make_optimizer(model), **options)
+        who = ("", "no ") if has_keys else ("no ", "")
+        assert str(caught.value) == (
+            f"the link of replica 1 has {who[0]}keys, and that of replica 0 has {who[1]}keys: give "
+            "Link(keys=...) to all replicas, or to none"
+        )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ... import _C
 from ...base.checks import timeout_seconds
 from ...base.service.addresses import is_loopback, parse_address, tcp_address, with_scheme
-from ...base.service.keys import link_keys
+from ...base.service.keys import LinkKeys, link_keys
 from ...base.store_host import credentials
 from ...group.table import Look
 from .protocol import (
@@ -32,6 +32,13 @@ T = TypeVar("T")
 
 # A call in less time would say that the time is over, and nothing of the server.
 _LEAST_S = 0.1
+# Words of a store, and what they are where the store is a registry.
+_IN_A_REGISTRY = (
+    ("give Link(keys=...), or --keys", "give key=, or --key"),
+    ("is not there any more", "does not answer, as nothing listens there"),
+)
+# A host says so to a key that may look, and tries to write.
+_READS_ONLY = "may only read here"
 _FORMS = (
     'tcp://host:port, such as "tcp://192.0.2.1:29400", or etcd://host:port or etcds://host:port, '
     "or a torch.distributed.Store"
@@ -126,7 +133,7 @@ class RegistryClient(PlainLook):
         )
         self.address = tcp_address(*self._place)
         self.run, self.timeout_s = check_run(run), timeout_s
-        self.registry_id, self._keys = registry_id, link_keys(key)
+        self.registry_id, self._keys = registry_id, _keys_of(key)
         self._lock = threading.Lock()
         self._client: _C.StoreClient | None = None
         # The answer of the last look.
@@ -249,8 +256,20 @@ class RegistryClient(PlainLook):
         if client.is_refused:
             # Another client knows the keys that are allowed then.
             self._client = None
-            return KeyRefused(f"the registry {self.address}: {sentence}")
-        return RegistryUnavailable(f"the registry {self.address}: {sentence}")
+        name = f"the registry at {self.address}"
+        for words, ours in (("the store at " + self.address, name), *_IN_A_REGISTRY):
+            sentence = sentence.replace(words, ours)
+        text = sentence if sentence.startswith(name) else f"{name}: {sentence}"
+        is_refused = client.is_refused or _READS_ONLY in sentence
+        return KeyRefused(text) if is_refused else RegistryUnavailable(text)
+
+
+def _keys_of(key: str | Path | None) -> LinkKeys | None:
+    try:
+        return link_keys(key)
+    except ValueError as error:
+        text = re.sub(r"^keys(?= must)", "key", str(error)).replace("give keys=", "give key=")
+        raise ValueError(text) from None
 
 
 def _is_other(client: _C.StoreClient) -> bool:
