@@ -86,7 +86,7 @@ class Driver(group.Driver):
             self._compare_keys()
 
     def _compare_keys(self) -> None:
-        """End a newcomer if a living member has keys for its link and it has none, or the reverse."""
+        """End a newcomer whose link has no keys where a member's has them, or the reverse."""
         for number, nonce in self._base():
             if self.signs.differs(nonce):
                 has, have = ("", "no ") if self.signs.way.key else ("no ", "")

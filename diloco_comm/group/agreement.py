@@ -411,8 +411,9 @@ def _on_looked(turn: Turn, event: st.Looked) -> None:
 def _on_open(turn: Turn, nonce: bytes, message: ms.Open) -> None:
     """Follow the record of a member: a process that is behind needs no table (D4).
 
-    The OPEN of anybody else is a reason to read. For a newcomer it is a hint to read, as late messages must not lead it into an old record; but
-    a table that has lost its memory shows no record.
+    The OPEN of anybody else is a reason to read. For a newcomer it is a hint to read, too, as late
+    messages must not lead it into an old record; but a table that has lost its memory shows no
+    record.
     """
     try:
         record = Record.from_bytes(message.record)

@@ -169,7 +169,7 @@ class Signs:
         return bool(way.key) == bool(self.way.key)
 
     def differs(self, nonce: bytes) -> bool:
-        """Whether a process lives whose link has keys, and the own link has none, or the reverse."""
+        """Whether a process lives, and one of its link and the own link has keys."""
         sight, way = self._sights.get(nonce), self.way_to(nonce)
         is_alive = sight is not None and sight.rises and self.is_fresh(nonce)
         return is_alive and way is not None and not self.is_alike(way)

@@ -265,7 +265,7 @@ def test_who_waits_for_a_registry_says_why(
         connect(address, run="r", timeout_s=0.5).read()
     with pytest.raises(ValueError, match=r"holds .*: give key= the file of this process"):
         connect(address, run="r", key=keys)
-    with pytest.raises(ValueError, match="^key must be a folder or a file"):
+    with pytest.raises(ValueError, match=r"^key must be a folder or a file"):
         connect(address, run="r", key=keys / "paris.key")
 
 

@@ -46,6 +46,12 @@ def test_pairs_are_made_allowed_shown_and_removed(tmp_path: Path) -> None:
     assert json.loads(printed("list", keys, "--json")[0])["allowed"] == []
 
 
+def test_a_file_that_is_missing_is_named_alone(tmp_path: Path) -> None:
+    make_pairs(tmp_path, ["paris"])
+    ended = run_cli("keys", "allow", tmp_path, tmp_path / "lima.key")
+    assert ended.err == f"diloco-comm: cannot use {tmp_path}/lima.key: No such file or directory\n"
+
+
 def test_keys_are_bound_to_replicas(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_pairs(keys, ["paris"])

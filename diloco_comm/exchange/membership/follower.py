@@ -277,8 +277,10 @@ class Follower:
                 self._broke(change.record, error)
                 if not self._goes_on_after(error):
                     raise
-                number = "?" if change.record is None else str(change.record.number)
-                logger.warning("view %s could not begin: %s", number, error)
+                if change.record is None:
+                    logger.warning("an attempt to change the group has failed: %s", error)
+                else:
+                    logger.warning("view %d could not begin: %s", change.record.number, error)
                 continue
             except BaseException:
                 if change.record is None:

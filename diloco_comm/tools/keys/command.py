@@ -195,7 +195,5 @@ def _errors(folder: Path) -> Iterator[None]:
     except ValueError as error:
         misuse(str(error))
     except OSError as error:
-        reason = error.strerror or str(error)
-        fail(
-            f"cannot use the keys in {folder}: {error.filename or ''} {reason}".replace(":  ", ": ")
-        )
+        reason, file = error.strerror or str(error), error.filename
+        fail(f"cannot use {file or f'the keys in {folder}'}: {reason}")
