@@ -92,9 +92,9 @@ class Driver(group.Driver):
                 has, have = ("", "no ") if self.signs.way.key else ("no ", "")
                 self._end(
                     "refused",
-                    f"the link of replica {self.state.key.number} has {has}keys, and that of "
-                    f"replica {number} has {have}keys: give Link(keys=...) to all replicas, or to "
-                    "none",
+                    f"the link of replica {self.state.key.number} has {has}keys, and the "
+                    f"link of replica {number} has {have}keys: give Link(keys=...) to all "
+                    "replicas, or to none",
                 )
 
     def _poll(self) -> None:

@@ -303,6 +303,6 @@ def test_a_replica_without_the_keys_of_its_group_is_told_so(
                 DiLoCo(model, make_optimizer(model), **options)
         who = ("", "no ") if has_keys else ("no ", "")
         assert str(caught.value) == (
-            f"the link of replica 1 has {who[0]}keys, and that of replica 0 has {who[1]}keys: give "
-            "Link(keys=...) to all replicas, or to none"
+            f"the link of replica 1 has {who[0]}keys, and the link of replica 0 has {who[1]}keys: "
+            "give Link(keys=...) to all replicas, or to none"
         )
