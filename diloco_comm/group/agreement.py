@@ -285,7 +285,7 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
         if nonce in numbers and (is_own or is_proposer):
             turn.forget(joint, f"replica {numbers[nonce]}: {no.text}" if is_own else no.text)
     elif is_own and no.cut:
-        _leave_cut_off(turn, joint, nonce, no.cut, no.text)
+        _leave_cut_off(turn, joint, nonce, no)
     elif is_own:
         turn.note(nonce, (turn.state.nonce,))
         turn.drop()
@@ -295,20 +295,20 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
             turn.end(st.Refuse(no.text))
 
 
-def _leave_cut_off(
-    turn: Turn, joint: Joint, nonce: bytes, cut: tuple[bytes, ...], refusal: str
-) -> None:
+def _leave_cut_off(turn: Turn, joint: Joint, nonce: bytes, no: ms.No) -> None:
     """End the own attempt, as a member has no way to others, or does not let in their keys."""
-    turn.note(nonce, cut)
+    turn.note(nonce, no.cut)
     if turn.state.settings.is_fixed:
         # The callers alone can choose other members.
         numbers = {key.nonce: key.number for key in joint.members}
-        away = sorted(numbers[other] for other in cut if other in numbers)
-        turn.forget(joint, refusal or f"replica {numbers[nonce]} cannot reach replicas {away}")
+        away = sorted(numbers[other] for other in no.cut if other in numbers)
+        is_own = no.why is Why.KEY or nonce == turn.state.nonce
+        text = no.text if is_own or not no.text else f"replica {numbers[nonce]}: {no.text}"
+        turn.forget(joint, text or f"replica {numbers[nonce]} cannot reach replicas {away}")
         return
-    if refusal:
-        refused = [key for key in joint.members if key.nonce in cut]
-        turn.send(refused, ms.No(joint.attempt, Why.KEY, cut, text=refusal))
+    if no.why is Why.KEY:
+        refused = [key for key in joint.members if key.nonce in no.cut]
+        turn.send(refused, ms.No(joint.attempt, Why.KEY, no.cut, text=no.text))
     turn.drop()
 
 
@@ -630,13 +630,13 @@ def _on_connected(turn: Turn, event: st.Connected) -> None:
     state, joint = turn.state, turn.state.joint
     if joint is None or joint.attempt != event.attempt:
         return
-    if event.error:
-        turn.forget(joint, event.error)
-    elif event.cut:
+    if event.cut:
         turn.note(state.nonce, event.cut)
-        why = Why.KEY if event.refusal else Why.CUT
-        _answer(turn, ms.No(event.attempt, why, cut=event.cut, text=event.refusal))
+        why, text = Why.KEY if event.refusal else Why.CUT, event.refusal or event.error
+        _answer(turn, ms.No(event.attempt, why, cut=event.cut, text=text))
         turn.change(joint=None)
+    elif event.error:
+        turn.forget(joint, event.error)
     else:
         turn.change(joint=replace(joint, is_connected=True))
         _say_ready(turn)

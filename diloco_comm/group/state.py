@@ -122,7 +122,7 @@ class Connected:
 
     Attributes:
         cut: Nonces of members that could not be reached: then nothing is connected.
-        error: Why nothing is connected, where no member is known to be cut off; for people.
+        error: Why nothing is connected; for people.
         refusal: Why this process does not let in the keys of the members in ``cut``, for people;
             "" where keys are not the reason.
     """

@@ -407,10 +407,9 @@ class Follower:
         text = next((text for _, text, _, _ in told if text), "")
         if self._driver is not None and chosen.record is None:
             nonces = tuple(sorted({nonce for cut, _, _, _ in told for nonce in cut}))
-            error = "" if nonces else text
             refusal = next((text for _, text, is_refusal, _ in told if is_refusal), "")
             if not (text and is_over):
-                self._driver.tell(st.Connected(chosen.name, nonces, error, refusal))
+                self._driver.tell(st.Connected(chosen.name, nonces, text, refusal))
         if text:
             self._refuse(text, failure)
         if text and chosen.record is None:
