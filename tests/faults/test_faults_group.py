@@ -85,7 +85,8 @@ def test_joiner_at_a_store_that_is_new_to_the_members_takes_part(
     workers: Callable[[int], Pool],
 ) -> None:
     pool = workers(2)
-    setup = Setup("int8", 1, H, timeout=15.0)
+    # Its place stays in the store that it leaves, which other tests have, too.
+    setup = Setup("int8", 1, H, timeout=15.0, name="a run that moves")
     check_agreement(pool.run(grow_at_another_store, pool.store, setup, 1, timeout=30))
 
 
