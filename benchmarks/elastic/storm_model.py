@@ -32,7 +32,7 @@ class Waits:
     busy_after_s: float
     sent_bits: float = 0.0
     notice_s: float = 1.0
-    report_s: float = 3.0
+    report_s: float = 0.5
     change_s: float = 0.2
     start_s: float = 1.0
 
