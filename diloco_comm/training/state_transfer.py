@@ -117,7 +117,8 @@ class StateTransfer:
 
     def turn(self, driver: Driver) -> None:
         """Copy for a moment; ask to be let in when the copy is at most one round behind."""
-        if driver.beats is None:
+        # The core has the record a moment after the driver has the beats of the same look.
+        if not driver.state.table:
             time.sleep(_TURN_S)
             return
         if self._newcomer is None and not driver.donors():
