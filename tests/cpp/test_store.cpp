@@ -356,6 +356,10 @@ void test_keys_decide() {
         EXPECT(has(error_of<c10::DistStoreError>(change), "may only read"));
     }
     EXPECT(store->get("a") == kOne && store->beat("run", "", "", 5s).size() == 1);
+    // A key that may write can write under any name, as with beats.
+    EXPECT(store->post("run", "m", "own") && looker->post("run", "m", "forged"));
+    EXPECT(looker->read_record("run", 5s).first == "one" && store->get("a") == kOne);
+    EXPECT(hosted.store->posted().size() == 1 && hosted.store->posted()[0].text == "own");
     // A removed key ends its connections, and is let in again when it is back.
     hosted.store->allow({}, {reader->public_key()});
     const std::string why = error_of<c10::DistStoreError>([&] { store->set("a", kTwo); });
@@ -483,6 +487,47 @@ void test_a_look_brings_what_has_changed() {
     EXPECT(!beats.beat("run", "", "", fifth.version).is_whole);
 }
 
+void test_a_post_is_for_the_host_alone() {
+    StoreHost::Options options;
+    options.drop_after = 300ms;
+    const Hosted hosted = host(std::move(options));
+    const auto store = client_of(hosted.port), other = client_of(hosted.port);
+    const auto posted = [&] {
+        // The host does what one client asks in order.
+        store->read_record("run", 5s);
+        return hosted.store->posted();
+    };
+    EXPECT(posted().empty());
+    const auto look = other->look("run", "b", "beat", 0, 0, 5s);
+    const StoreHost::Facts before = hosted.store->facts();
+    EXPECT(before.connections == 2 && before.requests == 4 && before.received_bytes > 0);
+    const std::string longest(diloco::store::Beats::kMostPosted, 'x');
+    EXPECT(store->post("run", "a", "one") && store->post("run", "a", longest));
+    hosted.store->post("other", "own", "two");
+    auto found = posted();
+    EXPECT(found.size() == 2 && found[0].run == "other" && found[0].text == "two");
+    EXPECT(found[1].member == "a" && found[1].text == longest && found[1].age < 10s);
+    // A post has no answer, and no member reads a post.
+    const StoreHost::Facts after = hosted.store->facts();
+    const int64_t of_read = 8 + 1 + 8 + 8 + 8 + 1;  // no record, and revision 0
+    EXPECT(after.requests == before.requests + 3);
+    EXPECT(after.sent_bytes == before.sent_bytes + of_read);
+    const auto again = other->look("run", "b", "beat", look.version, look.revision, 5s);
+    EXPECT(again.beats.empty() && again.counts.size() == 1 && again.version == look.version);
+    EXPECT(hosted.store->beats().size() == 1 && hosted.store->beats()[0].member == "b");
+    // What does not fit changes nothing, and ends no connection.
+    EXPECT(store->post("run", "a", longest + "x") && store->post("a/b", "a", "x"));
+    EXPECT(posted().size() == 2 && posted()[1].text == longest);
+    EXPECT(store->post("run", "a", "") && posted().size() == 1);
+    std::this_thread::sleep_for(500ms);
+    EXPECT(posted().empty() && hosted.store->beats().empty());
+    EXPECT(store->swap_record("run", "", "x", 5s));
+    const auto records = hosted.store->all_records();
+    EXPECT(records.size() == 1 && records.at("run") == "x");
+    hosted.store->close();
+    EXPECT(!store->post("run", "a", "one"));
+}
+
 void test_the_memory_of_beats_and_swaps_has_bounds() {
     using diloco::store::Beats, diloco::store::Records;
     const auto refusal = [](const std::function<void()>& call) -> std::string {
@@ -505,6 +550,18 @@ void test_the_memory_of_beats_and_swaps_has_bounds() {
     // A beat takes the place of the one before; one that goes leaves room.
     EXPECT(beat(0, longest).empty() && beat(0, "x").empty() && beat(most, "x").empty());
     EXPECT(beat(1, "").empty() && beat(1, longest).empty());
+    Beats posts(1h, Beats::kMostPosted);
+    const auto post = [&](size_t run, size_t member, size_t size) {
+        const std::string name = std::to_string(member), text(size, 'x');
+        return refusal([&] { posts.put("run" + std::to_string(run), name, text); });
+    };
+    EXPECT(has(post(0, 0, Beats::kMostPosted + 1), "at most 2048 bytes, got 2049"));
+    for (size_t i = 0; i < Beats::kMostBeats; ++i) {
+        EXPECT(post(i / Beats::kMostMembers, i, Beats::kMostPosted).empty());
+    }
+    EXPECT(has(post(0, Beats::kMostBeats, 1), "no more fit") && has(post(16, 0, 1), "no more fit"));
+    EXPECT(post(0, 0, 0).empty() && post(16, 0, 1).empty());
+    EXPECT(posts.all().size() == Beats::kMostBeats);
     Records records(true, {}, [] {});
     const auto swap = [&](size_t client) {
         records.swap(static_cast<int>(client), {"run", "", "x"});
@@ -529,6 +586,7 @@ int main() {
     test_a_watch_ends_with_a_change();
     test_limits_are_sentences();
     test_a_look_brings_what_has_changed();
+    test_a_post_is_for_the_host_alone();
     test_the_memory_of_beats_and_swaps_has_bounds();
     return passed("store");
 }

@@ -427,6 +427,10 @@ void register_store_client(py::module_& m) {
             "revision and the record (empty where the revision is known), the last byte of the "
             "number of each member's beats, whether all beats follow, and (member, text, age in "
             "seconds) of beats.")
+        .def("post", &StoreClient::post, py::arg("run"), py::arg("member"), py::arg("text"),
+             release(),
+             "Sends a text for the host alone, without waiting for an answer; False where the host "
+             "takes none, or nothing is connected. An empty text takes the last one back.")
         .def(
             "watch_record",
             [record_of](StoreClient& store, const std::string& run, uint64_t revision,
@@ -440,6 +444,18 @@ void register_store_client(py::module_& m) {
 
 void register_store_host(py::module_& m) {
     using release = py::call_guard<WithoutGil>;
+    using Lasts = std::vector<store::Beats::Last>;
+    const auto lasts = [](Lasts (StoreHost::*read)() const) {
+        return [read](const StoreHost& host) {
+            py::list found;
+            for (const auto& [run, member, text, age] :
+                 without_gil([&] { return (host.*read)(); })) {
+                found.append(py::make_tuple(run, member, py::bytes(text),
+                                            std::chrono::duration<double>(age).count()));
+            }
+            return found;
+        };
+    };
     py::class_<StoreHost, c10d::Store, c10::intrusive_ptr<StoreHost>>(m, "StoreHost")
         .def(py::init([](int listener, const py::bytes& seed, const std::vector<py::bytes>& allowed,
                          double timeout_s, const std::string& table_id,
@@ -472,6 +488,32 @@ void register_store_host(py::module_& m) {
             "change nothing.")
         .def_property_readonly("num_clients", &StoreHost::num_clients)
         .def_property_readonly("table_id", &StoreHost::table_id)
+        .def("posted", lasts(&StoreHost::posted),
+             "(run, member, text, age in seconds) of the last post of each member.")
+        .def("beats", lasts(&StoreHost::beats), "The same of beats.")
+        .def(
+            "records",
+            [](const StoreHost& host) {
+                py::dict found;
+                for (const auto& [run, record] : without_gil([&] { return host.all_records(); })) {
+                    found[py::str(run)] = py::bytes(record);
+                }
+                return found;
+            },
+            "The record of each run.")
+        .def(
+            "facts",
+            [](const StoreHost& host) {
+                const StoreHost::Facts facts = host.facts();
+                return std::map<std::string, int64_t>{{"connections", facts.connections},
+                                                      {"requests", facts.requests},
+                                                      {"received_bytes", facts.received_bytes},
+                                                      {"sent_bytes", facts.sent_bytes}};
+            },
+            "Connections that are open, and sums since the host began.")
+        .def("post", &StoreHost::post, py::arg("run"), py::arg("member"), py::arg("text"),
+             release(),
+             "Keeps a text of a member of this process; an empty text takes the last one back.")
         .def(
             "take_changes",
             [](StoreHost& host, double seconds) {

@@ -63,12 +63,21 @@ void Link::check_process() const {
 std::map<std::string, int64_t> Link::counters() const {
     check_process();
     const Lock lock(mutex_);
+    const auto open = open_connections();
+    int64_t round_trip_us = 0, num_sent_again = num_sent_again_;
+    for (const ConnectionPtr& connection : open) {
+        const TcpFacts tcp = tcp_facts_of(connection->fd.get());
+        round_trip_us = std::max<int64_t>(round_trip_us, tcp.round_trip_us);
+        num_sent_again += tcp.num_sent_again;
+    }
     return {{"strangers", num_strangers_},
             {"dropped", num_dropped_},
             {"sent_bytes", sent_bytes_},
             {"received_bytes", received_bytes_},
-            {"open", static_cast<int64_t>(open_connections().size())},
-            {"connects", num_connects_}};
+            {"open", static_cast<int64_t>(open.size())},
+            {"connects", num_connects_},
+            {"rtt_us", round_trip_us},
+            {"retransmits", num_sent_again}};
 }
 
 std::vector<Link::ConnectionPtr> Link::open_connections() const {
@@ -609,6 +618,7 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
     Connection& it = *connection;
     if (it.state == State::kClosed) return;
     const bool was_open = std::exchange(it.state, State::kClosed) == State::kOpen;
+    if (was_open) num_sent_again_ += tcp_facts_of(it.fd.get()).num_sent_again;
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, it.fd.get(), nullptr);
     connections_.erase(it.id);
     strangers_.remove(it.id);

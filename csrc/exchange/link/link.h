@@ -188,6 +188,7 @@ class Link : public std::enable_shared_from_this<Link> {
     // Ends all works and connections. Messages that are written already still arrive.
     void close();
 
+    // "rtt_us": the longest round trip, and "retransmits": all that TCP has sent again.
     std::map<std::string, int64_t> counters() const;
     // By lane; empty where this process knows none of the nonce.
     std::vector<link::LaneFacts> lanes(const std::string& nonce) const;
@@ -405,6 +406,7 @@ class Link : public std::enable_shared_from_this<Link> {
     int64_t num_strangers_ = 0;
     int64_t num_dropped_ = 0;
     int64_t num_connects_ = 0;
+    int64_t num_sent_again_ = 0;  // segments, over connections that have ended
     int64_t sent_bytes_ = 0;
     int64_t received_bytes_ = 0;
     std::thread thread_;

@@ -194,6 +194,7 @@ TcpFacts tcp_facts_of(int fd) {
     if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0) {
         facts.num_segments = info.tcpi_data_segs_out;
         facts.num_sent_again = info.tcpi_total_retrans;
+        facts.round_trip_us = info.tcpi_rtt;
     }
     return facts;
 }

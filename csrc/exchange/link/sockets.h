@@ -83,6 +83,7 @@ struct TcpFacts {
     std::string congestion{};   // the name of its congestion control
     uint32_t num_segments = 0;  // with data, that were sent
     uint32_t num_sent_again = 0;
+    uint32_t round_trip_us = 0;  // smoothed
 };
 TcpFacts tcp_facts_of(int fd);
 

@@ -52,6 +52,7 @@ enum class Request : uint8_t {
     kSwap,        // parts: run, expected record, new record
     kBeat,        // parts: run, member or "", text, known version of beats, known revision
     kWatch,       // parts: run, known revision as text; number: milliseconds for another one
+    kPost,        // parts: run, member, text; has no answer, and needs a host that says kPosts
 };
 
 bool changes_values(Request request);
@@ -62,9 +63,10 @@ enum class Answer : uint8_t {
     kFailed,  // parts: a sentence
 };
 
-// The answer to a hello: kProtocol, the table's id, the name of the host's process; number: 1 where
-// swaps are in a journal. A host of another version answers with its own protocol.
-constexpr char kProtocol[] = "diloco store 3";
+// The answer to a hello: kProtocol, the table's id, the name of the host's process, and kPosts
+// where the host knows that request; number: 1 where swaps are in a journal. A host of another
+// version answers with its own protocol.
+constexpr char kProtocol[] = "diloco store 3", kPosts[] = "posts";
 
 // Values are bytes to c10d and text here.
 inline std::string text_of(const std::vector<uint8_t>& bytes) {

@@ -42,6 +42,8 @@ constexpr milliseconds kRefused{1000};
 // A wait is asked for in parts, each at most as long as all parts before it. Another caller waits
 // for the end of a part, since a connection carries one question at a time.
 constexpr milliseconds kShortestPart{10}, kLongestPart{250};
+// A post that the connection has not taken after so long is given up, with the connection.
+constexpr milliseconds kPosted{1000};
 // A host without any byte of an answer for so long is asked once more, over another connection.
 constexpr milliseconds kLeastSilence{1000}, kMostSilence{20000};
 
@@ -277,6 +279,7 @@ void StoreClient::take_facts(const Packet& hello) {
         wire_->facts.table_id = parts[1];
         wire_->facts.process = parts[2];
         wire_->facts.is_durable = hello.number != 0;
+        wire_->facts.takes_posts = parts.size() > 3 && parts[3] == store::kPosts;
         if (wire_->table_id.empty()) wire_->table_id = parts[1];
         expected = wire_->table_id;
     }
@@ -436,6 +439,22 @@ StoreClient::Look StoreClient::look(const std::string& run, const std::string& m
         look.beats.emplace_back(parts[i], parts[i + 1], std::stod(parts[i + 2]) / 1000.0);
     }
     return look;
+}
+
+bool StoreClient::post(const std::string& run, const std::string& member, const std::string& text) {
+    if (getpid() != wire_->owner || !facts().takes_posts) return false;
+    const auto end = after(kPosted);
+    const std::shared_ptr<void> turn = take_turn(end);
+    auto& channel = wire_->channel;
+    if (!turn || !channel || channel->is_over()) return false;
+    const Packet packet{static_cast<uint8_t>(Request::kPost), 0, {run, member, text}};
+    try {
+        send(*channel, store::Outgoing(packet), end);
+    } catch (const std::exception&) {
+        channel.reset();
+        return false;
+    }
+    return true;
 }
 
 StoreClient::Record StoreClient::watch_record(const std::string& run, uint64_t revision,

@@ -40,6 +40,7 @@ class StoreClient : public store::Values {
         std::string table_id{}, process{};
         bool is_durable = false;
         bool is_refused = false;  // the last dial has failed because of a key
+        bool takes_posts = false;
     };
     using Record = std::pair<std::string, uint64_t>;            // bytes and revision
     using Beat = std::tuple<std::string, std::string, double>;  // member, text, age in seconds
@@ -77,6 +78,9 @@ class StoreClient : public store::Values {
     // Beats and reads at once. `version` and `revision`: of the last look; 0: there was none.
     Look look(const std::string& run, const std::string& member, const std::string& text,
               uint64_t version, uint64_t revision, milliseconds limit);
+    // Sends a text of a member to a host that takes posts, over the connection that there is, and
+    // waits for no answer; an empty text takes the last one back. Returns whether a text has left.
+    bool post(const std::string& run, const std::string& member, const std::string& text);
     // Returns once the revision is another one, or the time has passed.
     Record watch_record(const std::string& run, uint64_t revision, milliseconds time);
 

@@ -87,10 +87,12 @@ class StoreHost::Server {
     void poke();
     void allow(PublicKeys keys, PublicKeys readers);
     int64_t num_clients() const { return num_clients_; }
+    Facts facts() const { return {num_open_, num_requests_, received_bytes_, sent_bytes_}; }
 
     const std::string table_id;
     store::Table table;
     store::Records records;
+    store::Beats beats, posts;
 
   private:
     using Clock = store::Clock;
@@ -180,10 +182,10 @@ class StoreHost::Server {
     const pid_t owner_ = getpid();
     link::Keyring allowed_, readers_;
     std::atomic<bool> is_closing_ = false, is_new_allowed_ = false;
-    std::atomic<int64_t> num_clients_ = 0;
+    std::atomic<int64_t> num_clients_ = 0, num_open_ = 0, num_requests_ = 0, received_bytes_ = 0,
+                         sent_bytes_ = 0;
 
     // The rest is the thread's.
-    store::Beats beats_;
     int last_id_ = 0;
     std::map<int, std::unique_ptr<Client>> clients_;
     link::Strangers strangers_;
@@ -204,11 +206,12 @@ StoreHost::Server::Server(Options options)
     : table_id(options.table_id.empty() ? store::random_name() : options.table_id),
       table([this] { poke(); }),
       records(options.is_journalled, std::move(options.records), [this] { poke(); }),
+      beats(options.drop_after),
+      posts(options.drop_after, store::Beats::kMostPosted),
       listener_(std::move(options.listener)),
       epoll_([] { return epoll_create1(EPOLL_CLOEXEC); }),
       wake_([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); }),
-      identity_(std::move(options.identity)),
-      beats_(options.drop_after) {
+      identity_(std::move(options.identity)) {
     allowed_.replace(std::move(options.allowed));
     // A caller may hang up before accept4(), which must not wait for the next one.
     fcntl(listener_.get(), F_SETFL, fcntl(listener_.get(), F_GETFL) | O_NONBLOCK);
@@ -236,7 +239,9 @@ void StoreHost::Server::run() {
     while (!is_closing_) {
         const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()),
                                      milliseconds_left());
-        beats_.pass_time();
+        beats.pass_time();
+        posts.pass_time();
+        num_open_ = static_cast<int64_t>(clients_.size());
         if (is_new_allowed_.exchange(false)) end_disallowed();
         for (int i = 0; i < count; ++i) {
             const uint64_t id = events[static_cast<size_t>(i)].data.u64;
@@ -533,6 +538,8 @@ bool StoreHost::Server::speaks_alike(Client& client) {
 }
 
 void StoreHost::Server::heard(Client& client) {
+    received_bytes_ += static_cast<int64_t>(client.in.num_bytes());
+    ++num_requests_;
     Packet request = client.in.take(Packet::kMostParts + 1);
     const Request kind = kind_of(request);
     if (client.is_stranger && kind != Request::kHello) {
@@ -544,6 +551,7 @@ void StoreHost::Server::heard(Client& client) {
     }
     try {
         const bool changes = changes_values(kind) || kind == Request::kSwap ||
+                             kind == Request::kPost ||
                              (kind == Request::kBeat && !request.parts.at(1).empty());
         if (changes && may_only_read(client)) {
             throw std::invalid_argument("the key of this client may only read here");
@@ -554,11 +562,14 @@ void StoreHost::Server::heard(Client& client) {
             start_watch(client, request);
         } else if (kind == Request::kSwap) {
             swap(client, request);
+        } else if (kind == Request::kPost) {
+            posts.put(request.parts.at(0), request.parts.at(1), request.parts.at(2));
         } else {
             reply(client, answer(client, request));
         }
     } catch (const std::logic_error& error) {
-        reply(client, failed(error.what()));
+        // A client that posts reads no answer.
+        if (kind != Request::kPost) reply(client, failed(error.what()));
     }
 }
 
@@ -582,7 +593,7 @@ store::Packet StoreHost::Server::answer(Client& client, Packet& request) {
 store::Packet StoreHost::Server::look(const Packet& request) {
     const Keys& parts = request.parts;
     const uint64_t known = std::stoull(parts.at(3)), revision = std::stoull(parts.at(4));
-    store::Beats::Seen seen = beats_.beat(parts[0], parts[1], parts[2], known);
+    store::Beats::Seen seen = beats.beat(parts[0], parts[1], parts[2], known);
     store::Records::Record record = records.read(parts[0]);
     if (record.revision == revision) record.bytes.clear();
     Keys found{std::move(record.bytes), std::to_string(record.revision), std::move(seen.counts),
@@ -607,7 +618,8 @@ store::Packet StoreHost::Server::welcome(Client& client, const Packet& request) 
         if (former != by_name_.end()) end(*clients_.at(former->second));
         by_name_[client.name = name] = client.id;
     }
-    return done(records.is_journalled() ? 1 : 0, {store::kProtocol, table_id, process_});
+    return done(records.is_journalled() ? 1 : 0,
+                {store::kProtocol, table_id, process_, store::kPosts});
 }
 
 // Does what changes values once, however often the client asks.
@@ -648,6 +660,7 @@ void StoreHost::Server::reply(Client& client, const Packet& packet) {
         client.out = store::Outgoing(failed(error.what()));
     }
     client.stage = Stage::kWriting;
+    sent_bytes_ += static_cast<int64_t>(client.out.num_bytes());
     if (!client.is_stranger) set_deadline(client, Clock::now() + kTaken);
 }
 
@@ -790,6 +803,19 @@ void StoreHost::allow(PublicKeys keys, PublicKeys readers) {
 int64_t StoreHost::num_clients() const { return server_->num_clients(); }
 
 const std::string& StoreHost::table_id() const { return server_->table_id; }
+
+std::vector<store::Beats::Last> StoreHost::beats() const { return server_->beats.all(); }
+
+std::vector<store::Beats::Last> StoreHost::posted() const { return server_->posts.all(); }
+
+std::map<std::string, std::string> StoreHost::all_records() const { return server_->records.all(); }
+
+StoreHost::Facts StoreHost::facts() const { return server_->facts(); }
+
+void StoreHost::post(const std::string& run, const std::string& member, const std::string& text) {
+    check_process();
+    server_->posts.put(run, member, text);
+}
 
 std::vector<store::Change> StoreHost::take_changes(milliseconds time) {
     return server_->records.take(time);

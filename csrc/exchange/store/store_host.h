@@ -1,4 +1,4 @@
-// The host of stores: holds the values, records and beats, and lets in clients.
+// The host of stores: holds the values, records, beats and posts, and lets in clients.
 //
 // With keys, connections are encrypted, and clients with an allowed key are let in; without keys
 // everybody is. This process reads and writes the values directly. One thread serves all clients.
@@ -33,7 +33,11 @@ class StoreHost : public store::Values {
         std::string table_id{};                      // empty: a random one
         bool is_journalled = false;                  // swaps wait for settle()
         std::map<std::string, std::string> records{};
-        milliseconds drop_after{};  // the age at which a beat is dropped
+        milliseconds drop_after{};  // the age at which a beat or a post is dropped
+    };
+    // Sums since the host began, but for the connections, which are open now.
+    struct Facts {
+        int64_t connections = 0, requests = 0, received_bytes = 0, sent_bytes = 0;
     };
 
     explicit StoreHost(Options options);
@@ -47,6 +51,14 @@ class StoreHost : public store::Values {
     // Clients that were let in.
     int64_t num_clients() const;
     const std::string& table_id() const;
+
+    // The last texts of all members, and the records of all runs; from any thread.
+    std::vector<store::Beats::Last> beats() const;
+    std::vector<store::Beats::Last> posted() const;
+    std::map<std::string, std::string> all_records() const;
+    Facts facts() const;
+    // Keeps a text of a member of this process. Throws std::invalid_argument for what does not fit.
+    void post(const std::string& run, const std::string& member, const std::string& text);
 
     // For the thread of the journal, see store::Records.
     std::vector<store::Change> take_changes(milliseconds time);

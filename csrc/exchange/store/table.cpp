@@ -269,6 +269,13 @@ Records::Record Records::read(const std::string& run) const {
     return found == records_.end() ? Record{} : found->second;
 }
 
+std::map<std::string, std::string> Records::all() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::map<std::string, std::string> found;
+    for (const auto& [run, record] : records_) found.emplace(run, record.bytes);
+    return found;
+}
+
 void Records::swap(int client, const Keys& parts) {
     check_name("run", parts.at(0));
     for (const std::string& record : {parts.at(1), parts.at(2)}) {
@@ -391,27 +398,36 @@ std::string_view first_line(std::string_view text) { return text.substr(0, text.
 }  // namespace
 
 // Another process of the same table has other versions.
-Beats::Beats(Clock::duration drop_after)
-    : drop_after_(drop_after), version_(std::stoull(random_name().substr(0, 15), nullptr, 16)) {}
+Beats::Beats(Clock::duration drop_after, size_t most_bytes)
+    : drop_after_(drop_after),
+      most_bytes_(most_bytes),
+      version_(std::stoull(random_name().substr(0, 15), nullptr, 16)) {}
 
 void Beats::pass_time() {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const auto now = Clock::now();
     if (looked_at_) now_ += std::min<Time>(now - *looked_at_, kMostGap);
     looked_at_ = now;
 }
 
-Beats::Seen Beats::beat(const std::string& run, const std::string& member, const std::string& text,
-                        uint64_t known) {
+void Beats::put(const std::string& run, const std::string& member, const std::string& text) {
     check_name("run", run);
     if (!member.empty()) {
         check_name("member", member);
-        if (text.size() > kMostBytes) {
-            refuse("a beat has at most " + std::to_string(kMostBytes) + " bytes, got " +
+        if (text.size() > most_bytes_) {
+            refuse("a beat has at most " + std::to_string(most_bytes_) + " bytes, got " +
                    std::to_string(text.size()) + " bytes");
         }
-        text.empty() ? forget(run, member) : keep(run, member, text);
     }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!member.empty()) text.empty() ? forget(run, member) : keep(run, member, text);
     drop(run);
+}
+
+Beats::Seen Beats::beat(const std::string& run, const std::string& member, const std::string& text,
+                        uint64_t known) {
+    put(run, member, text);
+    const std::lock_guard<std::mutex> lock(mutex_);
     Seen seen;
     seen.version = version_;
     const auto found = runs_.find(run);
@@ -424,6 +440,17 @@ Beats::Seen Beats::beat(const std::string& run, const std::string& member, const
         seen.changed.insert(seen.changed.end(), {name, beat.text, std::to_string(age.count())});
     }
     return seen;
+}
+
+std::vector<Beats::Last> Beats::all() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<Last> found;
+    for (const auto& [name, run] : runs_) {
+        for (const auto& [member, beat] : run.beats) {
+            if (!is_late(beat)) found.push_back({name, member, beat.text, now_ - beat.at});
+        }
+    }
+    return found;
 }
 
 void Beats::keep(const std::string& run, const std::string& member, const std::string& text) {
@@ -475,7 +502,7 @@ void Beats::drop(const std::string& run) {
     if (found == runs_.end()) return;
     Keys late;
     for (const auto& [name, beat] : found->second.beats) {
-        if (now_ - beat.at > drop_after_) late.push_back(name);
+        if (is_late(beat)) late.push_back(name);
     }
     for (const std::string& name : late) forget(run, name);
 }

@@ -1,7 +1,8 @@
-// The contents of a store's host: values by key, the record of each run, and the members' beats.
+// The contents of a store's host: values by key, the record of each run, and the members' beats and
+// posts.
 //
 // Values are for c10d. Records change by compare-and-swap alone, and with a journal a swap counts
-// when the journal holds it. Beats are in memory.
+// when the journal holds it. Beats and posts are in memory.
 #pragma once
 
 #include <chrono>
@@ -99,6 +100,8 @@ class Records {
     bool is_journalled() const { return is_journalled_; }
     // The record that a crash would leave.
     Record read(const std::string& run) const;
+    // All of them, by run.
+    std::map<std::string, std::string> all() const;
     // advance() answers.
     void swap(int client, const Keys& parts);
     // The client has gone: its swap does not happen, unless it is under way.
@@ -145,12 +148,14 @@ class Records {
 // ------------------------------------------------------------------------------------- beats
 
 // The last beat of each member of each run. The first line of a text is what other members need;
-// the rest may be another one in each beat.
+// the rest may be another one in each beat. A second object of this class has the members' posts,
+// which no other member reads. Threads share an object.
 class Beats {
   public:
-    // kMostMembers: of a run; kMostBeats and kMostSum: of all runs.
-    static constexpr size_t kMostBytes = 16384, kMostMembers = 1024, kMostBeats = 16384,
-                            kMostSum = size_t{64} << 20;
+    // kMostBytes and kMostPosted: of a beat, and of a post; kMostMembers: of a run; kMostBeats and
+    // kMostSum: of all runs.
+    static constexpr size_t kMostBytes = 16384, kMostPosted = 2048, kMostMembers = 1024,
+                            kMostBeats = 16384, kMostSum = size_t{64} << 20;
 
     // The beats that a member has not seen yet.
     struct Seen {
@@ -160,17 +165,24 @@ class Beats {
         Keys changed{};        // member, text and age in milliseconds
     };
 
+    struct Last {
+        std::string run{}, member{}, text{};
+        Clock::duration age{};
+    };
+
     // Beats that no other has followed for `drop_after` are dropped.
-    explicit Beats(Clock::duration drop_after);
+    explicit Beats(Clock::duration drop_after, size_t most_bytes = kMostBytes);
 
     // The time since the last call passes, but for a gap in which this process stood still: then no
     // member could beat.
     void pass_time();
     // Keeps a member's beat, an empty text takes the beat back, and an empty name does neither.
-    // Returns what has changed since the version `known`, or all. Throws std::invalid_argument for
-    // what does not fit.
+    // Throws std::invalid_argument for what does not fit.
+    void put(const std::string& run, const std::string& member, const std::string& text);
+    // As put(); returns what has changed since the version `known`, or all.
     Seen beat(const std::string& run, const std::string& member, const std::string& text,
               uint64_t known = 0);
+    std::vector<Last> all() const;
 
   private:
     using Time = Clock::duration;
@@ -185,11 +197,14 @@ class Beats {
         uint64_t since = 0;  // the version after which no beat has gone
     };
 
+    bool is_late(const Beat& beat) const { return now_ - beat.at > drop_after_; }
     void drop(const std::string& run);
     void keep(const std::string& run, const std::string& member, const std::string& text);
     void forget(const std::string& run, const std::string& member);
 
     const Time drop_after_;
+    const size_t most_bytes_;
+    mutable std::mutex mutex_;
     std::map<std::string, Run> runs_;
     uint64_t version_;
     size_t num_beats_ = 0, num_bytes_ = 0;
