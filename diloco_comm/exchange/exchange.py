@@ -22,6 +22,7 @@ from .. import _C
 from ..base.background import batch_threads
 from ..base.errors import SyncError, way_on
 from ..base.interrupts import deferred_interrupts
+from ..group.driver import Driver
 from ..group.streams import Positions, Rounds
 from ..ops.implementations import resolve_impl
 from ..ops.wire import WireFormat, encoding_keys
@@ -71,6 +72,7 @@ class ExchangeOptions(TypedDict, total=False):
     proxy: str | None
     link_share: LinkShare | None
     workers: Workers | None
+    figures: Callable[[Driver], bytes] | None
 
 
 class Exchange(StreamMember):
@@ -113,6 +115,7 @@ class Exchange(StreamMember):
             other runs may share.
         workers: The workers of this replica, which all call ``change_group``; worker 0 speaks for
             them. None: this one is alone.
+        figures: Returns the text that the host of the store keeps of this replica, see ``Driver``.
 
     Attributes:
         link: Description of the emulated link, or None.
@@ -153,6 +156,7 @@ class Exchange(StreamMember):
         link_share: LinkShare | None = None,
         board: dist.Store | None = None,
         workers: Workers | None = None,
+        figures: Callable[[Driver], bytes] | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -195,7 +199,7 @@ class Exchange(StreamMember):
         try:
             if change is None:
                 self.use_store(store)
-                self._group = self._found(link_share or own, workers, board)
+                self._group = self._found(link_share or own, workers, board, figures)
                 self._change(current.members, {})
             else:
                 change.guard(self.seal, lambda: self.epoch)
@@ -507,7 +511,11 @@ class Exchange(StreamMember):
             self._group.has_settled()
 
     def _found(
-        self, share: LinkShare | None, workers: Workers | None, board: dist.Store | None
+        self,
+        share: LinkShare | None,
+        workers: Workers | None,
+        board: dist.Store | None,
+        figures: Callable[[Driver], bytes] | None,
     ) -> FixedGroup:
         """Return the leader of this exchange's changes; over gloo, its link is a plain one."""
         if share is None:
@@ -524,7 +532,9 @@ class Exchange(StreamMember):
             return found is None or found.is_dead
 
         there = self.store_of(self.line_name), board
-        group = FixedGroup(self, share, workers, *there, is_busy=is_busy, is_dead=is_dead)
+        group = FixedGroup(
+            self, share, workers, *there, is_busy=is_busy, is_dead=is_dead, figures=figures
+        )
         # A dropped exchange leaves its group too.
         weakref.finalize(self, group.close, -1, 1.0).atexit = False
         return group

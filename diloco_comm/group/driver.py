@@ -38,6 +38,8 @@ _LOOK_S, _LONGEST_LOOK_S = 1 / 32, 5.0
 _KEY_WAIT_S = 10.0
 # Seconds for which the listening thread waits for messages at a time.
 _LISTEN_S = 0.5
+# Seconds of a wait before anybody is named for whom this process waits: the signs are that old.
+_SOON_S = 2.0
 # Seconds until the first look of a process that waits for others, and the growth of that time.
 _HASTE_S, _HASTE_GROWTH = 0.005, 1.5
 # Messages that may wait for the driver; more are dropped, and their senders repeat them.
@@ -113,6 +115,8 @@ class Driver:
         waiting_for: The reason for which the core waits; "" for nothing.
         loss: Why the last look had no answer of the table; None if it had one.
         beats: The last beat of every process, by rising key; None before the first look.
+        figures: Returns the text that the host of the table keeps of this process, called on the
+            table's thread; None: no text.
         left_out_by: The number of a record, and members of it that are about to go on without this
             process, as one of them has said last.
     """
@@ -128,8 +132,9 @@ class Driver:
         self.serves = False
         self.ways = [signs.way.to_text()]
         self.waits_since = 0.0
-        self.waiting_for = ""
+        self.waiting_for, self._waiting_since = "", 0.0
         self.loss: TableAway | None = None
+        self.figures: Callable[[Driver], bytes] | None = None
         self.beats: Mapping[Key, Beat] | None = None
         self.left_out_by: tuple[int, tuple[int, ...]] = (NO_RECORD, ())
         self._break: Callable[[], None] = lambda: None
@@ -256,7 +261,10 @@ class Driver:
         def post(content: Seen | Swapped | Exception) -> None:
             self._events.put(_Answer(thread, content))
 
-        thread = TableThread(table, self._period_s, self._own_beat, post)
+        def figures() -> bytes:
+            return b"" if self.figures is None else self.figures(self)
+
+        thread = TableThread(table, self._period_s, self._own_beat, post, figures)
         return thread
 
     def look(self) -> None:
@@ -406,7 +414,19 @@ class Driver:
     @property
     def _waited(self) -> float:
         """Seconds for which the training thread has waited."""
-        return time.monotonic() - self.waits_since if self.waits_since else 0.0
+        since = self.waits_since
+        return time.monotonic() - since if since else 0.0
+
+    def wait(self) -> tuple[float, tuple[int, ...]]:
+        """Return for how many seconds this process waits for others, and for whom; from any thread.
+
+        Returns:
+            0 without a wait; and the numbers of members, as far as these are known.
+        """
+        waited, since = self._waited, self._waiting_since
+        if since:
+            waited = max(waited, time.monotonic() - since)
+        return waited, self.signs.awaited(self._base()) if waited >= _SOON_S else ()
 
     def _say_who_is_waited_for(self) -> None:
         """Log once a minute for whom the group waits, though they live."""
@@ -648,6 +668,7 @@ class Driver:
             said = "replica %d is not let in for %.0f s, as no group with it could connect: %s"
             logger.warning(said, action.number, seconds, action.failure)
         elif isinstance(action, st.Wait):
+            self._waiting_since = (self._waiting_since or time.monotonic()) * bool(action.reason)
             self.waiting_for = action.reason
             self._say_waiting(action.reason)
         elif isinstance(action, st.End):

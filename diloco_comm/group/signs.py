@@ -302,6 +302,16 @@ class Signs:
         is_late = sight.wanted_at and time.monotonic() - sight.wanted_at > _REACH_AGAIN_S
         return bool(is_late) and sight.rises and not self._is_heard(nonce)
 
+    def awaited(self, base: Sequence[Key]) -> tuple[int, ...]:
+        """Return the numbers of the other members that are not heard, or are in no exchange."""
+        lives, found = self._lives, list[int]()
+        for number, nonce in base:
+            life = lives.get(nonce)
+            is_there = life is not None and life.phase in (EXCHANGE, CUT_OFF)
+            if nonce != self._nonce and not (is_there and self._is_heard(nonce)):
+                found.append(number)
+        return tuple(found)
+
     def waited_for(self, base: Sequence[Key], waited: float) -> list[str]:
         """Describe the members that live and take no part, if this process waits for them.
 

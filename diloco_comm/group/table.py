@@ -1,7 +1,8 @@
-"""The table of a group: one record and the beats of the processes, and the thread that asks it."""
+"""The table of a group: one record, beats and posts, and the thread that asks the table."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +12,10 @@ from typing import NamedTuple, Protocol
 
 from .state import Outcome
 
+logger = logging.getLogger(__name__)
+
+# Seconds between two posts of a process at least, and from its begin to its first post.
+POST_S, _FIRST_POST_S = 5.0, 1.0
 # Seconds in which the last swap of a process is tried again while the table does not answer.
 _LAST_SWAP_S = 5.0
 
@@ -70,6 +75,16 @@ class Table(Protocol):
         """
         ...
 
+    def post(self, name: str, text: bytes) -> None:
+        """Leave a text of a process with the host of the table, where no other process reads it.
+
+        Waits for no answer, and raises nothing. Does nothing where the host keeps no such texts.
+
+        Args:
+            text: At most 2048 bytes; b"" takes the last post of this name back.
+        """
+        ...
+
     def close(self) -> None:
         """End the connection; idempotent."""
         ...
@@ -99,6 +114,7 @@ class TableThread:
         period_s: Seconds between two looks at most; may be changed.
         beat: Returns name and text of the own beat.
         post: Takes the answers of the table, ``TableAway``, and the error that ends the thread.
+        figures: Returns the text of the next post; b"" for no post.
     """
 
     def __init__(
@@ -107,8 +123,12 @@ class TableThread:
         period_s: float,
         beat: Callable[[], tuple[str, bytes]],
         post: Callable[[Seen | Swapped | Exception], None],
+        figures: Callable[[], bytes] = lambda: b"",
     ) -> None:
         self._table, self.period_s, self._beat, self._post = table, period_s, beat, post
+        self._figures, self._posts_at = figures, time.monotonic() + _FIRST_POST_S
+        # The name of the last post.
+        self._posted = ""
         self._swaps: deque[tuple[bytes, bytes]] = deque()
         self._old_names: deque[str] = deque()
         self._news, self._is_closed = threading.Event(), False
@@ -155,7 +175,8 @@ class TableThread:
                     return
                 while self._swaps:
                     self._swap(*self._swaps.popleft(), is_last=is_last)
-                self._look()
+                if name := self._look():
+                    self._leave_figures(name, is_last=is_last)
         except Exception as error:
             # Nobody else would learn of the end of this thread.
             self._post(error)
@@ -163,6 +184,7 @@ class TableThread:
             self._table.close()
             # The driver refers to this object.
             self._beat, self._post = lambda: ("", b""), lambda _: None
+            self._figures = lambda: b""
 
     def _swap(self, old: bytes, new: bytes, *, is_last: bool) -> None:
         until = time.monotonic() + _LAST_SWAP_S
@@ -179,11 +201,34 @@ class TableThread:
                 self._post(Swapped(new, Outcome.DONE if is_done else Outcome.REFUSED))
                 return
 
-    def _look(self) -> None:
+    def _look(self) -> str:
+        """Beat and read; return the name of the beat, "" where the table gives no answer."""
         try:
             while self._old_names:
                 self._table.look(self._old_names.popleft(), b"")
-            look = self._table.look(*self._beat())
+            name, text = self._beat()
+            look = self._table.look(name, text)
             self._post(Seen(self._table.id, look))
         except TableAway as error:
             self._post(error)
+            return ""
+        return name
+
+    def _leave_figures(self, name: str, *, is_last: bool) -> None:
+        """Post the figures if a post is due; at the end, take the last post back."""
+        now, former = time.monotonic(), self._posted
+        if former and (is_last or former != name):
+            self._table.post(former, b"")
+            self._posted = ""
+        if is_last or now < self._posts_at:
+            return
+        self._posts_at = now + POST_S
+        try:
+            text = self._figures()
+        except Exception as error:
+            # The training thread works meanwhile.
+            logger.debug("this process posts no figures now: %r", error)
+            return
+        if text:
+            self._table.post(name, text)
+            self._posted = name

@@ -1,1 +1,1 @@
-"""What a person sees from outside: the figures of each replica, metrics and a page over HTTP."""
+"""A run seen from outside: the figures of each replica, metrics and a page over HTTP."""

@@ -1,7 +1,8 @@
 """The figures that each replica sends to the host of its store, for people and for metrics.
 
 A replica sends them in a message of its own, at most one in ``PERIOD_S`` seconds. The host keeps
-the last message of each process, and no other replica reads them.
+the last message of each process, and no other replica reads them. ``FiguresOf`` reads them from a
+``DiLoCo`` on the thread that asks the table.
 """
 
 from __future__ import annotations
@@ -9,10 +10,20 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
+import weakref
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-PERIOD_S = 5.0
+from .. import __version__
+from ..group.table import POST_S
+
+if TYPE_CHECKING:
+    from ..elastic.totals import ElasticTotals
+    from ..group.driver import Driver
+    from ..rounds.metrics import Recorder
+
+PERIOD_S = POST_S
 MAX_BYTES = 2048
 SCHEMA = 1
 # Replicas for which another one waits, at most so many are named.
@@ -25,31 +36,34 @@ _LONGEST = 64
 class Figures:
     """The figures of one replica.
 
-    Counters begin at 0 when the process constructs ``DiLoCo``, at ``created``.
+    Counters begin at 0 when the process constructs ``DiLoCo``, at ``created``. In a replica with
+    several workers, worker 0 speaks: its bytes and seconds leave out the other workers.
 
     Attributes:
         replica: Number of the replica.
         group_size: Members of the group that this replica is in; 0 outside a group.
         view: Number of that group, which rises with each change.
         phase: The work of the training loop, see ``DiLoCo.doing``.
-        waits_for: Numbers of the replicas for which this replica waits, at most ``MOST_NAMED``.
+        waits_for: Numbers of the replicas for which this replica waits, at most ``MOST_NAMED``; ()
+            where these are not known, and in the first two seconds of a wait.
         waits_s: Seconds since this wait began; 0 without one.
         inner_step: Inner steps of the training.
         created: Unix time in seconds at which the counters began.
         rounds: Rounds of one fragment that were applied.
         skipped: Rounds that were voted down.
         discarded: Rounds that count for no replica, because a member was lost.
-        sent_bytes, received_bytes: Of these rounds.
+        sent_bytes, received_bytes: Payload and control bytes of the rounds.
         exchange_s: From the first byte sent to the last one received, over all rounds.
         waited_s: The training loop waited for results, doing nothing else.
-        changing_s: Without training because of changes of the group.
+        changing_s: Without training because of changes of the group; NaN without ``Elastic``.
         hidden: Part of ``exchange_s`` during which the training loop went on, 0 to 1.
-        goodput: Part of the time since the first group in which changes did not stop the training.
+        goodput: Part of the time since the first group in which changes did not stop the training;
+            NaN without ``Elastic``.
         round_trip_s: Smoothed round trip to the slowest member, as TCP measures it; NaN if unknown.
-        rate: Bytes per second of the last round; NaN if unknown.
-        retransmits: Segments that TCP has sent again, over the open connections.
+        rate: Bytes per second that this replica has sent in the last round; NaN if unknown.
+        retransmits: Segments that TCP has sent again to other replicas.
         norm: L2 norm of the last pseudo-gradient; NaN unless measured.
-        version: Of this package.
+        version: The version of this package.
     """
 
     replica: int
@@ -67,9 +81,9 @@ class Figures:
     received_bytes: int = 0
     exchange_s: float = 0.0
     waited_s: float = 0.0
-    changing_s: float = 0.0
+    changing_s: float = math.nan
     hidden: float = 0.0
-    goodput: float = 0.0
+    goodput: float = math.nan
     round_trip_s: float = math.nan
     rate: float = math.nan
     retransmits: int = 0
@@ -108,3 +122,68 @@ def _is_sound(kind: Any, value: object) -> bool:
         return is_text and re.fullmatch(r"[\x20-\x7e]*", str(value)) is not None
     numbers = value if isinstance(value, list) and len(value) <= MOST_NAMED else [None]
     return all(_is_sound("int", one) for one in numbers)
+
+
+class Trained(Protocol):
+    """The part of a ``DiLoCo`` that its figures need."""
+
+    inner_step: int
+    _recorder: Recorder
+
+    def elastic_totals(self) -> ElasticTotals: ...
+
+
+class FiguresOf:
+    """The message of one ``DiLoCo``, see ``Driver.figures``; b"" once the ``DiLoCo`` is gone.
+
+    The training thread works during a call: the call waits for nothing, reads no device, and may
+    find a round half counted.
+    """
+
+    def __init__(self, diloco: Trained) -> None:
+        # The thread of the table must not keep the object alive, nor callbacks that refer to it.
+        self._diloco, self._created = weakref.ref(diloco), time.time()
+
+    def __call__(self, driver: Driver) -> bytes:
+        diloco = self._diloco()
+        return b"" if diloco is None else self.read(diloco, driver).to_bytes()
+
+    def read(self, diloco: Trained, driver: Driver) -> Figures:
+        """Return the figures as they are now."""
+        totals, latest = diloco._recorder.totals, diloco._recorder.latest
+        last = latest[-1] if latest else None
+        record = driver.state.record
+        try:
+            changes = diloco.elastic_totals()
+        except RuntimeError:
+            changes = None  # a fixed group, or one that this replica has yet to come to
+        tcp = driver.signs.link.counters()
+        waits_s, waits_for = driver.wait()
+        return Figures(
+            replica=driver.state.key.number,
+            group_size=0 if record is None else len(record.members),
+            view=0 if record is None else record.number,
+            phase=driver.phase,
+            waits_for=waits_for,
+            waits_s=waits_s,
+            # A ``DiLoCo`` that is being constructed has none.
+            inner_step=max(0, getattr(diloco, "inner_step", driver.inner_step)),
+            created=self._created,
+            rounds=totals.num_syncs - totals.num_skipped,
+            skipped=totals.num_skipped,
+            discarded=0 if changes is None else changes.rounds_discarded,
+            sent_bytes=totals.sent_bytes,
+            received_bytes=totals.received_bytes,
+            exchange_s=totals.exchange_s,
+            waited_s=totals.exposed_s,
+            changing_s=math.nan if changes is None else changes.forming_s,
+            hidden=totals.overlap_fraction,
+            goodput=math.nan if changes is None else changes.goodput,
+            round_trip_s=tcp["rtt_us"] / 1e6 if tcp["rtt_us"] else math.nan,
+            rate=last.sent_bytes / last.exchange_s
+            if last and last.sent_bytes and last.exchange_s
+            else math.nan,
+            retransmits=tcp["retransmits"],
+            norm=math.nan if last is None else last.pseudo_gradient_norm,
+            version=__version__,
+        )

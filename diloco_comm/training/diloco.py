@@ -20,6 +20,7 @@ from ..base.checks import choice, flag, integer, refuse_copy
 from ..base.errors import LeftBehind, NonFiniteError, PeerLeft
 from ..methods.outer import OuterOptimizer
 from ..methods.overlap import Blocking
+from ..monitor.figures import FiguresOf
 from ..ops.digests import digest_of
 from ..ops.implementations import resolve_engine_impl
 from ..options import choices_of, closed
@@ -28,7 +29,6 @@ from ..replica.hooks import SkippedSteps, StepHooks, hookable, is_in_step, refus
 from ..replica.model_watch import ModelWatch, outer_has_weights, warn_at_exit
 from ..rounds import handshake
 from ..rounds.consensus import mean_outer, mean_state
-from ..rounds.handshake import gather_json
 from ..rounds.load import Restore
 from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
 from ..rounds.nonfinite import check_on_reset
@@ -194,9 +194,9 @@ class DiLoCo:
         self._skipped = SkippedSteps(optimizers)
 
         # Peers: the exchange with the other replicas, and the same state on all of them.
-        known = model, optimizers, settings, plan, workers, self._recorder
         replica = Replica(
-            *known,
+            *(model, optimizers, settings, plan, workers, self._recorder),
+            FiguresOf(self),
             impl=self.impl,
             timeout_s=timeout_s,
             weight=weight,
@@ -607,7 +607,7 @@ class DiLoCo:
         with self._rounds.all_workers(()):
             if self._workers is not None:
                 num_steps = self._workers.least(num_steps)
-            return min(gather_json(self.exchange, num_steps))
+            return min(handshake.gather_json(self.exchange, num_steps))
 
     def emulate_link(self, gbps: float, rtt_ms: float = 0.0) -> None:
         """Throttle the engine to a slow link, for tests and demonstrations."""

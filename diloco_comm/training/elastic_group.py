@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -57,6 +57,7 @@ class ElasticGroup(Follower):
         uses_store: Groups of gloo or of devices connect at a store.
         name: The name of this object, equal on all replicas.
         transfer: Serves the state, and copies the state of a group before this replica joins.
+        figures: See ``Driver``.
 
     Attributes:
         replica: This replica's number; -1 before the first view.
@@ -79,13 +80,14 @@ class ElasticGroup(Follower):
         *,
         uses_store: bool,
         transfer: StateTransfer | None = None,
+        figures: Callable[[GroupDriver], bytes] | None = None,
     ) -> None:
         super().__init__(workers, share, f"{elastic.run}/{name}", uses_store=uses_store)
         self.elastic, self._connect_s = elastic, connect_s
         self.is_done = False
         self.copied_bytes = 0
         self.first_step = -1
-        self._transfer = transfer
+        self._transfer, self._figures = transfer, figures
         self._shown = json.dumps(shown)
         self.meter = Meter(time.monotonic())
         self._registry_id = ""
@@ -134,7 +136,7 @@ class ElasticGroup(Follower):
                 chooses_number=elastic.replica is None,
                 folder=folder,
             )
-            driver.ways = self._ways
+            driver.ways, driver.figures = self._ways, self._figures
             driver.store = "" if self._place is None else self._place.address
             if self._transfer is not None:
                 self._transfer.attach(driver, self._emit)

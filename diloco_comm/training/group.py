@@ -22,6 +22,7 @@ from ..exchange.membership.change import Change
 from ..exchange.membership.own_link import LinkShare
 from ..exchange.waiting import describe_store
 from ..methods.settings import Settings
+from ..monitor.figures import FiguresOf
 from ..ops.digests import digest_of
 from ..replica.fragments import (
     buffer_names,
@@ -51,6 +52,7 @@ class Replica:
 
     Attributes:
         workers: The other workers of this replica; None without any.
+        figures: See ``group.driver.Driver``.
         timeout_s: Seconds that an exchange may take.
         weight, norms, on_reset: See ``RoundRunner``.
     """
@@ -61,6 +63,7 @@ class Replica:
     plan: Plan
     workers: ReplicaWorkers | None
     recorder: Recorder
+    figures: FiguresOf
     impl: str
     timeout_s: float
     weight: Weight
@@ -277,6 +280,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         change=place.change,
         link_share=place.link_share if place.backend == "tcp" else None,
         workers=_workers_beside(replica.workers, place.group),
+        figures=replica.figures,
     )
 
 

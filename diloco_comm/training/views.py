@@ -113,6 +113,7 @@ class ElasticTraining:
                 place.name,
                 uses_store=place.backend != "tcp",
                 transfer=self.transfer,
+                figures=replica.figures,
             )
         except BaseException:
             if self.transfer is not None:

@@ -515,7 +515,7 @@ void test_a_post_is_for_the_host_alone() {
     const auto again = other->look("run", "b", "beat", look.version, look.revision, 5s);
     EXPECT(again.beats.empty() && again.counts.size() == 1 && again.version == look.version);
     EXPECT(hosted.store->beats().size() == 1 && hosted.store->beats()[0].member == "b");
-    // What does not fit changes nothing, and ends no connection.
+    // A post that does not fit changes nothing, and ends no connection.
     EXPECT(store->post("run", "a", longest + "x") && store->post("a/b", "a", "x"));
     EXPECT(posted().size() == 2 && posted()[1].text == longest);
     EXPECT(store->post("run", "a", "") && posted().size() == 1);

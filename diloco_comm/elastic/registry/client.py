@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -187,6 +188,12 @@ class RegistryClient(PlainLook):
         """
         check_beat(name, text)
         return self._call(lambda client, limit: self._look(client, name, text, limit))
+
+    def post(self, name: str, text: bytes) -> None:
+        """Leave a text with the server, over the connection that there is; see ``Table``."""
+        if self._client is not None:
+            with contextlib.suppress(dist.DistError):
+                self._client.post(self.run, name, text)
 
     def _look(self, client: _C.StoreClient, member: str, text: bytes, limit: float) -> Look:
         known = self._version, self._revision

@@ -98,6 +98,9 @@ class PlainLook:
         beats = self.beat(name, text)
         return Look(self.read(), beats, {})
 
+    def post(self, name: str, text: bytes) -> None:
+        """Do nothing: this registry keeps no posts."""
+
     def read(self) -> bytes:
         raise NotImplementedError
 

@@ -48,7 +48,7 @@ class StoreRegistry(StoreTable):
     def __init__(
         self, store: dist.Store, run: str, timeout_s: float, registry_id: str = ""
     ) -> None:
-        super().__init__(dist.PrefixStore(f"{_ROOT}/{check_run(run)}", store))
+        super().__init__(dist.PrefixStore(f"{_ROOT}/{check_run(run)}", store), run)
         self.run, self.timeout_s = run, timeout_s
         self.registry_id, self._is_known, self._is_closed = registry_id, False, False
         self.address = f"of the {type(store).__name__}"

@@ -76,6 +76,7 @@ class FixedDriver(group.Driver):
         self._is_busy, self._busy_since, self._logged_epoch = is_busy, 0.0, -1
         # Seconds for which this process has run, and those when the table has answered last.
         self._ran_s = self._answered_s = 0.0
+        self._demanded_at = time.monotonic()
         # The store, for people.
         self.place = ""
         # Why the rounds of the present record were broken off.
@@ -91,8 +92,18 @@ class FixedDriver(group.Driver):
         """The end of this process's part in the group; None while it takes part."""
         return self._ended
 
+    def wait(self) -> tuple[float, tuple[int, ...]]:
+        state, since = self.state, self._demanded_at
+        if state.demand is not None:
+            missing = set(state.demand) - _living(state) - {state.key.number}
+            return time.monotonic() - since, tuple(sorted(missing))
+        gone = state.life.suspected | state.life.dead
+        silent = tuple([number for number, nonce in self._base() if nonce in gone])
+        return self._waited if silent else 0.0, silent
+
     def again(self, members: tuple[int, ...], *, may_found: bool) -> None:
         """Demand a group."""
+        self._demanded_at = time.monotonic()
         self.tell(st.Demanded(members, may_found))
 
     def move(self, table: Table) -> None:
@@ -147,7 +158,8 @@ class FixedDriver(group.Driver):
 
     @property
     def _waited(self) -> float:
-        return time.monotonic() - self._busy_since if self._busy_since else 0.0
+        since = self._busy_since
+        return time.monotonic() - since if since else 0.0
 
     def _note_loss(self, error: Any) -> None:
         """Note that the store is away; the training thread says so when it matters."""
@@ -189,6 +201,7 @@ class FixedGroup(Follower):
         board: See ``Exchange``.
         is_busy, is_dead: Whether rounds of the exchange are under way, and whether its epoch has
             failed; from any thread.
+        figures: See ``Driver``.
     """
 
     def __init__(
@@ -201,8 +214,10 @@ class FixedGroup(Follower):
         *,
         is_busy: Callable[[], bool],
         is_dead: Callable[[], bool],
+        figures: Callable[[Driver], bytes] | None,
     ) -> None:
-        name = f"fixed/{member.line_name}"
+        self._line_name = member.line_name
+        name = f"fixed/{self._line_name}"
         super().__init__(workers, share, name, uses_store=member.tcp is None)
         self.replica, self._store = member.replica, store
         self._joins, self._shown = member.joins, _shown(member)
@@ -210,7 +225,7 @@ class FixedGroup(Follower):
         self._suspect_after, self._patience = member.suspect_after, member.report_patience
         self._board, self._name_of_object = board, member.name
         self._names: Names | None = None
-        self._is_busy, self._is_dead = is_busy, is_dead
+        self._is_busy, self._is_dead, self._figures = is_busy, is_dead, figures
         self._demand: tuple[int, ...] = ()
         self._conflict_since = self._runs_since = 0.0
         self._attendance = Attendance(())
@@ -270,7 +285,7 @@ class FixedGroup(Follower):
         nonce = uuid.uuid4().bytes
         limits = self._suspect_after, self._timeout
         driver = FixedDriver(
-            StoreTable(self._store),
+            self._table_at(self._store),
             State(settings, Key(self.replica, nonce)),
             Signs(nonce, link, way, f"{self._name}/members", *limits),
             period_s=min(PERIOD_S, self._suspect_after / 4),
@@ -279,8 +294,11 @@ class FixedGroup(Follower):
             suspect_after=self._suspect_after,
         )
         driver.ways, driver.store = self._ways, own_place()
-        driver.place = describe_store(self._store)
+        driver.place, driver.figures = describe_store(self._store), self._figures
         return driver
+
+    def _table_at(self, store: dist.Store) -> StoreTable:
+        return StoreTable(store, self._line_name)
 
     def left_out(self) -> LeftBehind | None:
         """Return the error of this replica if the others went on without it; None if they did not.
@@ -299,7 +317,7 @@ class FixedGroup(Follower):
         """Go on at another store."""
         self._store = store
         if self._driver is not None:
-            self._driver.move(StoreTable(store))
+            self._driver.move(self._table_at(store))
             self._driver.place = describe_store(store)
 
     def close(self, inner_step: int, patience_s: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ... import _C
 from ...base.errors import ReplicaMismatch
 from ...base.store_host import place_of_store
 from ...group.beats import name_of
@@ -44,10 +46,12 @@ class StoreTable:
 
     Args:
         store: Shared by the replicas, under a prefix of the exchanges' name.
+        run: The name under which a store of ``diloco-comm`` keeps posts; "" posts nothing.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, run: str = "") -> None:
         self._store, self._is_own = store, False
+        self._run = re.sub(r"[\s/]", "-", run)
         self._id = b""
         # A connection that has broken never connects again, and torch logs each call.
         self._loss: TableAway | None = None
@@ -76,6 +80,13 @@ class StoreTable:
             return Look(record, beats, {})
 
         return self._ask(ask)
+
+    def post(self, name: str, text: bytes) -> None:
+        """Leave a text with the store, if that is one of ``diloco-comm``; see ``Table``."""
+        store, _ = place_of_store(self._store)
+        if self._run and self._loss is None and isinstance(store, _C.StoreClient | _C.StoreHost):
+            with contextlib.suppress(RuntimeError, ValueError):
+                store.post(self._run, name, text)
 
     def close(self) -> None:
         """End the own connection; the store itself is the program's."""

@@ -135,6 +135,9 @@ class VirtualTable:
             world.beats.pop(name, None)
         return Look(world.record, {one: text for one, (text, _) in world.beats.items()}, {})
 
+    def post(self, name: str, text: bytes) -> None:
+        pass
+
     def _ask(self) -> None:
         world = self._world
         if world.clock.now < world.away_until or self._nonce in world.off_table:
