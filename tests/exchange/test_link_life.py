@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -197,3 +199,41 @@ def test_another_address_takes_the_place_of_one_that_refuses() -> None:
         until(lambda: life(near, far.nonce).is_refused)
         until(lambda: near.reach(NAME, [(far.nonce, far.address)]) == [""])
         until(lambda: not life(near, far.nonce).is_refused)
+
+
+@contextlib.contextmanager
+def deaf(address: str) -> Iterator[None]:
+    """Let the kernel drop all that comes to the connections of this process at its own address."""
+    attach, detach, place = 26, 27, address.rpartition(":")
+    # One instruction of a packet filter: keep no byte.
+    code = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    filters = struct.pack("HxxxxxxQ", 1, ctypes.addressof(code))
+    with ExitStack() as stack:
+        found = []
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                one = stack.enter_context(socket.socket(fileno=os.dup(fd)))
+                if one.getpeername() and one.getsockname()[:2] == (place[0], int(place[2])):
+                    one.setsockopt(socket.SOL_SOCKET, attach, filters)
+                    found.append(one)
+        assert found
+        yield
+        for one in found:
+            one.setsockopt(socket.SOL_SOCKET, detach, 0)
+
+
+def test_the_segments_that_tcp_sends_again_stay_counted() -> None:
+    with closing(_C.Link(ANY_PORT, ANY_PORT)) as link, closing(_C.Link(ANY_PORT, ANY_PORT)) as far:
+        far.told(NAME, 0.0)
+        link.reach(NAME, [(far.nonce, far.address, "", "")])
+        until(lambda: link.tell(far.nonce, NAME, b"one"))
+        assert far.told(NAME, PATIENCE_S) == [(link.nonce, b"one")]
+        assert link.counters()["retransmits"] == 0 and link.counters()["rtt_us"] > 0
+        with deaf(far.address):
+            assert link.tell(far.nonce, NAME, b"two")
+            until(lambda: link.counters()["retransmits"] > 0)
+        assert far.told(NAME, PATIENCE_S) == [(link.nonce, b"two")]
+        counted = link.counters()["retransmits"]
+        far.close()
+        until(lambda: link.counters()["open"] == 0)
+        assert link.counters()["retransmits"] >= counted and link.counters()["rtt_us"] == 0

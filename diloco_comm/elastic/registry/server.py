@@ -32,10 +32,11 @@ class RegistryServer:
     """Serve the records and beats of many runs, and the keys of a store.
 
     A server keeps the records of 1,024 runs, each of at most 61,440 bytes, and the last beats of
-    1,024 members a run and 16,384 in all, each of at most 16,384 bytes. A swap is answered when the
-    journal holds the new record. Where a swap cannot be written, such as on a full disk, nothing
-    changes, and the client is told why; reads and beats go on. If the disk fails while a swap is
-    written, the client is told that the outcome is unknown.
+    1,024 members a run and 16,384 in all, each of at most 16,384 bytes; as many posts, each of at
+    most 2,048 bytes. A swap is answered when the journal holds the new record. Where a swap cannot
+    be written, such as on a full disk, nothing changes, and the client is told why; reads and beats
+    go on. If the disk fails while a swap is written, the client is told that the outcome is
+    unknown.
 
     The keys of the store are in memory alone, and clients of a record cannot change them, nor
     clients of a key a record.
@@ -45,7 +46,7 @@ class RegistryServer:
         journal: Folder of the journal; None keeps all in memory, and a restart forgets all.
         keys: Folder of keys, or a file ``NAME.key_secret`` in it (``diloco-comm keys make``).
         insecure: Allow an address that other machines reach, without keys.
-        drop_after: Seconds, as this process counts them, after which a member's beat is dropped.
+        drop_after: Seconds, as this process counts them, after which a member's beat or post is dropped.
 
     Attributes:
         address: The ``tcp://host:port`` at which the server listens.
