@@ -116,7 +116,7 @@ def _is_sound(kind: Any, value: object) -> bool:
     if kind == "int":
         return type(value) is int and 0 <= value < _MOST
     if kind == "float":
-        return type(value) in (int, float) and math.isfinite(value) and 0 <= value < _MOST
+        return type(value) is not bool and isinstance(value, int | float) and 0 <= value < _MOST
     if kind == "str":
         is_text = isinstance(value, str) and len(value) <= _LONGEST
         return is_text and re.fullmatch(r"[\x20-\x7e]*", str(value)) is not None

@@ -308,3 +308,7 @@ def test_all_figures_fit_into_a_post() -> None:
     values["waits_for"] = ((1 << 62) - 1,) * MOST_NAMED
     found = Figures(**values)
     assert len(found.to_bytes()) <= MAX_BYTES and Figures.from_bytes(found.to_bytes()) == found
+    for value in ("1" + "0" * 999, "1e400", "-1", "NaN", "true", '"1"'):
+        assert (
+            Figures.from_bytes(b'{"schema": 1, "replica": 0, "rate": %s}' % value.encode()) is None
+        )

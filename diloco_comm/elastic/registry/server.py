@@ -46,7 +46,8 @@ class RegistryServer:
         journal: Folder of the journal; None keeps all in memory, and a restart forgets all.
         keys: Folder of keys, or a file ``NAME.key_secret`` in it (``diloco-comm keys make``).
         insecure: Allow an address that other machines reach, without keys.
-        drop_after: Seconds, as this process counts them, after which a member's beat or post is dropped.
+        drop_after: Seconds, as this process counts them, after which a member's beat or post is
+            dropped.
 
     Attributes:
         address: The ``tcp://host:port`` at which the server listens.
