@@ -123,7 +123,7 @@ class TableThread:
         period_s: float,
         beat: Callable[[], tuple[str, bytes]],
         post: Callable[[Seen | Swapped | Exception], None],
-        figures: Callable[[], bytes] = lambda: b"",
+        figures: Callable[[], bytes],
     ) -> None:
         self._table, self.period_s, self._beat, self._post = table, period_s, beat, post
         self._figures, self._posts_at = figures, time.monotonic() + _FIRST_POST_S
