@@ -107,6 +107,9 @@ class Turn:
         self.send(asked, ms.No(joint.attempt, Why.FAILED, text=failure))
         number = min(state.num_failures + 1, 10)
         pause = min(1 << number, max(1, state.settings.suspect_after // 2))
+        if state.settings.is_fixed:
+            # The caller learns of it, at once or when its training thread has connected in vain.
+            self.withdraw()
         self.change(proposal=None, joint=None, failure=failure)
         self.change(num_failures=number, num_waits=-pause)
         self._put_off(joint, failure)

@@ -47,6 +47,19 @@ def comes_together(world: World, numbers: tuple[int, ...]) -> bool:
     return is_settled(world) and Record.from_bytes(world.record).numbers == numbers
 
 
+def failures(world: World) -> list[bytes]:
+    """Return a list that takes the nonce of each process whose caller is told to fail."""
+    failed: list[bytes] = []
+    take = world._take
+
+    def taken(nonce: bytes, action: st.Action) -> None:
+        failed.extend([nonce] * isinstance(action, st.Fail))
+        take(nonce, action)
+
+    world._take = taken  # type: ignore[method-assign]
+    return failed
+
+
 def reads_why(world: World, words: str) -> bool:
     """Whether the core of a process comes to say some words to its caller, in a quiet time."""
     for _ in range(ROUNDS):
@@ -113,14 +126,7 @@ def callers_contradict_each_other(step: Any) -> bool:
     named = [(0, 1), (0, 1, ABSENT)]
     for pair in itertools.permutations(named):
         world = group(2, step)
-        failed: list[bytes] = []
-        take = world._take
-
-        def taken(nonce: bytes, action: st.Action, take: Any = take, failed: Any = failed) -> None:
-            failed += [nonce] * isinstance(action, st.Fail)
-            take(nonce, action)
-
-        world._take = taken  # type: ignore[method-assign]
+        failed = failures(world)
         for node, numbers in zip(world.living, pair, strict=True):
             world.tell(node.key.nonce, st.Demanded(numbers))
         for _ in range(ROUNDS):
@@ -128,6 +134,28 @@ def callers_contradict_each_other(step: Any) -> bool:
         if len(set(failed)) < 2:
             return False
     return True
+
+
+def a_member_still_connects_in_vain(step: Any) -> bool:
+    """An attempt of three has failed, and two are to go on: process 1 hears of that much later."""
+    world = group(3, step)
+    nonces = [world.node(number).key.nonce for number in range(3)]
+    demand(world, [0, 1, 2])
+    go(world, lambda: all(node.state.joint for node in world.living))
+    joint = world.node(2).state.joint
+    assert joint is not None
+    for nonce in nonces:
+        world._drop_connect(nonce)
+    world.tell(nonces[2], st.Connected(joint.attempt, error="no way"))
+    go(world)
+    failed = failures(world)
+    for number in (0, 2, 1):
+        world.tell(nonces[number], st.GivenUp())
+        if number != 2:
+            world.tell(nonces[number], st.Demanded((0, 1)))
+        for _ in range(ROUNDS):
+            quiet_round(world)
+    return not failed and comes_together(world, (0, 1))
 
 
 # For each history, a part of the core without which it ends in another way.
@@ -180,6 +208,13 @@ HISTORIES: dict[str, tuple[Callable[[Any], bool], Any, str, str, str]] = {
         "plan_of",
         '        return Plan(leader=leader, reason=f"until replicas {missing} come")\n',
         '        return Plan(reason=f"until replicas {missing} come")\n',
+    ),
+    "connects-in-vain": (
+        a_member_still_connects_in_vain,
+        agreement,
+        "",
+        "            self.withdraw()\n",
+        "            pass\n",
     ),
 }
 
