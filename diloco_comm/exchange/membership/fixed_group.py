@@ -38,7 +38,7 @@ from .follower import Attempt, Chosen, Follower, Seal, T, Void, Workers, attempt
 from .member import Epoch, Member
 from .own_link import LinkShare
 from .stores import Names, StoreTable
-from .verdict import Verdict, judge, words_of
+from .verdict import Verdict, judge, with_told_cuts, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -582,10 +582,13 @@ class FixedGroup(Follower):
             driver = self._driver
             who = self._peers, self.replica, self._share.link
             found = judge(*who, driver, error, self._patience)
-            self._verdict = replace(found, cause="" if driver is None else driver.cause)
+            found = replace(found, cause="" if driver is None else driver.cause)
             if driver is not None and self.view is not None:
-                driver.signs.give_up(self._verdict.unheard)
-                self._broke(self.view, self._verdict.told(error))
+                driver.signs.give_up(found.unheard)
+                self._broke(self.view, found.told(error))
+                if found.cuts:
+                    found = with_told_cuts(found, self._peers, driver)
+            self._verdict = found
         fence = None if self._driver is None else self._driver.fence
         if fence is not None and fence.kind == "fenced":
             left = self._left_behind(fence)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from ...base.errors import LeftBehind, PeerLeft, SyncError, named
 from ...group.beats import CHANGING
@@ -47,6 +47,20 @@ class Verdict:
     patience: float = 0.0
     cause: str = ""
     left_out_by: tuple[int, ...] = ()
+
+    @property
+    def gone(self) -> set[int]:
+        """The members that do not live, as far as this replica knows."""
+        return {*self.left, *self.ended, *self.silent}
+
+    def with_cuts(self, cuts: Iterable[tuple[int, int]]) -> Verdict:
+        """Return a verdict with cut pairs, and with the largest set of members without one."""
+        alive = [number for number in self.members if number not in self.gone]
+        place = {number: index for index, number in enumerate(alive)}
+        pairs = sorted(pair for pair in cuts if pair[0] in place and pair[1] in place)
+        whole = largest_connected(len(alive), [(place[a], place[b]) for a, b in pairs])
+        survivors = tuple([alive[index] for index in whole])
+        return replace(self, cuts=tuple(pairs), survivors=survivors)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -154,24 +168,36 @@ def judge(
         time.sleep(_POLL_S)
     beaten = {} if driver is None else driver.signs.counters()
     lone = [key for key in open_ if beaten.get(key.nonce, 0) > counters.get(key.nonce, _MANY)]
-    cuts = {_pair(replica, key.number) for key in lone} | _told_cuts(driver, dict(others))
-    gone = {*left, *ended, *[key.number for key in open_ if key not in lone]}
-    alive = [number for number in members if number not in gone]
-    place = {number: index for index, number in enumerate(alive)}
-    pairs = sorted(pair for pair in cuts if pair[0] in place and pair[1] in place)
-    whole = largest_connected(len(alive), [(place[a], place[b]) for a, b in pairs])
-    return Verdict(
+    found = Verdict(
         replica,
         members,
         left=dict(sorted(left.items())),
         ended=tuple(sorted(ended)),
         silent=tuple(sorted(key.number for key in open_ if key not in lone)),
         unheard=tuple([key.nonce for key in open_ if key not in lone]),
-        cuts=tuple(pairs),
-        survivors=tuple(alive[index] for index in whole),
         patience=patience,
         left_out_by=_left_out_by(driver),
     )
+    own = {_pair(replica, key.number) for key in lone}
+    return found.with_cuts(own | _told_cuts(driver, dict(others)))
+
+
+def with_told_cuts(found: Verdict, peers: Sequence[tuple[Key, str]], driver: Driver) -> Verdict:
+    """Return a verdict with the cuts that the other members have found.
+
+    Waits until all members that live have said so, ``patience`` seconds at most.
+    """
+    gone, began = found.gone, time.monotonic()
+    alive = {key for key, _ in peers if key.number not in gone}
+    while time.monotonic() - began < found.patience:
+        # A member may leave as soon as it has its error.
+        if alive <= _that_have_failed(driver) | _that_have_left(driver):
+            break
+        driver.look()
+        time.sleep(_POLL_S)
+    others = {key: nonce for key, nonce in peers if key.number != found.replica}
+    told = replace(found, left_out_by=_left_out_by(driver))
+    return told.with_cuts({*found.cuts, *_told_cuts(driver, others)})
 
 
 def _left_out_by(driver: Driver | None) -> tuple[int, ...]:
@@ -193,6 +219,10 @@ def _that_have_failed(driver: Driver | None) -> set[Key]:
     """Return the members that say that their rounds have ended, too."""
     beats = {} if driver is None else driver.beats or {}
     return {key for key, beat in beats.items() if beat.stage == CHANGING}
+
+
+def _that_have_left(driver: Driver) -> set[Key]:
+    return {key for key, beat in (driver.beats or {}).items() if beat.is_gone}
 
 
 def _told_cuts(driver: Driver | None, others: dict[Key, str]) -> set[tuple[int, int]]:
