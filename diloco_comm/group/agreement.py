@@ -666,6 +666,9 @@ def _on_started(turn: Turn, event: st.Started) -> None:
 def _on_demanded(turn: Turn, event: st.Demanded) -> None:
     turn.change(demand=tuple(sorted(set(event.members))), may_found=event.may_found, told=b"")
     turn.change(failure="", num_failures=0, num_waits=0)
+    if event.members:
+        # The caller may have mended what kept them apart.
+        turn.change(cuts=frozenset())
     if turn.state.record is None:
         turn.change(follows=NO_RECORD)
     # The group may have gone on already: then this process enters, or ends, first.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cut_links
@@ -64,7 +64,7 @@ def start(
     return Replica(address, rank, range(world), SETUP, **options)
 
 
-def cut_once(replica: Replica, world: int, make_cuts: Callable[[], None]) -> None:
+def cut_once(replica: Replica, world: int, make_cuts: Callable[[], object]) -> None:
     """Let the lowest replica make cuts when all of them have come here."""
     key = f"cut/{replica.diloco.epoch}"
     replica.store.set(f"{key}/{replica.number}", "")
@@ -117,16 +117,14 @@ def test_a_cut_ends_a_round_and_names_the_pair(
     check_agreement(result for _, result in results[:2])
 
 
-def lose_three_links(rank: int, world: int, site: cut_links.Site, address: Address) -> Any:
-    """Replica 0 loses everybody, and 1 and 2 each other: 1 and 3 are as many as 2 and 3."""
+# Replica 0 loses everybody, and 1 and 2 each other: 1 and 3 are as many as 2 and 3.
+FOUR_CUTS = ((0, 1), (0, 2), (0, 3), (1, 2))
+
+
+def lose_four_links(rank: int, world: int, site: cut_links.Site, address: Address) -> Any:
     replica = start(rank, world, site, address)
-
-    def cut() -> None:
-        for a, b in ((0, 1), (0, 2), (0, 3), (1, 2)):
-            site.cut(a, b)
-
     replica.train_to(H)
-    cut_once(replica, world, cut)
+    cut_once(replica, world, lambda: [site.cut(a, b) for a, b in FOUR_CUTS])
     failure = replica.train_until_failure(H)
     result: Result | None = None
     if rank not in failure.missing:
@@ -137,27 +135,33 @@ def lose_three_links(rank: int, world: int, site: cut_links.Site, address: Addre
     return failure, result
 
 
-@pytest.mark.nightly("4 s; the explorer of termination has every set")
+@pytest.mark.nightly("6 s; test_reach.py has every set of cuts between few members")
 def test_the_largest_set_goes_on_and_of_two_the_lower(
     fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address
 ) -> None:
     pool = fresh_workers(4, init_group=False)
-    results: list[Any] = pool.run(lose_three_links, site, host, timeout=60)
+    results: list[Any] = pool.run(lose_four_links, site, host, timeout=60)
     for failure, _ in results:
         assert failure.missing == (0, 2) and failure.details["survivors"] == (1, 3), failure
-        assert failure.details["cuts"] == ((0, 1), (0, 2), (0, 3), (1, 2)), failure
+        assert failure.details["cuts"] == FOUR_CUTS, failure
     check_agreement(result for _, result in results if result)
 
 
 # ------------------------------------------------------------------------- in change_group
 
 
-def change_over_a_cut(
-    rank: int, world: int, site: cut_links.Site, address: Address, how: str
+def change_over_cuts(
+    rank: int,
+    world: int,
+    site: cut_links.Site,
+    address: Address,
+    cuts: Sequence[tuple[int, int]],
+    how: str,
+    backend: str = "gloo",
 ) -> Any:
-    replica = start(rank, world, site, address)
+    replica = start(rank, world, site, address, backend)
     replica.train_to(H)
-    cut_once(replica, world, lambda: site.cut(1, 2, how))
+    cut_once(replica, world, lambda: [site.cut(a, b, how) for a, b in cuts])
     with pytest.raises(SyncError) as caught:
         replica.diloco.change_group(range(world))
     error = caught.value
@@ -177,12 +181,25 @@ def test_a_group_over_a_cut_is_one_error_for_all(
 ) -> None:
     pool = fresh_workers(3, init_group=False)
     # Well below the time of the exchange, and of joining and connecting one after the other.
-    results: list[Any] = pool.run(change_over_a_cut, site, host, how, timeout=60)
+    results: list[Any] = pool.run(change_over_cuts, site, host, [(1, 2)], how, timeout=60)
     seen = [seen for seen, _ in results]
     # The words are each replica's own: gloo may say no more than that time is over.
     told = [(kind, missing, survivors) for kind, _, missing, survivors, _, _ in seen]
     assert told == [(SyncError, (2,), (0, 1))] * 3, seen
     check_agreement(result for _, result in results[:2])
+
+
+@pytest.mark.nightly("15 s; one cut is in the first tier")
+@pytest.mark.parametrize("backend", ["gloo", "tcp"])
+def test_the_largest_set_goes_on_after_a_change_that_fails(
+    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address, backend: str
+) -> None:
+    pool = fresh_workers(4, init_group=False)
+    options = FOUR_CUTS, "both ways", backend
+    results: list[Any] = pool.run(change_over_cuts, site, host, *options, timeout=60)
+    told = [(missing, survivors) for (_, _, missing, survivors, *_), _ in results]
+    assert told == [((0, 2), (1, 3))] * 4, results
+    check_agreement(results[rank][1] for rank in (1, 3))
 
 
 def meet_over_a_cut(rank: int, world: int, site: cut_links.Site, address: Address) -> Any:

@@ -55,6 +55,10 @@ _LONGEST_LOOK_S = 2.0
 _LOST_S = 1.0
 # Seconds more for other members that fail to connect, and know why: gloo takes its time.
 _CONNECT_S = 12.0
+# Seconds for which the pairs that are cut must stay the same: other members may find more.
+_CUTS_S = 2.0
+# Seconds after which a process beats again that has just come.
+_BEATS_S = 1.0
 # How a replica that was left behind may take part again.
 WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
 _VERSION = "diloco_comm"
@@ -118,6 +122,20 @@ class FixedDriver(group.Driver):
         # A stop of any length counts little: the table is not asked meanwhile.
         self._ran_s += min(time.monotonic() - self._last_poll, _LONGEST_LOOK_S)
         super()._poll()
+        self._note_cuts()
+
+    def _note_cuts(self) -> None:
+        """Let the place of this process say to which members there is no way, before a change.
+
+        The training thread may still connect in vain.
+        """
+        state, lost = self.state, self.state.life.dead | self.state.life.suspected
+        is_changing = state.demand is not None or state.stage in (Stage.SEALING, Stage.SEALED)
+        if is_changing and state.record is not None:
+            away = self.signs.unreachable(state.record.members)
+            there = [key.nonce for key in away if self.signs.beats(key)]
+            if cut := tuple([nonce for nonce in there if nonce not in lost]):
+                self._step(st.Broke(state.number, cut))
 
     def _break_off_silent_round(self) -> None:
         """Let rounds fail that wait for a member that has ended, or that is not heard any more."""
@@ -228,6 +246,9 @@ class FixedGroup(Follower):
         self._is_busy, self._is_dead, self._figures = is_busy, is_dead, figures
         self._demand: tuple[int, ...] = ()
         self._conflict_since = self._runs_since = 0.0
+        # Pairs that are cut, since when they are known to be these, and whether a key is refused.
+        self._cuts: list[tuple[int, int]] = []
+        self._cuts_since, self._refusal = 0.0, ""
         self._attendance = Attendance(())
         # The counter of the first beat that was read of each process with the number of this one.
         self._first_counters: dict[bytes, int] = {}
@@ -254,7 +275,7 @@ class FixedGroup(Follower):
         """
         began = time.monotonic()
         self._demand = tuple(members or ())
-        self._conflict_since = 0.0
+        self._conflict_since, self._cuts = 0.0, []
         is_first = self.view is None and not self._joins
         unheard = self._timeout if is_first else min(self._join_timeout, self._timeout)
         silence = min(self._suspect_after, unheard)
@@ -335,20 +356,22 @@ class FixedGroup(Follower):
             return
         # Another member may fail to connect later, and know why.
         more = _CONNECT_S if self._uses_store else min(self._suspect_after, _CONNECT_S)
-        until = time.monotonic() + self._patience + more
+        began = time.monotonic()
         wanted = set(self._demand) or _living(driver.state)
-        while time.monotonic() < until:
+        while time.monotonic() - began < self._patience + more:
             apart = self._apart(driver)
             if apart is not None:
-                error.args, error.stage = (apart.reason,), "rendezvous"
+                error.args = (f"{error}; {words_of(apart.cuts)}",)
                 error.missing, error.survivors = apart.missing, apart.survivors
                 error.cuts = apart.cuts
                 return
-            gone = driver.state.life.dead | driver.state.life.suspected
+            life = driver.state.life
+            is_early = time.monotonic() - began < _BEATS_S
+            gone = life.dead if is_early else life.dead | life.suspected
             places = [place.key for place in driver.state.places]
             missing = {key.number for key in places if key.nonce in gone} & wanted
             missing -= _living(driver.state)
-            if missing:
+            if missing and not self._cuts:
                 base = driver.state.record
                 stay = wanted & set(wanted if base is None else base.numbers)
                 error.missing = tuple(sorted(missing))
@@ -458,27 +481,32 @@ class FixedGroup(Follower):
 
     def _apart(self, driver: FixedDriver) -> Ended | None:
         """Return why a group cannot be formed whose members live, and do not reach each other."""
-        state = driver.state
-        roster = Roster(state)
+        roster = Roster(driver.state)
         living = [key for key in roster.base if roster.lives(key)]
         known = {key.number: key for key in (*roster.newcomers, *living)}
         keys = [known[number] for number in self._demand if number in known]
-        away = [key for key in driver.signs.unreachable(roster.base) if key in keys]
-        if away and state.record is not None:
-            # The others learn of it by the place of this process.
-            driver.tell(st.Broke(state.number, tuple([key.nonce for key in away])))
-        place = {key.nonce: index for index, key in enumerate(keys)}
-        told = [(a, b) for a, b in roster.cuts() if a in place and b in place]
-        found = {(min(place[a], place[b]), max(place[a], place[b])) for a, b in told}
-        if not found:
+        names = {key.nonce: key.number for key in keys}
+        told = [(names[a], names[b]) for a, b in roster.cuts() if a in names and b in names]
+        found = {(min(pair), max(pair)) for pair in told}
+        # Members that have left since have raised this error.
+        left = {key.number for key, beat in (driver.beats or {}).items() if beat.is_gone}
+        left &= set(self._demand) - known.keys()
+        pairs = [pair for pair in self._cuts if left & set(pair)]
+        kept = {pair for pair in pairs if set(pair) <= left | known.keys()}
+        now, cuts = time.monotonic(), sorted(found | kept)
+        if cuts != self._cuts:
+            self._cuts, self._cuts_since = cuts, now
+            self._refusal = self._key_refused(driver)
+        if not kept and (not cuts or now - self._cuts_since < _CUTS_S):
             return None
-        pairs = sorted(found)
-        whole = [keys[index].number for index in largest_connected(len(keys), pairs)]
-        cuts = [(keys[one].number, keys[other].number) for one, other in pairs]
+        members = sorted({*names.values(), *(left if kept else ())})
+        place = {number: index for index, number in enumerate(members)}
+        pairs = [(place[one], place[other]) for one, other in cuts]
+        whole = [members[index] for index in largest_connected(len(members), pairs)]
         can = f"{words_of(cuts)}; replicas {whole} can"
-        text = f"{self._subject()} cannot form a group: {self._key_refused(driver) or can}"
+        text = f"{self._subject()} cannot form a group: {self._refusal or can}"
         missing = tuple([number for number in self._demand if number not in whole])
-        return Ended("late", text, missing, tuple(whole), tuple(cuts))
+        return Ended("connect", text, missing, tuple(whole), tuple(cuts))
 
     def _key_refused(self, driver: FixedDriver) -> str:
         """Return why this replica's key store refuses members, in a sentence; "" if it does not."""
