@@ -26,9 +26,11 @@ from fault_replicas import (
     wait_for,
 )
 from registries import Host
+from torch import nn
+from torch.optim import Optimizer
 from workers import Pool
 
-from diloco_comm import Delayed, DiLoCo, Elastic, LeftBehind, Link, Wire
+from diloco_comm import Blocking, Delayed, DiLoCo, Elastic, LeftBehind, Link, Wire
 from diloco_comm.elastic.happenings import Suspected, ViewChanged
 from diloco_comm.elastic.registry import RegistryUnavailable
 from diloco_comm.elastic.registry import connect as registry_at
@@ -70,6 +72,38 @@ def hold(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
+def begin(
+    rank: int,
+    registry: str,
+    on_event: Callable[[Any], None],
+    *,
+    backend: str = "tcp",
+    overlap: Delayed | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Optimizer, DiLoCo]:
+    """Come to the group.
+
+    Args:
+        options: Of ``Elastic``.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    model = make_model()
+    optimizer = make_optimizer(model)
+    peers = Elastic(
+        registry, run="test", replica=rank, founding_wait=5.0, on_event=on_event, **options
+    )
+    diloco = DiLoCo(
+        model,
+        optimizer,
+        sync_every=H,
+        peers=peers,
+        overlap=overlap or Blocking(),
+        wire=Wire(block_size=BLOCK),
+        link=Link(backend, chunk_bytes=512, timeout=60.0),
+    )
+    return model, optimizer, diloco
+
+
 def live(
     rank: int,
     world: int,
@@ -82,31 +116,11 @@ def live(
 ) -> End:
     """Train; the last replica does something to itself once all are there."""
     os.environ["DILOCO_COMM_REPORT_S"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     signs, lines = connect(store), Lines()
     logging.getLogger("diloco_comm").addHandler(lines)
     happenings: list[Any] = []
-    model = make_model()
-    optimizer = make_optimizer(model)
-    backend = options.pop("backend", "tcp")
-    membership = Elastic(
-        registry,
-        run="test",
-        replica=rank,
-        min_replicas=2,
-        founding_wait=5.0,
-        quorum_wait=40.0,
-        on_event=happenings.append,
-        **options,
-    )
-    diloco = DiLoCo(
-        model,
-        optimizer,
-        sync_every=H,
-        peers=membership,
-        wire=Wire(block_size=BLOCK),
-        link=Link(backend, chunk_bytes=512, timeout=60.0),
-    )
+    options = {"min_replicas": 2, "quorum_wait": 40.0, **options}
+    model, optimizer, diloco = begin(rank, registry, happenings.append, **options)
     is_left_behind = False
     try:
         while diloco.inner_step < LAST_STEP:
@@ -230,27 +244,9 @@ def come_to_a_boundary(
     rank: int, world: int, store: tuple[str, int], registry: str
 ) -> tuple[tuple[int, ...], float]:
     """Replica 1 leaves at a boundary at which a round is under way; replica 2 stops in it."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     signs, happenings = connect(store), list[Any]()
-    model = make_model()
-    optimizer = make_optimizer(model)
-    membership = Elastic(
-        registry,
-        run="test",
-        replica=rank,
-        suspect_after=3.0,
-        founding_wait=5.0,
-        on_event=happenings.append,
-    )
-    diloco = DiLoCo(
-        model,
-        optimizer,
-        sync_every=H,
-        peers=membership,
-        overlap=Delayed(),
-        wire=Wire(block_size=BLOCK),
-        link=Link("gloo", chunk_bytes=512, timeout=60.0),
-    )
+    options: dict[str, Any] = {"overlap": Delayed(), "backend": "gloo", "suspect_after": 3.0}
+    model, optimizer, diloco = begin(rank, registry, happenings.append, **options)
     while diloco.inner_step < LAST_STEP and not diloco.is_done:
         if diloco.inner_step == H + 1 and rank == 1:
             diloco.leave()
