@@ -4,21 +4,26 @@
 
 Allocations above 64 KiB are counted in all threads of the process by a preloaded library (built
 here with the C++ compiler); minor page faults in the calling thread (RUSAGE_THREAD) and in the
-engine's threads (/proc). gloo's own threads are listed apart.
+engine's threads (/proc). gloo's own threads are listed apart. The last figure is the time of a log
+line about a round, from its figures to a stream that drops the line.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
+import logging
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,6 +124,24 @@ def measure(args: argparse.Namespace, wire: str) -> list[dict[str, int]]:
     return [dict(zip(names, map(int, row), strict=True)) for row in rows]
 
 
+def line_us(count: int = 2000) -> float:
+    """Microseconds that a line about a round takes."""
+    from diloco_comm.rounds import metrics, progress
+
+    recorder, clock = metrics.Recorder(), itertools.count(step=progress.PERIOD_S)
+    group = SimpleNamespace(replica=0, members=(0, 1), collectives="gloo")
+    options: dict[str, Any] = {"parameter_bytes": 1, "clock": lambda: next(clock)}
+    told = progress.Progress(recorder, group, num_parts=2, **options)
+    metrics.logger.setLevel(logging.INFO)
+    with open(os.devnull, "w") as null:
+        metrics.logger.addHandler(logging.StreamHandler(null))
+        begin = time.perf_counter()
+        for i in range(count):
+            recorder.add(metrics.SyncMetrics(i, 0, i, 1 << 20, pseudo_gradient_norm=1.0))
+            told.tell()
+        return (time.perf_counter() - begin) / count * 1e6
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -147,6 +170,8 @@ def main() -> int:
             values = [once[name] for once in syncs]
             results[wire][name] = {"mean": sum(values) / len(values), "max": max(values)}
             report.print(f" {name:>22} {results[wire][name]['mean']:8.2f} {max(values):6d}")
+    report.header["log_line_us"] = line_us()
+    report.print(f"# a log line about a round: {report.header['log_line_us']:.1f} us")
     common.finish(report, results, args.json)
     return 0
 

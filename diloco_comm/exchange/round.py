@@ -12,11 +12,14 @@ decides whether a voted round is applied or forgotten (``membership.termination`
 
 from __future__ import annotations
 
+import re
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from math import inf, isnan, nan
 from typing import Any, Literal, Protocol, cast
 
@@ -45,6 +48,10 @@ _NEXT: Mapping[RoundState, Sequence[RoundState]] = {
 }
 _POLL_S = 2e-5
 _LONG_S = 3600.0  # as many as a C++ clock takes
+# The first look for whom a job waits; each look is a tenth of the wait after the last one.
+_LOOK_S = 0.01
+# The words of the engine while it waits for a replica's header (``Job.waiting``).
+_TO_BEGIN = re.compile(r"replica (\d+) to begin ")
 # The names of a user's calls, by the kinds of exchange in which attached replicas may differ.
 _CALLS = {
     "exchange_objects": "start of flush",
@@ -299,6 +306,7 @@ class Round:
         encoded: The end of an encoding on streams, in a round that is held; None elsewhere.
         error: Why there is no result; set in a round that is voted, rejected or failed.
         blame: Adds to an error which replicas are missing; None where nothing does.
+        awaited_s: Seconds that the caller has waited until a replica began the round, by number.
     """
 
     header: Header
@@ -318,6 +326,9 @@ class Round:
     encoded: torch.Event | None = None
     error: SyncError | None = None
     blame: Callable[[SyncError], SyncError] | None = None
+    awaited_s: defaultdict[int, float] = field(
+        default_factory=partial(defaultdict, float), init=False
+    )
     _headers: list[Header] = field(default_factory=list, init=False)
     _num_collected: int = field(default=0, init=False)  # runs of the result
     _wait_s: float = field(default=0.0, init=False)
@@ -452,7 +463,7 @@ class Round:
                 if mean is not None:
                     return mean
             begin = time.perf_counter()
-            if not wait_for_job(job, inf if timeout is None else timeout):
+            if not wait_for_job(job, inf if timeout is None else timeout, self.awaited_s):
                 raise TimeoutError(f"the exchange was not done after {timeout} s")
             wait_s = time.perf_counter() - begin
             self.resolve()
@@ -544,17 +555,27 @@ class Round:
         self._num_collected = num_runs
 
 
-def wait_for_job(job: Job, seconds: float) -> bool:
-    """Wait as ``job.wait`` does, and log for which replicas if that takes long."""
-    deadline = time.monotonic() + seconds
-    if job.wait(min(seconds, waiting.FIRST_S)):
-        return True
-    log = waiting.WaitLog(waiting.FIRST_S)
-    while time.monotonic() < deadline:
-        if job.wait(min(deadline - time.monotonic(), log.remaining() + 0.1)):
-            return True
-        log.tick(lambda: job.waiting)
-    return False
+def wait_for_job(
+    job: Job, seconds: float, awaited_s: defaultdict[int, float] | None = None
+) -> bool:
+    """Wait as ``job.wait`` does, and log for which replicas if that takes long.
+
+    Args:
+        awaited_s: Takes the seconds until each replica began the round, a tenth too few at most.
+    """
+    begin = last = time.monotonic()
+    deadline, log = begin + seconds, None
+    while not job.wait(min(deadline - last, max(_LOOK_S, min((last - begin) / 10, 1.0)))):
+        before, last, what_for = last, time.monotonic(), job.waiting
+        if awaited_s is not None and (found := _TO_BEGIN.match(what_for)):
+            awaited_s[int(found[1])] += last - before
+        if last >= deadline:
+            return False
+        if log is None and last - begin >= waiting.FIRST_S:
+            log = waiting.WaitLog(last - begin)
+        if log is not None:
+            log.tick(lambda what_for=what_for: what_for)  # type: ignore[misc]
+    return True
 
 
 def shares(weights: Sequence[float]) -> list[float]:

@@ -10,6 +10,7 @@ This module imports neither of them. A writer has a method ``add_scalar(tag, val
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import fields
@@ -67,6 +68,8 @@ class Figures:
         self._norms: dict[int, float] = {}
         if diloco is not None:
             diloco.on_sync(self._since.append)
+            # The trainer's own log has these figures.
+            diloco._progress.level = logging.DEBUG
             if choice == "all":
                 log_metrics(diloco, self._add)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -103,15 +103,21 @@ class Recorder:
     """Keep the latest metrics and all sums, and tell the callbacks.
 
     Attributes:
+        since: Sums over the exchanges that ``progress`` has not taken yet.
+        awaited_s: Seconds for which this replica has waited until another one, by its number, began
+            a round that was applied. Waits of a stream on a device are not measured.
         callbacks: Called after every exchange.
+        progress: Called before them while lines of level INFO are logged; see ``Progress.tell``.
         waiting: Called once, when the present step has ended.
         is_telling: A callback is being called.
     """
 
     def __init__(self) -> None:
         self.latest: deque[SyncMetrics] = deque(maxlen=NUM_KEPT)
-        self.totals = SyncTotals()
+        self.totals, self.since = SyncTotals(), SyncTotals()
+        self.awaited_s: defaultdict[int, float] = defaultdict(float)
         self.callbacks: list[Callable[[SyncMetrics], None]] = []
+        self.progress: Callable[[], None] | None = None
         # Signal handlers add to it, in the middle of anything.
         self.waiting: deque[Callable[[], object]] = deque()
         self._untold: deque[SyncMetrics] = deque()
@@ -121,15 +127,15 @@ class Recorder:
     def add(self, metrics: SyncMetrics) -> None:
         """Take in one exchange, applied or skipped."""
         self.latest.append(metrics)
-        totals = self.totals
-        totals.num_syncs += 1
-        totals.num_skipped += not metrics.is_applied
-        totals.num_reset += metrics.is_reset
-        for field in fields(totals):
-            if hasattr(metrics, field.name):
-                total = getattr(totals, field.name) + getattr(metrics, field.name)
-                setattr(totals, field.name, total)
-        if self.callbacks:
+        for totals in (self.totals, self.since):
+            totals.num_syncs += 1
+            totals.num_skipped += not metrics.is_applied
+            totals.num_reset += metrics.is_reset
+            for field in fields(totals):
+                if hasattr(metrics, field.name):
+                    total = getattr(totals, field.name) + getattr(metrics, field.name)
+                    setattr(totals, field.name, total)
+        if self.callbacks or (self.progress is not None and logger.isEnabledFor(logging.INFO)):
             self._untold.append(metrics)
 
     def applied(
@@ -159,6 +165,9 @@ class Recorder:
             reset_replicas=reset,
         )
         self.add(metrics)
+        if flight.work is not None:
+            for replica, seconds_of_it in flight.work.awaited_s.items():
+                self.awaited_s[replica] += seconds_of_it
         if reset:
             _log_reset(flight, reset)
         if not self._has_warned_of_skips:
@@ -251,6 +260,8 @@ class Recorder:
         return first
 
     def _untold_calls(self) -> Iterator[Callable[[], object]]:
+        if self.progress is not None:
+            yield self.progress
         while self._untold:
             metrics = self._untold.popleft()
             yield from [partial(callback, metrics) for callback in self.callbacks]

@@ -405,7 +405,8 @@ class RoundRunner(ABC):
                 result = flight.wait(leaves_verdict=leaves_verdict)
         except SyncError as error:
             result = error
-        flight.exposed_s = time.perf_counter() - begin
+        # A round may be waited for again, after a Ctrl-C or in a flush.
+        flight.exposed_s += time.perf_counter() - begin
         if is_traced:
             self._trace(flight)
         return result

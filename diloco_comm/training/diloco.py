@@ -35,7 +35,7 @@ from ..rounds.nonfinite import check_on_reset
 from ..rounds.part import SyncedFragment, SyncedPart
 from ..rounds.state_dict import Scope, collect, saved_writes, with_run
 from . import arguments
-from .group import Place, Replica, join, meet_workers, shard_group_of, workers_of
+from .group import Place, Replica, join, meet_workers, progress_of, shard_group_of, workers_of
 from .planning import make_plan
 
 if TYPE_CHECKING:
@@ -170,13 +170,14 @@ class DiLoCo:
         chosen = choices_of(arguments.defaults_of(DiLoCo) | given)
         arguments.check_arguments(model, chosen)
         recording.start_if_asked()
-        norms, attach, checks = (chosen[name] for name in ("norms", "attach", "checks"))
+        names = "norms", "attach", "checks", "on_reset"
+        norms, attach, checks, on_reset = (chosen[name] for name in names)
         weight = arguments.weight_of(chosen["weight"])
         timeout_s = arguments.seconds_of(chosen["timeout"])
 
         # Settings: what all replicas share.
         settings = arguments.settings_of(choices_of(given))
-        check_on_reset(chosen["on_reset"], settings)
+        check_on_reset(on_reset, settings)
 
         # Plan: the parts of this replica, and the workers that train it.
         optimizers = hookable(optimizer, attach=attach)
@@ -194,15 +195,9 @@ class DiLoCo:
         self._skipped = SkippedSteps(optimizers)
 
         # Peers: the exchange with the other replicas, and the same state on all of them.
-        replica = Replica(
-            *(model, optimizers, settings, plan, workers, self._recorder),
-            FiguresOf(self),
-            impl=self.impl,
-            timeout_s=timeout_s,
-            weight=weight,
-            norms=norms,
-            on_reset=chosen["on_reset"],
-        )
+        known = model, optimizers, settings, plan, workers, self._recorder
+        own = {"timeout_s": timeout_s, "weight": weight, "norms": norms, "on_reset": on_reset}
+        replica = Replica(*known, FiguresOf(self), impl=self.impl, **own)
         try:
             place = Place.of(chosen, timeout_s)
             if chosen["membership"] is None:
@@ -218,6 +213,7 @@ class DiLoCo:
             raise
         self.exchange, self._rounds = joined.rounds.exchange, joined.rounds
         self._agreement, self.inner_step, self._twins = joined[1:]
+        self._progress = progress_of(replica, self.exchange, place.name)
 
         # The loop: what looks at the model, and what counts the optimizer's steps.
         self._watch = ModelWatch(
@@ -241,6 +237,7 @@ class DiLoCo:
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
         warn_at_exit(self)
+        self._progress.begin(plan.words(settings, self.inner_step), self.inner_step)
 
     def __enter__(self) -> DiLoCo:
         self._refuse_if_closed()
@@ -317,6 +314,8 @@ class DiLoCo:
             self._elastic.close(self.exchange, is_finished=is_finished)
         if self._workers is not None:
             self._workers.close()
+        changes = None if self._elastic is None else self.elastic_totals()
+        self._progress.end(self.inner_step, changes)
 
     def __reduce__(self) -> NoReturn:
         refuse_copy(self, "save diloco.state_dict() for load_state_dict() of a new DiLoCo")
@@ -833,6 +832,7 @@ class DiLoCo:
             self._rounds.drop()
             restore.write()
             self.inner_step = restore.inner_step
+            self._progress.inner_step = self.inner_step
             self._saved_writes = saved_writes(self.parts)
         if self._rounds.same_data.is_wanted:
             self._rounds.same_data.begin(self.parts, self.inner_step)

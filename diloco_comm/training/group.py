@@ -37,6 +37,7 @@ from ..replica.workers import ReplicaWorkers
 from ..rounds import handshake, history, joining
 from ..rounds.metrics import Recorder
 from ..rounds.nonfinite import OnReset
+from ..rounds.progress import Progress
 from ..rounds.runner import RoundRunner, Weight
 from ..rounds.send_timed import SendTimed
 from ..rounds.state_dict import Scope
@@ -190,6 +191,20 @@ def join(replica: Replica, place: Place) -> Joined:
         exchange.close()
         raise
     return Joined(rounds, agreement, inner_step, Twins(place, plan, exchange))
+
+
+def progress_of(replica: Replica, exchange: Exchange, name: str) -> Progress:
+    """Return what logs the rounds of a replica; with several workers, worker 0 logs."""
+    plan, workers = replica.plan, replica.workers
+    own = [tensor for part in plan.parameter_parts() for tensor in part.tensors()]
+    return Progress(
+        replica.recorder,
+        exchange,
+        num_parts=len(plan.parts),
+        parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in own),
+        name=name,
+        worker=(0, 1) if workers is None else (workers.rank, workers.size),
+    )
 
 
 class Twins:
