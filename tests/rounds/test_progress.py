@@ -299,15 +299,16 @@ def test_a_replica_alone_has_no_bytes(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def train_elastic(rank: int, world: int, address: str) -> list[tuple[str, str]]:
-    """Replica 0 leaves after its second round; replica 1 goes on alone."""
+    """Replica 0 leaves after one of its first rounds; replica 1 goes on alone."""
     model = Regression()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    peers = Elastic(address, run="test", replica=rank, founding_wait=5.0, total_steps=8)
+    peers = Elastic(address, run="test", replica=rank, founding_wait=5.0, total_steps=12)
     with kept_lines() as lines, DiLoCo(model, optimizer, sync_every=2, peers=peers) as diloco:
         while not diloco.is_done:
             train_step(model, optimizer, rank, diloco.inner_step)
-            if rank == 0 and diloco.inner_step == 3:
+            if rank == 0 and diloco.inner_step == 1:
                 diloco.leave()
+                time.sleep(2.0)
     return lines
 
 
@@ -316,16 +317,16 @@ def test_the_lowest_replica_that_is_left_logs_the_rounds(
 ) -> None:
     pool = fresh_workers(2, init_group=False)
     first, second = pool.run(train_elastic, registry.address, timeout=80)
-    assert [text.split(":")[0] for _, text in first] == [
-        "replica 0 of replicas [0, 1] begins",
-        "round 0 at inner step 2",
-        "round 1 at inner step 4",
-        "replica 0 ends at inner step 4",
-    ]
+    begin, *rounds, end = [text for _, text in first]
+    assert begin.startswith("replica 0 of replicas [0, 1] begins: ")
+    left = len(rounds)
+    places = [f"round {n} at inner step {2 * n + 2}" for n in range(6)]
+    assert [text.split(":")[0] for text in rounds] == places[:left]
+    assert end.startswith(f"replica 0 ends at inner step {2 * left}: {left} round")
     begin, *rounds, end = [text for _, text in second]
     assert begin.startswith("replica 1 of replicas [0, 1] begins: ")
-    assert rounds == [f"round {n} at inner step {2 * n + 2}: replicas [1]" for n in (2, 3)]
-    assert re.match(r"replica 1 ends at inner step 8: 4 rounds applied; .*; changes of the ", end)
+    assert rounds == [f"{place}: replicas [1]" for place in places[left:]]
+    assert re.match(r"replica 1 ends at inner step 12: 6 rounds applied; .*; changes of the ", end)
 
 
 @pytest.mark.parametrize("error", [ValueError("own"), KeyboardInterrupt()])
