@@ -110,10 +110,14 @@ def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[p
     )
     assert process.stdout is not None
     try:
-        wait_for_line(process.stdout.readline, "step    0/")
-        time.sleep(0.3)
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) > 2
+        wait_for_line(process.stdout.readline, "2 replicas train")
+        # The replicas are forked by a child of the demo.
+        until = time.monotonic() + 60.0
+        children: list[psutil.Process] = []
+        while sum(child.ppid() != process.pid for child in children) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.3)
+            children = psutil.Process(process.pid).children(recursive=True)
         yield process, children
     finally:
         try:
@@ -162,7 +166,6 @@ def test_dead_replica_is_reported(
     running_demo: tuple[subprocess.Popen[str], list[psutil.Process]],
 ) -> None:
     process, children = running_demo
-    # The replicas are forked by a child of the demo.
     replicas = [child for child in children if child.ppid() != process.pid]
     assert len(replicas) == 2
     replicas[-1].kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -391,3 +392,56 @@ def test_a_full_standard_output_is_one_sentence() -> None:
         )
     sentence = "diloco-comm: the output cannot be written: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (1, sentence)
+
+
+# ------------------------------------------------------------------------------ progress bars
+
+
+def run_on_terminal(words: list[str]) -> tuple[str, str]:
+    """Run a command whose stderr alone is a terminal; return stdout and what the terminal got."""
+    parent, child = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child, env=environment) as run:
+        os.close(child)
+        shown = b""
+        # A terminal that nobody holds any more ends with an error in place of no bytes.
+        with contextlib.suppress(OSError):
+            while part := os.read(parent, 1 << 16):
+                shown += part
+        os.close(parent)
+        assert run.stdout is not None
+        out = run.stdout.read().decode()
+    assert run.returncode == 0, shown.decode()
+    return out, shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("words", "title", "note"),
+    [(OPS, "timing", "decode topk256"), ([*EXCHANGE, "--wire", "int4"], "64K", "int4")],
+    ids=["one process", "ranks"],
+)
+def test_a_bar_is_shown_on_a_terminal_and_nowhere_else(
+    words: list[str], title: str, note: str
+) -> None:
+    out, shown = run_on_terminal(words)
+    assert title in shown and "100%" in shown and note in shown
+    # The bar takes itself away, and never hides the cursor.
+    assert shown.endswith("\x1b[2K") and "\x1b[?25l" not in shown
+    assert "\x1b" not in out and "int4" in out
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", *words]
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert piped.returncode == 0 and piped.stderr == ""
+    assert [line.split()[:1] for line in piped.stdout.splitlines()] == [
+        line.split()[:1] for line in out.splitlines()
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.nightly("30 s; bench has the same bar")
+def test_the_bars_of_the_demo_stay_and_its_json_is_clean(tmp_path: Path) -> None:
+    size = ["--replicas", "2", "--steps", "4", "--sync-every", "2", "--gbps", "10", "--rtt-ms", "0"]
+    out, shown = run_on_terminal(["demo", *size, "--json", "--out", str(tmp_path)])
+    rows = [row["name"] for row in json.loads(out)["rows"]]
+    bars = re.findall(r"([A-Z]\S+ \S+) .*100%.*?loss [0-9.]+", shown)
+    assert list(dict.fromkeys(bars)) == rows

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from ...exchange.exchange import Exchange
 from ...ops.wire import BLOCK_SIZES, ELEMENT_WIRES, WIRES
 from ..common import measuring, reports
+from ..common.printing import progress_bar
+from ..common.sizes import format_size
 from . import methods
 
 DTYPES = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16}
@@ -190,11 +192,14 @@ class Sampler:
     ) -> list[list[float]]:
         """Return the seconds of every method on the slowest rank, one list for each method."""
         seconds: list[list[float]] = [[] for _ in chosen]
-        for i in range(warmup_iters + iters):
-            for times, method in zip(seconds, chosen, strict=True):
-                once = self.sample(method, source, repeats)
-                if i >= warmup_iters:
-                    times.append(once)
+        title, total = format_size(source.nbytes), (warmup_iters + iters) * len(chosen)
+        with progress_bar(title, total) as advance:
+            for i in range(warmup_iters + iters):
+                for times, method in zip(seconds, chosen, strict=True):
+                    once = self.sample(method, source, repeats)
+                    if i >= warmup_iters:
+                        times.append(once)
+                    advance(note=method.wire)
         return [measuring.slowest_of_ranks(times) for times in seconds]
 
 

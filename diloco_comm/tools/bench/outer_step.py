@@ -29,6 +29,7 @@ from ... import (
 )
 from ...options import Backend
 from ..common import measuring, reports
+from ..common.printing import progress_bar
 from .methods import format_of
 
 POLICIES = ("blocking", "streaming", "delayed", "eager", "co2")
@@ -124,7 +125,12 @@ def measure(settings: Settings) -> dict[str, Any]:
     ) as diloco:
         if settings.link is not None:
             diloco.emulate_link(*settings.link)
-        figures = [_round(model, diloco, settings) for _ in range(settings.rounds + 1)][1:]
+        figures = []
+        with progress_bar("rounds", settings.rounds + 1) as advance:
+            for _ in range(settings.rounds + 1):
+                figures.append(_round(model, diloco, settings))
+                advance()
+        figures = figures[1:]
         diloco.flush()  # rounds may be under way
         over = diloco.exchange.collectives
     return {**_summary(figures, settings), "over": over}

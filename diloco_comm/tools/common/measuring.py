@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from .printing import progress_bar
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return the nearest-rank percentile; `percent` in 0..100."""
@@ -41,12 +43,14 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Time all functions in turn, `rounds` times; return the seconds of each call after warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for i in range(warmup + rounds):
-        for name, function in functions.items():
-            begin = time.perf_counter()
-            function()
-            if i >= warmup:
-                seconds[name].append(time.perf_counter() - begin)
+    with progress_bar("timing", (warmup + rounds) * len(functions)) as advance:
+        for i in range(warmup + rounds):
+            for name, function in functions.items():
+                begin = time.perf_counter()
+                function()
+                if i >= warmup:
+                    seconds[name].append(time.perf_counter() - begin)
+                advance(note=name)
     return seconds
 
 

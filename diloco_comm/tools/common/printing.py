@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...base import launch
 from ...base.files import whole_file
 from .exits import fail
 
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
 
 # Columns; every table of this package is narrower.
 _WIDEST = 1000
+# Seconds between two drawings of a bar.
+_REDRAW_S = 0.1
 
 
 def announcer(as_json: bool) -> Callable[[str], None]:
@@ -26,6 +32,56 @@ def announcer(as_json: bool) -> Callable[[str], None]:
         print(text, flush=True)
 
     return announce
+
+
+@contextlib.contextmanager
+def progress_bar(
+    title: str, total: float, *, is_kept: bool = False
+) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr while a block runs, where stderr is a terminal; nothing elsewhere.
+
+    The block calls ``advance(steps=1, note="")``. The bar is drawn in these calls alone: no thread
+    disturbs a measurement. The block prints nothing to the terminal. In a job, rank 0 has the bar.
+
+    Args:
+        is_kept: The bar stays on the terminal after the block.
+    """
+    found = launch.find()
+    if not sys.stderr.isatty() or (found is not None and found.rank != 0):
+        yield lambda steps=1, note="": None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    # A rank that a signal ends at once could not show a hidden cursor again.
+    console.show_cursor = lambda show=True: False  # type: ignore[method-assign]
+    columns = (
+        TextColumn("{task.description:<14}"),
+        BarColumn(20),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(
+        *columns,
+        console=console,
+        auto_refresh=False,
+        transient=not is_kept,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
+        task, drawn = progress.add_task(title, total=total, note=""), time.monotonic()
+
+        def advance(steps: float = 1, note: str = "") -> None:
+            nonlocal drawn
+            progress.update(task, advance=steps, note=note)
+            if time.monotonic() >= drawn + _REDRAW_S:
+                progress.refresh()
+                drawn = time.monotonic()
+
+        progress.refresh()
+        yield advance
 
 
 def print_whole(console: Console, table: Table) -> None:

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Totals of one replica after ``step`` inner steps of the current row.
+    """The training loss of one replica after ``step`` inner steps of the current row.
 
-    ``seconds`` counts training only, not validation. ``exposed_s`` is the part of ``seconds`` for
-    which the training loop waited for communication.
+    ``seconds`` counts training only, not validation.
     """
 
     step: int
     loss: float
-    sent_bytes: int
-    exposed_s: float
     seconds: float
     weight: float = 1.0
 
@@ -33,7 +30,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class Finished:
-    """One replica has finished the row; ``outer_hash`` identifies its shared model."""
+    """One replica has finished the row; ``outer_hash`` identifies its shared model.
+
+    ``exposed_s`` is the part of ``seconds`` for which the training loop waited for communication.
+    """
 
     outer_hash: str
     num_parameters: int

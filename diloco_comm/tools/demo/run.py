@@ -6,18 +6,18 @@ import contextlib
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from typing import Protocol
 
 from ...base.store_host import open_store
+from ..common.printing import progress_bar
 from ..common.ranks import WITH_OPTIMIZER
 from .data import load_corpus
 from .events import Failed
 from .report.results import Results, RowResult
-from .settings import ROWS, Row, Settings
+from .settings import ROWS, Settings
 from .worker import worker_main
 
 STOP_SECONDS = 10.0
@@ -27,19 +27,11 @@ class ReplicaError(RuntimeError):
     """A replica of the demo raised or died."""
 
 
-class Display(Protocol):
-    """Shows a demo while it runs."""
-
-    def start(self, results: Results) -> None: ...
-
-    def update(self, result: RowResult) -> None:
-        """Show the row's new state; called for every event."""
-
-    def finish(self) -> None: ...
-
-
-def run_demo(settings: Settings, display: Display, rows: Sequence[Row] = ROWS) -> Results:
+def run_demo(settings: Settings, tell: Callable[[Results], None]) -> Results:
     """Train every row on the same replica processes and return their results.
+
+    Args:
+        tell: Called with the results before there are any.
 
     Raises:
         ValueError: If the text is missing or too short.
@@ -48,15 +40,13 @@ def run_demo(settings: Settings, display: Display, rows: Sequence[Row] = ROWS) -
     started = time.perf_counter()
     corpus = load_corpus(settings.data, settings.num_replicas)
     results = Results(settings, corpus.source, corpus.unigram_entropy)
-    display.start(results)
-    try:
-        with _replicas(settings) as replicas:
-            for row in rows:
-                result = results.rows[row] = RowResult(row, settings.num_replicas)
-                _train_row(result, replicas, display)
-    finally:
-        results.total_seconds = time.perf_counter() - started
-        display.finish()
+    tell(results)
+    with _replicas(settings) as replicas:
+        for row in ROWS:
+            result = results.rows[row] = RowResult(row, settings.num_replicas)
+            with progress_bar(row.name, settings.num_steps, is_kept=True) as advance:
+                _train_row(result, replicas, advance)
+    results.total_seconds = time.perf_counter() - started
     return results
 
 
@@ -111,10 +101,11 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _train_row(result: RowResult, replicas: Sequence[_Replica], display: Display) -> None:
+def _train_row(
+    result: RowResult, replicas: Sequence[_Replica], advance: Callable[..., None]
+) -> None:
     for replica in replicas:
         replica.pipe.send(result.row)
-    display.update(result)
     index_of = {replica.pipe: index for index, replica in enumerate(replicas)}
     while not result.is_finished:
         for pipe in connection.wait(list(index_of)):
@@ -130,5 +121,7 @@ def _train_row(result: RowResult, replicas: Sequence[_Replica], display: Display
                 ) from None
             if isinstance(event, Failed):
                 raise ReplicaError(f"replica {index}, {result.row.name}:\n{event.traceback}")
+            before = result.step
             result.add(index, event)
-            display.update(result)
+            loss = f"loss {result.final_loss:.3f}" if result.validation else ""
+            advance(result.step - before, loss)

@@ -105,10 +105,9 @@ class _Trainer:
             loss_sum += method.step(*batches.next(), lr=settings.inner_lr_at(step))
             seconds = time.perf_counter() - clock
             if (step + 1) % settings.report_every == 0:
-                traffic = method.traffic()
                 loss = float(loss_sum) / settings.report_every
                 loss_sum.zero_()
-                self._emit(Progress(step + 1, loss, traffic.sent_bytes, traffic.exposed_s, seconds))
+                self._emit(Progress(step + 1, loss, seconds))
         if begin + settings.sync_every == settings.num_steps:
             method.finish()
             seconds = time.perf_counter() - clock

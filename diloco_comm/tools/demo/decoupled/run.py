@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from ....asynchronous import DecoupledServer
 from ....methods.outer import Nesterov
+from ...common.printing import progress_bar
 from ..data import load_corpus
 from ..events import Failed
 from ..run import STOP_SECONDS, ReplicaError, interrupts_blocked
@@ -48,13 +49,15 @@ def run_learners(demo: DecoupledDemo, tell: Callable[[str], None]) -> Results:
         for learner in all_:
             learner.pipe.send("begin")
         tell(f"learner {demo.slow} takes {demo.slow_factor:g} times as long for a step")
-        _collect(all_, results, demo.seconds / 2)
+        with progress_bar("before the kill", demo.seconds / 2) as advance:
+            _collect(all_, results, demo.seconds / 2, advance=advance)
         killed = all_[demo.killed]
         killed.process.kill()
         results.killed_at = time.monotonic()
         tell(f"learner {demo.killed} is killed")
         rest = [learner for learner in all_ if learner is not killed]
-        _collect(rest, results, demo.seconds / 2)
+        with progress_bar("after the kill", demo.seconds / 2) as advance:
+            _collect(rest, results, demo.seconds / 2, advance=advance)
         results.ended_at = time.monotonic()
         for learner in rest:
             learner.pipe.send("end")
@@ -69,11 +72,19 @@ def _collect(
     results: Results,
     seconds: float,
     is_over: Callable[[], bool] | None = None,
+    advance: Callable[..., None] = lambda seconds: None,
 ) -> None:
-    """Note what the learners say for some seconds, or until ``is_over``, which must come true."""
-    end = time.monotonic() + seconds
+    """Note what the learners say for some seconds, or until ``is_over``, which must come true.
+
+    Args:
+        advance: Called with the seconds since the last call.
+    """
+    last = time.monotonic()
+    end = last + seconds
     while not (is_over is not None and is_over()):
-        left_s = end - time.monotonic()
+        before, last = last, time.monotonic()
+        advance(last - before)
+        left_s = end - last
         if left_s <= 0:
             if is_over is not None:
                 raise ReplicaError(f"the learners did not answer for {seconds:g} s")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...common import plots
 from ..settings import BASELINE, EAGER, FEDAVG, REFERENCE, SMALL, STREAMING, TINY
-from .display import megabytes
-from .results import Point, Results, RowResult
+from .results import Point, Results, RowResult, megabytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -36,16 +36,13 @@ class RowResult:
     training: list[Point] = field(default_factory=list)
     validation: list[Point] = field(default_factory=list)
     finished: dict[int, Finished] = field(default_factory=dict)
-    _latest: dict[int, Progress] = field(default_factory=dict)
     _pending: dict[tuple[bool, int], list[Progress | Validation]] = field(default_factory=dict)
 
     def add(self, replica: int, event: Event) -> None:
         """Record an event; a step becomes a point when every replica has reported the step."""
         if isinstance(event, Finished):
             self.finished[replica] = event
-        elif isinstance(event, (Progress, Validation)):
-            if isinstance(event, Progress):
-                self._latest[replica] = event
+        elif isinstance(event, Progress | Validation):
             self._add_to_curve(event)
 
     def _add_to_curve(self, event: Progress | Validation) -> None:
@@ -66,7 +63,8 @@ class RowResult:
 
     @property
     def step(self) -> int:
-        return self.training[-1].step if self.training else 0
+        ends = [*self.training[-1:], *self.validation[-1:]]
+        return max((point.step for point in ends), default=0)
 
     @property
     def initial_loss(self) -> float:
@@ -79,17 +77,17 @@ class RowResult:
     @property
     def seconds(self) -> float:
         """Training seconds of the slowest replica."""
-        return max((total.seconds for total in self._totals()), default=0.0)
+        return max((one.seconds for one in self.finished.values()), default=0.0)
 
     @property
     def sent_bytes(self) -> float:
         """Bytes sent by a replica, mean over the replicas."""
-        return _mean([total.sent_bytes for total in self._totals()])
+        return _mean([one.sent_bytes for one in self.finished.values()])
 
     @property
     def exposed_s(self) -> float:
         """Seconds for which a replica's training loop waited, mean over the replicas."""
-        return _mean([total.exposed_s for total in self._totals()])
+        return _mean([one.exposed_s for one in self.finished.values()])
 
     @property
     def hashes(self) -> list[str]:
@@ -98,9 +96,6 @@ class RowResult:
     @property
     def is_identical(self) -> bool:
         return self.is_finished and len(set(self.hashes)) == 1
-
-    def _totals(self) -> list[Progress | Finished]:
-        return [*(self.finished or self._latest).values()]
 
 
 @dataclass(frozen=True)
@@ -206,3 +201,7 @@ def _close_to(result: RowResult, reference: RowResult, limit: float) -> Claim:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.{0 if num_bytes >= 1e8 else 1}f} MB"
