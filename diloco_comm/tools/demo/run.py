@@ -113,7 +113,7 @@ def _train_row(
             index = index_of[pipe]
             try:
                 event = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 process = replicas[index].process
                 process.join(STOP_SECONDS)
                 raise ReplicaError(
