@@ -13,15 +13,20 @@ import typer
 
 from .. import __version__
 from .bench import command as bench
-from .common.exits import fail, given_options, misuse, sentence_of
+from .common.exits import fail, given_options, in_options, misuse, sentence_of
 from .common.hosting import (
     AddressAsJson,
+    Http,
+    HttpToken,
     Listen,
     RelayPort,
     StoreKeys,
     closed_by_signal,
     host_store,
     opened_relay,
+    page_beside,
+    place_of_page,
+    relay_facts,
     serve_until_signal,
 )
 from .common.outputs import check_folder
@@ -182,6 +187,8 @@ def registry(
         ),
     ] = False,
     relay_port: RelayPort = None,
+    http: Http = None,
+    http_token: HttpToken = None,
     as_json: AddressAsJson = False,
 ) -> None:
     """Host the registry at which replicas agree on their group, until Ctrl-C or SIGTERM.
@@ -206,6 +213,8 @@ def store(
     listen: Listen = "127.0.0.1:29400",
     relay_port: RelayPort = None,
     keys: StoreKeys = None,
+    http: Http = None,
+    http_token: HttpToken = None,
     as_json: AddressAsJson = False,
 ) -> None:
     """Host the store at which replicas find each other, until Ctrl-C or SIGTERM.
@@ -236,10 +245,13 @@ def _truncate(journal: Path | None) -> None:
 @app.command(epilog=RELAY_EXAMPLES)
 @closed_by_signal()
 def relay(
+    context: typer.Context,
     listen: Listen = "127.0.0.1:29800",
     connections: Annotated[
         int, typer.Option(min=1, help="Processes and calls at a time; more are closed at once.")
     ] = 1024,
+    http: Http = None,
+    http_token: HttpToken = None,
     as_json: AddressAsJson = False,
 ) -> None:
     """Copy bytes between replicas that nobody can dial, until Ctrl-C or SIGTERM.
@@ -247,5 +259,14 @@ def relay(
     Such replicas name the relay by Link("tcp", relay="tcp://host:port"). The relay holds no key:
     with keys it sees sizes and times alone. Whoever reaches the port can use the relay.
     """
-    server = opened_relay(listen, connections)
-    serve_until_signal(server, announcer(as_json))
+    from ..monitor.status import Snapshot
+
+    try:
+        place = place_of_page(context)
+        server = opened_relay(listen, connections)
+        with page_beside(place, lambda: Snapshot(facts=relay_facts(server))) as page:
+            serve_until_signal(server, announcer(as_json, page))
+    except ValueError as error:
+        misuse(in_options(str(error), context.params))
+    except OSError as error:
+        fail(sentence_of(error))

@@ -38,7 +38,7 @@ class Status:
         memory: PayloadMemory,
         rule: ServerRule,
     ) -> dict[str, Any]:
-        """Return the status as JSON types, small enough for one message."""
+        """Return the status as JSON types, small enough for one message; any thread may ask."""
         report: dict[str, Any] = {
             "schema": 1,
             "uptime_s": round(time.monotonic() - self.started_at, 3),
@@ -63,7 +63,8 @@ class Status:
     def _of(self, coordinator: Coordinator, sessions: Sessions) -> dict[str, Any]:
         counts, model = coordinator.counts, coordinator.model
         staleness: Counter[str] = Counter()
-        for value, number in counts.staleness.items():
+        # Copies: a worker may come, or send an update, while another thread asks.
+        for value, number in list(counts.staleness.items()):
             staleness[str(value) if value < MAX_STALENESS else f"{MAX_STALENESS}+"] += number
         # All connected workers, and the newest of the workers that are not connected.
         order = sorted(coordinator.members, key=lambda name: sessions.of(name) is not None)
@@ -75,14 +76,14 @@ class Status:
                 "speed": coordinator.speeds.by_worker.get(name),
                 "connected": sessions.of(name) is not None,
             }
-            for name, member in coordinator.members.items()
+            for name, member in list(coordinator.members.items())
             if name in shown
         }
         return {
             "updates": model.version,
             "parameters": model.num_elements,
             "buffer_bytes": model.buffer_bytes,
-            "refused": dict(self.refused + counts.refused),
+            "refused": dict(self.refused.copy() + counts.refused.copy()),
             "duplicates": counts.duplicates,
             "staleness": dict(staleness),
             "workers": workers,

@@ -141,6 +141,7 @@ class Relay:
     Attributes:
         address: ``tcp://host:port``.
         num_pairs: Pairs of connections that the relay copies bytes between.
+        num_copied_bytes: In both directions, of all pairs that the relay has had.
 
     Raises:
         OSError: If the relay cannot listen there.
@@ -153,7 +154,7 @@ class Relay:
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.address = tcp_address(host, self._listener.getsockname()[1])
-        self.num_pairs = 0
+        self.num_pairs = self.num_copied_bytes = 0
         self._most, self._num_held, self._is_full = most, 0, False
         self._seats: dict[bytes, _Seat] = {}
         self._calls: dict[bytes, _Call] = {}
@@ -164,6 +165,11 @@ class Relay:
         self._reserve.fill()
         self._loop = asyncio.new_event_loop()
         self._is_stopped = asyncio.Event()
+
+    @property
+    def num_waiting(self) -> int:
+        """Processes that wait at the relay."""
+        return len(self._seats)
 
     def serve(self) -> None:
         """Join and copy until ``stop_soon``; then close all connections."""
@@ -336,6 +342,7 @@ class Relay:
         view = memoryview(buffer)
         while num_bytes := await self._loop.sock_recv_into(source, buffer):
             await self._loop.sock_sendall(target, view[:num_bytes])
+            self.num_copied_bytes += num_bytes
             # Where bytes and room are always there, nothing above waits: the other pairs' turn.
             await asyncio.sleep(0)
         target.shutdown(socket.SHUT_WR)

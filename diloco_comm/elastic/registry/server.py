@@ -51,6 +51,7 @@ class RegistryServer:
 
     Attributes:
         address: The ``tcp://host:port`` at which the server listens.
+        host: Answers the clients; knows the last messages of all replicas.
         registry_id: The registry's random name in hexadecimal digits, kept in the journal.
 
     Raises:
@@ -89,14 +90,14 @@ class RegistryServer:
             except BaseException:
                 self._close_journal()
                 raise
-        self.address, self._host = hosted.address, hosted.store
-        self.registry_id = self._host.table_id
+        self.address, self.host = hosted.address, hosted.store
+        self.registry_id = self.host.table_id
 
     def serve(self) -> None:
         """Write swaps in this thread until ``stop_soon``, then close the host and the journal."""
         try:
             while not self._stop.is_set():
-                if changes := self._host.take_changes(_POLL_S):
+                if changes := self.host.take_changes(_POLL_S):
                     self._write(changes)
         finally:
             self.close()
@@ -107,7 +108,7 @@ class RegistryServer:
 
     def close(self) -> None:
         """End all connections, and close the journal; idempotent."""
-        self._host.close()
+        self.host.close()
         self._close_journal()
 
     def _close_journal(self) -> None:
@@ -127,12 +128,12 @@ class RegistryServer:
             if not self._has_trouble:
                 _log.error("%s; swaps are refused until it can", reason)
             self._has_trouble = True
-            self._host.settle(reason, isinstance(error, DoubtfulWrite))
+            self.host.settle(reason, isinstance(error, DoubtfulWrite))
             return
         if self._has_trouble:
             _log.warning("the journal can be written again")
         self._has_trouble = False
-        self._host.settle()
+        self.host.settle()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""What the commands that host a server share: serve until a signal, and a relay beside."""
+"""What the commands that host a server share: serve until a signal, a relay and a page beside."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 
 import typer
 
@@ -19,6 +19,8 @@ from .printing import announcer
 
 if TYPE_CHECKING:
     from ...base.service.relay import Relay
+    from ...monitor.http_server import Place
+    from ...monitor.status import Snapshot, Source
 
 # The options that these commands share.
 Listen = Annotated[str, typer.Option(help="HOST:PORT to listen at; port 0 picks a free one.")]
@@ -32,6 +34,18 @@ RelayPort = Annotated[
     typer.Option(
         min=0, max=65535, help="Run a relay for replicas too, at this port of --listen's host."
     ),
+]
+Http = Annotated[
+    str | None,
+    typer.Option(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="Serve a page, its JSON and metrics there too; the host is 127.0.0.1 unless given.",
+    ),
+]
+HttpToken = Annotated[
+    Path | None,
+    typer.Option(help="File with the page's password, which another host than loopback needs."),
 ]
 
 
@@ -93,26 +107,86 @@ def host_store(
     from ...elastic.registry.server import RegistryServer
 
     try:
+        place = place_of_page(context)
         server = RegistryServer(listen, **options)
         if options.get("journal", "") is None:
             note("without --journal a restart forgets all runs")
-        with relay_beside(listen, relay_port):
-            serve_until_signal(server, announcer(as_json))
+        with relay_beside(listen, relay_port) as relay:
+            source = cast("Source", server.host)
+            with page_beside(place, lambda: source_snapshot(source, relay)) as page:
+                serve_until_signal(server, announcer(as_json, page))
     except ValueError as error:
         misuse(in_options(str(error), context.params))
     except (OSError, DamagedLog, RuntimeError) as error:
         fail(sentence_of(error))
 
 
+def place_of_page(context: typer.Context) -> Place | None:
+    """Return where ``--http`` lets the page be served; None without the option.
+
+    Raises:
+        ValueError: If ``--http`` or ``--http-token`` is wrong.
+    """
+    from ...monitor.http_server import Place
+
+    http, token = context.params["http"], context.params["http_token"]
+    if http is None and token is not None:
+        raise ValueError("http_token= is the password of the page, which needs http=")
+    return None if http is None else Place.of(http, token)
+
+
 @contextlib.contextmanager
-def relay_beside(listen: str, port: int | None) -> Iterator[None]:
+def page_beside(place: Place | None, read: Callable[[], Snapshot]) -> Iterator[str | None]:
+    """Serve the page in a thread while the block runs, and yield its address; none without a place.
+
+    Args:
+        read: Called by the thread of the page.
+
+    Raises:
+        OSError: If the page cannot be served there.
+    """
+    if place is None:
+        yield None
+        return
+    from ...monitor.http_server import HttpServer, Monitor
+
+    try:
+        server = HttpServer(place, Monitor(read))
+    except OSError as error:
+        where = f"{place.host} port {place.port}"
+        raise OSError(f"cannot serve --http at {where}: {error.strerror or error}") from None
+    note(f"the page is at {server.address}")
+    with server.running():
+        yield server.address
+
+
+def source_snapshot(source: Source, relay: Relay | None) -> Snapshot:
+    """Return the last messages that a store or registry holds, and the numbers of both hosts."""
+    from ...monitor.status import Snapshot
+
+    facts = {f"host_{name}": value for name, value in source.facts().items()}
+    facts |= {} if relay is None else relay_facts(relay)
+    return Snapshot(source.posted(), source.beats(), source.records(), facts)
+
+
+def relay_facts(relay: Relay) -> Mapping[str, int]:
+    """Return the numbers of a relay by the names of their metrics."""
+    return {
+        "relay_waiting": relay.num_waiting,
+        "relay_pairs": relay.num_pairs,
+        "relay_copied_bytes": relay.num_copied_bytes,
+    }
+
+
+@contextlib.contextmanager
+def relay_beside(listen: str, port: int | None) -> Iterator[Relay | None]:
     """Run a relay in a thread while the block runs; none if ``port`` is None.
 
     Args:
         listen: The ``host:port`` of the other server, whose host the relay shares.
     """
     if port is None:
-        yield
+        yield None
         return
     from ... import _C
 
@@ -123,7 +197,7 @@ def relay_beside(listen: str, port: int | None) -> Iterator[None]:
     thread.start()
     print(f"diloco-comm: a relay listens at {server.address}", file=sys.stderr)
     try:
-        yield
+        yield server
     finally:
         server.stop_soon()
         thread.join()

@@ -24,11 +24,16 @@ _WIDEST = 1000
 _REDRAW_S = 0.1
 
 
-def announcer(as_json: bool) -> Callable[[str], None]:
-    """Return a function that prints the address on which a command listens."""
+def announcer(as_json: bool, page: str | None = None) -> Callable[[str], None]:
+    """Return a function that prints the address on which a command listens.
+
+    Args:
+        page: Address of the page, for the JSON; None for none.
+    """
 
     def announce(address: str) -> None:
-        text = json.dumps({"schema": 1, "address": address}) if as_json else address
+        beside = {} if page is None else {"http": page}
+        text = json.dumps({"schema": 1, "address": address, **beside}) if as_json else address
         print(text, flush=True)
 
     return announce

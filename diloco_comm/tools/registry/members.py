@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,8 @@ from ..common.printing import print_whole
 if TYPE_CHECKING:
     from ...elastic.registry import Registry
     from ...group.beats import Beat
-    from ...group.records import Key, Record
+    from ...group.records import Key
+    from ...monitor.status import Seen
 
 # The paragraphs behind \b keep their line breaks.
 EXAMPLES = """Examples:
@@ -96,82 +97,15 @@ def report(registry: Registry, run: str) -> dict[str, Any]:
         "run": run,
         "registry_id": registry.registry_id,
         "is_durable": registry.is_durable,
-        "view": None if seen.view is None else _view_report(seen, seen.view),
-        "processes": [_beat_report(beat, seen) for beat in seen.beats],
+        "view": seen.view_report(),
+        "processes": [seen.beat_report(beat) for beat in seen.beats],
     }
-
-
-def _view_report(seen: Seen, view: Record) -> dict[str, Any]:
-    from ...group.records import cause_of
-
-    return {
-        "number": view.number,
-        "inner_step": view.inner_step,
-        "cause": cause_of(view),
-        "joined": list(view.joined),
-        "left": list(view.left_out),
-        "evicted": [key.number for key in view.members if seen.is_evicted(key)],
-        "is_finished": view.is_finished,
-        "members": [{"id": key.number, "nonce": key.nonce.hex()} for key in view.members],
-    }
-
-
-def _beat_report(beat: Beat, seen: Seen) -> dict[str, Any]:
-    from ...group.beats import Way
-
-    way, place = Way.from_text(beat.ways[0]) if beat.ways else None, beat.place
-    return {
-        "id": beat.key.number,
-        "nonce": beat.key.nonce.hex(),
-        "address": "" if way is None else way.address,
-        "workers": len(beat.ways),
-        "is_member": seen.view is not None and seen.view.is_member(beat.key),
-        "stage": beat.stage,
-        "view": place.entered,
-        "inner_step": place.inner_step,
-        "phase": beat.phase,
-        "is_leaving": place.is_leaving or seen.is_evicted(beat.key),
-        "unreachable": [nonce.hex() for nonce in place.cut if seen.may_live(nonce)],
-        "counter": beat.counter,
-    }
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The answers of a registry about a run.
-
-    Attributes:
-        view: The last view; None if there is none.
-        beats: By replica.
-        evicted: Names of the processes that are asked to leave.
-    """
-
-    view: Record | None
-    beats: list[Beat]
-    evicted: frozenset[str]
-
-    def is_evicted(self, key: Key) -> bool:
-        from ...group.beats import name_of
-
-        return name_of(key) in self.evicted
-
-    def may_live(self, nonce: bytes) -> bool:
-        """Whether a process is a member, or may become one."""
-        members = () if self.view is None else self.view.members
-        newcomers = [one.key for one in self.beats if not (one.is_gone or one.place.entered)]
-        return nonce in [key.nonce for key in (*members, *newcomers)]
 
 
 def _look(registry: Registry) -> Seen:
-    from ...group.beats import Beat, evicted, name_of
-    from ...group.records import Record
+    from ...monitor.status import Seen
 
-    record, texts = registry.read(), registry.beat("", b"")
-    named = [(name, Beat.from_bytes(text)) for name, text in texts.items()]
-    # Nobody beats for another process.
-    beats = [beat for name, beat in named if beat is not None and name_of(beat.key) == name]
-    beats.sort(key=lambda beat: beat.key)
-    return Seen(Record.from_bytes(record) if record else None, beats, evicted(texts))
+    return Seen.of(registry.read(), registry.beat("", b""))
 
 
 # --------------------------------------------------------------------------------------- text
@@ -200,7 +134,7 @@ class Silence:
     def __init__(self) -> None:
         self._heard: dict[Key, tuple[int, float]] = {}
 
-    def after(self, beats: list[Beat], now: float) -> dict[Key, float]:
+    def after(self, beats: Sequence[Beat], now: float) -> dict[Key, float]:
         """Return the seconds of silence of each process.
 
         Args:
@@ -222,7 +156,7 @@ def _table(title: str, seen: Seen, silence: dict[Key, float]) -> Any:
     for name in names + ["silent for"] * bool(silence):
         table.add_column(name, justify="right" if name in ("view", "inner step") else "left")
     for beat in seen.beats:
-        row = _beat_report(beat, seen)
+        row = seen.beat_report(beat)
         cells = [str(row["id"]), row["nonce"][:8], "yes" if row["is_member"] else "no"]
         stage = f"{row['stage']} ({row['phase']})" if row["phase"] else row["stage"]
         cells += [stage, str(row["view"] or ""), str(row["inner_step"]), row["address"]]
@@ -230,7 +164,7 @@ def _table(title: str, seen: Seen, silence: dict[Key, float]) -> Any:
             cells.append(f"{silence[beat.key]:.0f} s")
         table.add_row(*[Text(_plain(cell)) for cell in cells])
     heard = {beat.key for beat in seen.beats}
-    for key in seen.view.members if seen.view is not None else ():
+    for key in seen.members:
         if key not in heard:
             table.add_row(str(key.number), key.nonce.hex()[:8], "yes", "no beat")
     return table
@@ -244,9 +178,9 @@ def _plain(text: str) -> str:
 
 
 def _headline(seen: Seen) -> str:
-    if seen.view is None:
+    view = seen.view_report()
+    if view is None:
         return "no view has been formed yet"
-    view = _view_report(seen, seen.view)
     parts = [f"view {view['number']}", f"inner step {view['inner_step']}", view["cause"]]
     parts += ["the run has ended"] if view["is_finished"] else []
     parts += [f"to leave: {', '.join(map(str, view['evicted']))}"] if view["evicted"] else []

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
 from ..common.exits import fail, given_options, in_options, misuse, sentence_of
-from ..common.hosting import Listen, Server, closed_by_signal
+from ..common.hosting import Http, HttpToken, Listen, Server, closed_by_signal
 from ..common.outputs import check_folder
 from ..common.printing import announcer
 
@@ -34,6 +34,15 @@ DECOUPLED_OPTIONS = (
     "alpha", "error_feedback", "shard", "keep_tape", "drop_tape",
 )  # fmt: skip
 ASYNCHRONOUS_OPTIONS = ("period", "activation", "discount", "max_staleness", "dylu", "grace")
+
+
+class ModelServer(Server, Protocol):
+    """A server of asynchronous or decoupled training."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the status as JSON types; any thread may ask."""
+        ...
+
 
 serve_app = typer.Typer(
     help="Host a server of asynchronous or decoupled training, show its status, make its keys.",
@@ -124,6 +133,8 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen on an open address without keys.")
     ] = False,
+    http: Http = None,
+    http_token: HttpToken = None,
     status: Annotated[
         str | None, typer.Option(help="Show the status of the server at this tcp://host:port.")
     ] = None,
@@ -239,7 +250,9 @@ def _rule_of(context: typer.Context, rule: str) -> str:
     return rule if "rule" in given_options(context) else "nesterov"
 
 
-def _make_asynchronous(rule: str, rule_options: dict[str, Any], options: dict[str, Any]) -> Server:
+def _make_asynchronous(
+    rule: str, rule_options: dict[str, Any], options: dict[str, Any]
+) -> ModelServer:
     from ...asynchronous.server.server import AsyncServer
     from .run import make_rule
 
@@ -248,7 +261,7 @@ def _make_asynchronous(rule: str, rule_options: dict[str, Any], options: dict[st
 
 def _make_decoupled(
     context: typer.Context, given: dict[str, Any], outer: dict[str, Any], options: dict[str, Any]
-) -> Server:
+) -> ModelServer:
     from .decoupled import make_server
 
     options = {name: value for name, value in options.items() if name not in ASYNCHRONOUS_OPTIONS}
@@ -261,18 +274,21 @@ def _make_decoupled(
 @closed_by_signal()
 def _host(
     context: typer.Context,
-    make: Callable[[], Server],
+    make: Callable[[], ModelServer],
     snapshot: Path | None,
     *,
     as_json: bool,
 ) -> None:
     """Host a server until a signal, and end with a sentence if an option is wrong."""
     from ...base.log import DamagedLog
-    from ..common.hosting import serve_until_signal
+    from ..common.hosting import page_beside, place_of_page, serve_until_signal
+    from .run import snapshot_of
 
     try:
         check_folder("--snapshot", snapshot, may_be_full=True)
-        serve_until_signal(make(), announcer(as_json))
+        place, server = place_of_page(context), make()
+        with page_beside(place, lambda: snapshot_of(server.report())) as page:
+            serve_until_signal(server, announcer(as_json, page))
     except (ValueError, TypeError) as error:
         misuse(in_options(str(error), context.params))
     except (OSError, DamagedLog) as error:

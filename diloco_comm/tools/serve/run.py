@@ -11,6 +11,7 @@ from typing import Any
 from ...asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from ...asynchronous.worker.link import read_status
 from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
+from ...monitor.status import Snapshot
 from ..common.printing import print_whole
 from . import decoupled
 
@@ -79,6 +80,26 @@ def show_status(
             time.sleep(1.0)
             report = read_status(address, timeout=timeout, keys=keys, key_name=key_name)
             live.update(status_table(address, report))
+
+
+def snapshot_of(report: dict[str, Any]) -> Snapshot:
+    """Return a server's status for the page and the metrics."""
+    workers = report.get("workers", {}).values()
+    facts = {
+        "server_version": report.get("updates", report.get("commits", 0)),
+        "server_parameters": report["parameters"],
+        "server_workers": report.get("num_learners", sum(row["connected"] for row in workers)),
+        "server_refused": sum(report["refused"].values()),
+        "server_duplicates": report.get("duplicates", 0),
+        "server_lost_workers": report["lost"],
+        "server_received_bytes": report["received_bytes"],
+        "server_sent_bytes": report["sent_bytes"],
+        "server_apply_seconds": report["apply_s"],
+        "server_staleness": sum(
+            int(value.rstrip("+")) * count for value, count in report.get("staleness", {}).items()
+        ),
+    }
+    return Snapshot(facts=facts, report=report)
 
 
 def status_table(address: str, report: dict[str, Any]) -> Any:

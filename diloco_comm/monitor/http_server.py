@@ -1,0 +1,375 @@
+"""The page, its status in JSON and the metrics over HTTP: GET and HEAD, and nothing is changed.
+
+All connections are served by one thread of their own. Each has ``DEADLINE_S`` seconds from its
+first byte to its last one, and carries one request. A server without a token answers only where the
+request names this machine's loopback: a page of another site, whose name was made to lead here,
+reads nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hmac
+import http
+import json
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from email.utils import formatdate
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import __version__
+from ..base.service.addresses import is_loopback, name_of_place, parse_address
+from ..base.service.keys import check_secret
+from ..base.store_host import listen_at
+from . import openmetrics
+from .status import Snapshot, State, advance, status
+
+_log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 16
+DEADLINE_S = 5.0
+# A state is made at most once in the first seconds, and at least once in the second ones.
+FRESH_S, LOOK_S = 1.0, 5.0
+# Bytes of a request with its headers, and of its path.
+MAX_HEAD_BYTES, MAX_PATH_BYTES = 8192, 256
+MIN_TOKEN = 16
+_MAX_TOKEN = 1024
+# After an answer: seconds, and bytes, in which the peer may end the connection itself. A socket
+# that is closed with bytes unread resets the connection, and the peer loses the answer.
+_LINGER_S, _LINGER_BYTES = 1.0, 1 << 18
+# Connections that the kernel has and the server's thread has not seen yet.
+_BACKLOG = 256
+_END = b"\r\n\r\n"
+_REQUEST = re.compile(rb"([A-Z]{1,16}) (/[\x21-\x7e]*) HTTP/1\.[01]")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\x20-\x7e\x80-\xff\t]*)")
+# Headers that decide, so that a request may not have two of them.
+_SINGLE = (b"host", b"authorization")
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    "Cache-Control: no-store\r\nConnection: close\r\nReferrer-Policy: no-referrer\r\n"
+    f"Content-Security-Policy: {_POLICY}\r\nX-Content-Type-Options: nosniff\r\n"
+    "Cross-Origin-Resource-Policy: same-origin\r\n"
+)
+_TEXT = "text/plain; charset=utf-8"
+_FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+
+
+class Content(NamedTuple):
+    """The answer to a request for a path.
+
+    Attributes:
+        kind: The content type.
+    """
+
+    kind: str
+    body: bytes
+
+
+class _Refused(Exception):
+    """A request gets no content but a status, and one line for people."""
+
+    def __init__(self, status: int, *headers: str) -> None:
+        self.status, self.headers = status, headers
+
+
+class Place(NamedTuple):
+    """Where the page is served, as the options of a command say.
+
+    Attributes:
+        token: The password of all paths; b"" for none.
+    """
+
+    host: str
+    port: int
+    token: bytes
+
+    @classmethod
+    def of(cls, address: str, token: Path | None) -> Place:
+        """Check ``--http`` and ``--http-token``.
+
+        Args:
+            address: ``port``, for the loopback, or ``host:port``; port 0 picks a free one.
+            token: A file of one line.
+
+        Raises:
+            ValueError: If the address is of another form, or other machines reach it and there is
+                no token; if the file holds no token, or others may use the file.
+        """
+        full = f"127.0.0.1:{address}" if address.isdecimal() else address
+        host, port = parse_address("http", full, listens=True)
+        if token is None and not is_loopback(host):
+            raise ValueError(
+                f"{address} can be reached from other machines: give http_token=, a file with a "
+                "password of the page, or let the page listen on 127.0.0.1"
+            )
+        return cls(host, port, b"" if token is None else _read_token(token))
+
+
+def _read_token(path: Path) -> bytes:
+    check_secret(path)
+    with path.open("rb") as file:
+        line = file.read(_MAX_TOKEN + 3).removesuffix(b"\n").removesuffix(b"\r")
+    if not re.fullmatch(rb"[\x21-\x7e]{%d,%d}" % (MIN_TOKEN, _MAX_TOKEN), line):
+        raise ValueError(
+            f"{path} must hold one line of {MIN_TOKEN} to {_MAX_TOKEN} printable ASCII characters "
+            "without spaces, such as `openssl rand -hex 32` prints, and holds something else"
+        )
+    return line
+
+
+class Monitor:
+    """The contents of all paths, each made at most once of one state.
+
+    Args:
+        read: Returns the last messages and numbers of the host; called by one thread.
+    """
+
+    def __init__(self, read: Callable[[], Snapshot]) -> None:
+        self._read = read
+        folder = Path(__file__).parent
+        self._files = {
+            path: Content(kind, (folder / name).read_bytes())
+            for path, (name, kind) in _FILES.items()
+        }
+        self._began, self._steady, self._looked = time.time(), time.monotonic(), -math.inf
+        self._state = State(self._began, self._began)
+        self._made: dict[str, Content] = {}
+
+    def look(self) -> None:
+        """Go to the next state, unless the last one is fresh."""
+        steady = time.monotonic()
+        if steady - self._looked >= FRESH_S:
+            # The steps of the system's clock would be speeds and silences.
+            now = self._began + steady - self._steady
+            self._state = advance(self._state, self._read(), now)
+            self._looked = steady
+            self._made.clear()
+
+    def content(self, path: str) -> Content | None:
+        """Return the content of a path; None if there is no such path."""
+        make = {"/status.json": self._json, "/metrics": self._metrics}.get(path)
+        if make is None:
+            return self._files.get(path)
+        self.look()
+        if path not in self._made:
+            self._made[path] = make()
+        return self._made[path]
+
+    def _json(self) -> Content:
+        text = json.dumps(status(self._state, __version__), allow_nan=False)
+        return Content("application/json", text.encode())
+
+    def _metrics(self) -> Content:
+        text = openmetrics.render(self._state, __version__)
+        return Content(openmetrics.CONTENT_TYPE, text.encode("utf-8", "replace"))
+
+
+class HttpServer:
+    """A server that listens at once, and answers in a thread while ``running``.
+
+    Args:
+        monitor: Makes the contents in the server's thread. An error is logged once, answered with
+            status 500, and ends nothing.
+
+    Attributes:
+        address: ``http://host:port/``.
+
+    Raises:
+        OSError: If the server cannot listen at this place.
+    """
+
+    def __init__(self, place: Place, monitor: Monitor) -> None:
+        self._token, self._monitor = place.token, monitor
+        self._listener = listen_at(place.host, place.port)
+        self._listener.setblocking(False)
+        port = self._listener.getsockname()[1]
+        self.address = f"http://{name_of_place(place.host, port)}/"
+        self._num_open, self._has_failed = 0, False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Answer while the block runs."""
+        loop, stop = asyncio.new_event_loop(), asyncio.Event()
+        # Such as a client that has gone: no line of the log is for strangers to write.
+        loop.set_exception_handler(lambda loop, context: None)
+
+        def run() -> None:
+            try:
+                loop.run_until_complete(self._serve(stop))
+            except Exception:
+                _log.exception("the page at %s is not served any more", self.address)
+            finally:
+                self._listener.close()
+                loop.close()
+
+        thread = threading.Thread(target=run, name="http", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(RuntimeError):  # has ended already
+                loop.call_soon_threadsafe(stop.set)
+            thread.join()
+
+    async def _serve(self, stop: asyncio.Event) -> None:
+        server = await asyncio.start_server(
+            self._attend, sock=self._listener, limit=MAX_HEAD_BYTES, backlog=_BACKLOG
+        )
+        while not stop.is_set():
+            # Also where nobody asks: the events of the page are found between two looks.
+            with self._guarded():
+                self._monitor.look()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), LOOK_S)
+        server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Log the first error of the block, and go on behind the block."""
+        try:
+            yield
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                _log.exception("the page at %s cannot be made", self.address)
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        transport = writer.transport
+        if self._num_open >= MAX_CONNECTIONS:
+            writer.write(_answer(503, b""))
+            transport.abort()
+            return
+        self._num_open += 1
+        try:
+            # So that drain() waits until the kernel has all bytes.
+            transport.set_write_buffer_limits(0)
+            await asyncio.wait_for(self._converse(reader, writer), DEADLINE_S)
+        except (OSError, EOFError, asyncio.TimeoutError):
+            pass
+        finally:
+            self._num_open -= 1
+            transport.abort()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            method, content = self._content_of(*_parse(await _read_head(reader)))
+            answer = _answer(200, content.body, content.kind, has_body=method == b"GET")
+        except _Refused as refused:
+            line = http.HTTPStatus(refused.status).phrase.encode() + b"\n"
+            answer = _answer(refused.status, line, _TEXT, refused.headers)
+        writer.write(answer)
+        await writer.drain()
+        writer.write_eof()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_discard(reader), _LINGER_S)
+
+    def _content_of(
+        self, method: bytes, path: str, headers: Mapping[bytes, bytes]
+    ) -> tuple[bytes, Content]:
+        """Return the method and the content of a request.
+
+        Raises:
+            _Refused: If there is none for this request.
+        """
+        if self._token:
+            if not hmac.compare_digest(_password(headers), self._token):
+                raise _Refused(401, 'WWW-Authenticate: Basic realm="diloco_comm"')
+        elif not _names_loopback(headers.get(b"host", b"").decode("latin-1")):
+            raise _Refused(421)
+        if method not in (b"GET", b"HEAD"):
+            raise _Refused(405, "Allow: GET, HEAD")
+        content: Content | None = Content("", b"")
+        with self._guarded():
+            content = self._monitor.content(path)
+        if content is None:
+            raise _Refused(404)
+        if not content.kind:
+            raise _Refused(500)
+        return method, content
+
+
+async def _read_head(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return (await reader.readuntil(_END)).removesuffix(_END)
+    except asyncio.LimitOverrunError:
+        # Without a whole first line its path is what is long.
+        raise _Refused(431 if b"\n" in await reader.read(MAX_HEAD_BYTES) else 414) from None
+
+
+def _parse(head: bytes) -> tuple[bytes, str, dict[bytes, bytes]]:
+    """Return the method, the path without its query, and the headers of a request."""
+    first, *lines = head.split(b"\r\n")
+    request = _REQUEST.fullmatch(first)
+    if request is None:
+        raise _Refused(400)
+    if len(request[2]) > MAX_PATH_BYTES:
+        raise _Refused(414)
+    headers: dict[bytes, bytes] = {}
+    for line in lines:
+        header = _HEADER.fullmatch(line)
+        name = b"" if header is None else header[1].lower()
+        if header is None or (name in headers and name in _SINGLE):
+            raise _Refused(400)
+        headers[name] = header[2].strip(b" \t")
+    return request[1], request[2].decode("ascii").partition("?")[0], headers
+
+
+async def _discard(reader: asyncio.StreamReader) -> None:
+    left = _LINGER_BYTES
+    while left > 0 and (found := await reader.read(MAX_HEAD_BYTES)):
+        left -= len(found)
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether the ``Host`` of a request names the loopback, with any port or none."""
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:]+))(?::[0-9]{1,5})?", host)
+    return found is not None and is_loopback((found[1] or found[2]).lower())
+
+
+def _password(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the token of a request, as a bearer's or as the password of any user; b"" for none."""
+    scheme, _, text = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return text.strip()
+    if scheme.lower() == b"basic":
+        with contextlib.suppress(binascii.Error):
+            return base64.b64decode(text.strip(), validate=True).partition(b":")[2]
+    return b""
+
+
+def _answer(
+    status: int,
+    body: bytes,
+    kind: str = _TEXT,
+    headers: tuple[str, ...] = (),
+    *,
+    has_body: bool = True,
+) -> bytes:
+    lines = [
+        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
+        f"Date: {formatdate(usegmt=True)}",
+        f"Content-Type: {kind}",
+        f"Content-Length: {len(body)}",
+        *headers,
+    ]
+    head = "\r\n".join(lines) + "\r\n" + _HEADERS + "\r\n"
+    return head.encode("ascii") + body * has_body

@@ -1,0 +1,627 @@
+"""The state of each run, made of the last messages that a host has: ``advance`` goes to the next.
+
+A host keeps one record and one beat a process of an elastic run, and the figures of each process.
+A fixed group has figures alone. Any of these texts may come from a stranger, and may be anything.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from statistics import median_high
+from typing import Any, NamedTuple, Protocol
+
+from ..group.beats import Beat, Way, evicted, name_of
+from ..group.records import Key, Record, cause_of
+from .figures import Figures
+
+SCHEMA = 1
+# Seconds. A process sends a beat and its figures every five seconds.
+SILENT_S, AWAITED_S, FORGET_S = 12.0, 5.0, 60.0
+# Seconds of figures over which the speed of a replica is measured, and the least of them.
+SPEED_S, MIN_SPEED_S = 60.0, 4.0
+# A replica is slow below this part of the median speed of the others, until above the second one.
+SLOW, NOT_SLOW = 0.6, 0.75
+MAX_EVENTS, MAX_POINTS, FIRST_STEP_S = 50, 120, 5.0
+# More runs are in the metrics, and not on the page.
+MAX_SHOWN = 32
+_NAME = re.compile(r"(0|[1-9][0-9]{0,9})\.([0-9a-f]{32})")
+_PHASE = 32
+COUNTERS = (
+    "rounds", "skipped", "discarded", "sent_bytes", "received_bytes", "exchange_s", "waited_s",
+    "changing_s", "retransmits",
+)  # fmt: skip
+
+# Figures that a row of the page has itself.
+_IN_ROW = ("replica", "phase", "waits_for", "waits_s", "inner_step")
+
+# Conditions of a replica that are events when they begin and end.
+SILENT, CUT, AWAITED, SLOW_ONE = "silent", "cut off", "awaited", "slow"
+BEGINS = {
+    SILENT: "replica {} is silent",
+    CUT: "replica {} cannot reach some of the others",
+    AWAITED: "others wait for replica {}",
+    SLOW_ONE: "replica {} is slow",
+}
+ENDS = {
+    SILENT: "replica {} is heard again",
+    CUT: "replica {} reaches all of the others again",
+    AWAITED: "nobody waits for replica {} any more",
+    SLOW_ONE: "replica {} is slow no more",
+}
+
+# A run, the member as REPLICA.NONCE, its last text, and the seconds since the text came.
+Text = tuple[str, str, bytes, float]
+
+
+class Source(Protocol):
+    """The host of a store or a registry, as this room reads it."""
+
+    def posted(self) -> list[Text]:
+        """Return the last figures of each process."""
+        ...
+
+    def beats(self) -> list[Text]: ...
+
+    def records(self) -> dict[str, bytes]:
+        """Return the record of each run."""
+        ...
+
+    def facts(self) -> dict[str, int]:
+        """Return numbers such as "connections" and "received_bytes"."""
+        ...
+
+
+class Snapshot(NamedTuple):
+    """The last messages of all runs, and numbers of the process that hosts them.
+
+    Attributes:
+        posted: Figures.
+        records: By run.
+        facts: By the name of the metric, without "diloco_" and "_total".
+        report: The status of a server of asynchronous or decoupled training.
+    """
+
+    posted: Sequence[Text] = ()
+    beats: Sequence[Text] = ()
+    records: Mapping[str, bytes] = {}
+    facts: Mapping[str, float] = {}
+    report: Mapping[str, Any] | None = None
+
+
+# ------------------------------------------------------------------------ records and beats
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The answers of a table about an elastic run.
+
+    Attributes:
+        view: The last record; None if there is none.
+        beats: By replica.
+        evicted: Names of the processes that are asked to leave.
+    """
+
+    view: Record | None = None
+    beats: Sequence[Beat] = ()
+    evicted: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, record: bytes, texts: Mapping[str, bytes]) -> Seen:
+        """Read the record, and the beats by name.
+
+        Raises:
+            ValueError: If the record is none of this version.
+        """
+        named = [(name, Beat.from_bytes(text)) for name, text in texts.items()]
+        # Nobody beats for another process.
+        beats = [beat for name, beat in named if beat is not None and name_of(beat.key) == name]
+        beats.sort(key=lambda beat: beat.key)
+        return cls(Record.from_bytes(record) if record else None, beats, evicted(texts))
+
+    def is_evicted(self, key: Key) -> bool:
+        return name_of(key) in self.evicted
+
+    @cached_property
+    def living(self) -> dict[bytes, int]:
+        """The replicas' numbers of the processes that are members or may become some, by nonce."""
+        newcomers = [one.key for one in self.beats if not (one.is_gone or one.place.entered)]
+        return {key.nonce: key.number for key in (*self.members, *newcomers)}
+
+    @property
+    def members(self) -> tuple[Key, ...]:
+        return () if self.view is None else self.view.members
+
+    def cut_from(self, beat: Beat) -> list[bytes]:
+        """Return the nonces of the living processes that a process cannot reach."""
+        return [nonce for nonce in beat.place.cut if nonce in self.living]
+
+    def view_report(self) -> dict[str, Any] | None:
+        """Return the last view as JSON types."""
+        view = self.view
+        if view is None:
+            return None
+        return {
+            "number": view.number,
+            "inner_step": view.inner_step,
+            "cause": cause_of(view),
+            "joined": list(view.joined),
+            "left": list(view.left_out),
+            "evicted": [key.number for key in view.members if self.is_evicted(key)],
+            "is_finished": view.is_finished,
+            "members": [{"id": key.number, "nonce": key.nonce.hex()} for key in view.members],
+        }
+
+    def beat_report(self, beat: Beat) -> dict[str, Any]:
+        """Return a beat as JSON types."""
+        way, place = Way.from_text(beat.ways[0]) if beat.ways else None, beat.place
+        return {
+            "id": beat.key.number,
+            "nonce": beat.key.nonce.hex(),
+            "address": "" if way is None else way.address,
+            "workers": len(beat.ways),
+            "is_member": self.view is not None and self.view.is_member(beat.key),
+            "stage": beat.stage,
+            "view": place.entered,
+            "inner_step": place.inner_step,
+            "phase": beat.phase,
+            "is_leaving": place.is_leaving or self.is_evicted(beat.key),
+            "unreachable": [nonce.hex() for nonce in self.cut_from(beat)],
+            "counter": beat.counter,
+        }
+
+
+# -------------------------------------------------------------------------------- the state
+
+
+class Sample(NamedTuple):
+    """The progress of a process at one time.
+
+    Attributes:
+        at: Unix time of the message.
+        idle_s: Seconds without training since the process began.
+    """
+
+    at: float
+    view: int
+    inner_step: int
+    idle_s: float
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a replica.
+
+    Attributes:
+        silent_s: Since the last text of any kind.
+        figures_s: Since the figures came.
+        cut_from: Numbers of replicas.
+        awaited_by: Numbers of the replicas that wait for this one.
+        awaited_s: Since the first of them began.
+        speed: Inner steps per second, without the time of waits; NaN if unknown.
+        median: The median speed of all; NaN if unknown.
+        marks: The conditions of ``BEGINS``.
+    """
+
+    key: Key
+    is_member: bool
+    beat: Beat | None
+    figures: Figures | None
+    silent_s: float
+    figures_s: float
+    cut_from: tuple[int, ...] = ()
+    awaited_by: tuple[int, ...] = ()
+    awaited_s: float = 0.0
+    samples: tuple[Sample, ...] = ()
+    speed: float = math.nan
+    median: float = math.nan
+    marks: frozenset[str] = frozenset()
+
+    @property
+    def is_gone(self) -> bool:
+        return self.beat is not None and self.beat.is_gone
+
+    @property
+    def is_waiting(self) -> bool:
+        return (
+            self.figures is not None and bool(self.figures.waits_for) and self.figures_s < SILENT_S
+        )
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since this process began to wait for others; 0 if it waits for none by name."""
+        return self.figures.waits_s + self.figures_s if self.figures and self.is_waiting else 0.0
+
+
+class Event(NamedTuple):
+    """A change, at a Unix time in seconds."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        replicas: The process that counts of each replica, by number.
+        others: Further processes, such as one that takes the place of a member that was killed.
+        changes: Records that have followed the first one seen.
+        rounds: Applied since the run was first seen.
+        points: Unix time in whole seconds and ``rounds``; at most ``MAX_POINTS``.
+        step_s: Seconds between two points, which doubles when the points are too many.
+    """
+
+    seen: Seen
+    replicas: Mapping[int, Process]
+    others: Sequence[Process] = ()
+    changes: int = 0
+    events: tuple[Event, ...] = ()
+    rounds: int = 0
+    points: tuple[tuple[int, int], ...] = ()
+    step_s: float = FIRST_STEP_S
+
+    @property
+    def is_finished(self) -> bool:
+        return self.seen.view is not None and self.seen.view.is_finished
+
+    @cached_property
+    def processes(self) -> dict[Key, Process]:
+        return {one.key: one for one in (*self.replicas.values(), *self.others)}
+
+
+@dataclass(frozen=True)
+class State:
+    """All runs of a host.
+
+    Attributes:
+        began: Unix time in seconds at which the host's own counters began.
+        now: Unix time in seconds of the snapshot.
+        runs: By name.
+    """
+
+    began: float
+    now: float
+    runs: Mapping[str, Run] = field(default_factory=dict)
+    facts: Mapping[str, float] = field(default_factory=dict)
+    report: Mapping[str, Any] | None = None
+
+
+def advance(before: State, snapshot: Snapshot, now: float) -> State:
+    """Return the state after another snapshot.
+
+    Args:
+        now: Unix time in seconds.
+    """
+    posted, beats = _by_run(snapshot.posted), _by_run(snapshot.beats)
+    names = sorted({*posted, *beats, *snapshot.records})
+    runs = {
+        name: _next_run(
+            before.runs.get(name),
+            snapshot.records.get(name, b""),
+            beats.get(name, {}),
+            posted.get(name, {}),
+            now,
+        )
+        for name in names
+    }
+    return State(before.began, now, runs, snapshot.facts, snapshot.report)
+
+
+def _by_run(texts: Iterable[Text]) -> dict[str, dict[str, tuple[bytes, float]]]:
+    found: dict[str, dict[str, tuple[bytes, float]]] = {}
+    for run, member, text, age_s in texts:
+        found.setdefault(run, {})[member] = (text, max(age_s, 0.0))
+    return found
+
+
+def _next_run(
+    before: Run | None,
+    record: bytes,
+    beats: Mapping[str, tuple[bytes, float]],
+    posted: Mapping[str, tuple[bytes, float]],
+    now: float,
+) -> Run:
+    texts = {name: text for name, (text, _) in beats.items()}
+    try:
+        seen = Seen.of(record, texts)
+    except ValueError:
+        # A record of another version, or a damaged one: the last one that could be read stands.
+        seen = replace(Seen.of(b"", texts), view=None if before is None else before.seen.view)
+    former = {} if before is None else before.processes
+    found = [
+        _process(key, seen, beat, figures, former.get(key), now)
+        for key, beat, figures in _messages(seen, beats, posted)
+    ]
+    # A process that was heard once, and is neither a member nor alive, is no news for anybody.
+    found = [one for one in found if one.is_member or not (seen.view and one.silent_s > FORGET_S)]
+    # The newest message counts; a member that says nothing counts where no other process is.
+    found.sort(key=lambda one: (one.figures_s, one.silent_s, one.key))
+    replicas: dict[int, Process] = {}
+    for one in found:
+        replicas.setdefault(one.key.number, one)
+    others = [one for one in found if replicas[one.key.number] is not one]
+    if seen.view is None:
+        # Without a view nobody says which of several processes of a replica has ended.
+        others = [one for one in others if one.silent_s <= SILENT_S]
+    run = Run(seen, dict(sorted(replicas.items())), others)
+    run = replace(run, replicas=_judged(run, former))
+    return _continued(Run(Seen(), {}) if before is None else before, run, now)
+
+
+def _messages(
+    seen: Seen, beats: Mapping[str, tuple[bytes, float]], posted: Mapping[str, tuple[bytes, float]]
+) -> Iterable[tuple[Key, tuple[Beat | None, float], tuple[Figures | None, float]]]:
+    """Yield all processes with their beat, their figures and the ages of both in seconds."""
+    none: tuple[None, float] = (None, math.inf)
+    last = {beat.key: (beat, beats[name_of(beat.key)][1]) for beat in seen.beats}
+    figures = {}
+    for name, (text, age_s) in posted.items():
+        match, one = _NAME.fullmatch(name), Figures.from_bytes(text)
+        # Nobody speaks for another replica.
+        if match and one is not None and one.replica == int(match[1]):
+            figures[Key(one.replica, bytes.fromhex(match[2]))] = (one, age_s)
+    for key in sorted({*seen.members, *last, *figures}):
+        yield key, last.get(key, none), figures.get(key, none)
+
+
+def _process(
+    key: Key,
+    seen: Seen,
+    beat: tuple[Beat | None, float],
+    figures: tuple[Figures | None, float],
+    former: Process | None,
+    now: float,
+) -> Process:
+    cut = [] if beat[0] is None or beat[0].is_gone else seen.cut_from(beat[0])
+    process = Process(
+        key,
+        key in seen.members,
+        beat[0],
+        _not_fallen(figures[0], None if former is None else former.figures),
+        min(beat[1], figures[1]),
+        figures[1],
+        cut_from=tuple(sorted({seen.living[nonce] for nonce in cut} - {key.number})),
+    )
+    return _with_speed(process, former, now)
+
+
+def _not_fallen(figures: Figures | None, before: Figures | None) -> Figures | None:
+    """Return figures whose counters are not below those before, unless the process is another."""
+    if figures is None or before is None or figures.created != before.created:
+        return figures
+    both = {name: (getattr(figures, name), getattr(before, name)) for name in COUNTERS}
+    return replace(figures, **{name: max(both[name], key=_or_zero) for name in COUNTERS})
+
+
+def _or_zero(value: float) -> float:
+    return value if value == value else 0.0
+
+
+def _with_speed(process: Process, former: Process | None, now: float) -> Process:
+    figures, samples = process.figures, former.samples if former is not None else ()
+    if figures is None:
+        return process
+    idle_s = figures.waited_s + _or_zero(figures.changing_s) + figures.waits_s
+    sample = Sample(now - process.figures_s, figures.view, figures.inner_step, idle_s)
+    if samples and abs(samples[-1].at - sample.at) < 0.5:
+        # The same message as before.
+        return replace(process, samples=samples, speed=former.speed if former else math.nan)
+    # A newcomer, and a member that was thrown back, go on from the inner step of the others.
+    kept = [
+        one for one in samples if one.view == figures.view and one.inner_step <= sample.inner_step
+    ]
+    kept = [one for one in kept if sample.at - SPEED_S <= one.at < sample.at]
+    speed = math.nan
+    if kept:
+        whole_s = sample.at - kept[0].at
+        busy_s = whole_s - max(sample.idle_s - kept[0].idle_s, 0.0)
+        if whole_s >= MIN_SPEED_S and busy_s > 0:
+            speed = (sample.inner_step - kept[0].inner_step) / max(busy_s, 0.05 * whole_s)
+    return replace(process, samples=(*kept, sample), speed=speed)
+
+
+def _judged(run: Run, former: Mapping[Key, Process]) -> dict[int, Process]:
+    """Return the replicas with what the figures of the others say of them, and with their marks."""
+    waits: dict[int, dict[int, float]] = {}
+    for process in run.replicas.values():
+        for number in process.figures.waits_for if process.is_waiting and process.figures else ():
+            waits.setdefault(number, {})[process.key.number] = process.waited_s
+    speeds = [one.speed for one in run.replicas.values() if one.speed == one.speed]
+    middle = median_high(speeds) if len(speeds) > 1 else math.nan
+    return {
+        number: _marked(process, waits.get(number, {}), middle, former, run.is_finished)
+        for number, process in run.replicas.items()
+    }
+
+
+def _marked(
+    process: Process,
+    waits: Mapping[int, float],
+    middle: float,
+    former: Mapping[Key, Process],
+    is_finished: bool,
+) -> Process:
+    if is_finished or process.is_gone:
+        return process
+    had = former[process.key].marks if process.key in former else frozenset()
+    awaited_s = max(waits.values(), default=0.0)
+    least = NOT_SLOW if SLOW_ONE in had else SLOW
+    marks = {
+        SILENT: process.silent_s > SILENT_S,
+        CUT: bool(process.cut_from),
+        # Where all wait for each other, the link is slow, and no replica.
+        AWAITED: awaited_s >= AWAITED_S and not process.is_waiting,
+        SLOW_ONE: process.speed < least * middle and process.silent_s <= SILENT_S,
+    }
+    return replace(
+        process,
+        awaited_by=tuple(sorted(waits)),
+        awaited_s=awaited_s,
+        median=middle,
+        marks=frozenset(name for name, holds in marks.items() if holds),
+    )
+
+
+def _continued(before: Run, run: Run, now: float) -> Run:
+    """Return a run with the events and rounds of before, and with those that are new."""
+    deltas = [0]
+    for key, process in run.processes.items():
+        old = before.processes.get(key)
+        if old and old.figures and process.figures:
+            deltas.append(process.figures.rounds - old.figures.rounds)
+    rounds, points, step_s = before.rounds + max(deltas), before.points, before.step_s
+    if not points or now - points[-1][0] >= step_s:
+        points = (*points, (int(now), rounds))
+    if len(points) > MAX_POINTS:
+        points, step_s = points[::2], 2 * step_s
+    texts = [*_view_events(before.seen.view, run.seen.view), *_process_events(before, run)]
+    events = (*before.events, *[Event(now, text) for text in texts])[-MAX_EVENTS:]
+    changes = before.changes
+    if before.seen.view is not None and run.seen.view is not None:
+        changes += max(run.seen.view.number - before.seen.view.number, 0)
+    return replace(run, rounds=rounds, points=points, step_s=step_s, events=events, changes=changes)
+
+
+def _view_events(old: Record | None, new: Record | None) -> Iterable[str]:
+    if new is None or (old is not None and old.number == new.number):
+        return
+    yield f"view {new.number}: {cause_of(new)}"
+    if new.is_finished:
+        yield "all steps of the run are taken"
+
+
+def _process_events(before: Run, run: Run) -> Iterable[str]:
+    for number, process in run.replicas.items():
+        old = before.replicas.get(number)
+        if old is None:
+            if before.replicas:
+                yield f"replica {number} is there"
+            continue
+        if old.key != process.key:
+            yield f"replica {number} has started again"
+        for mark in BEGINS:
+            if (mark in process.marks) != (mark in old.marks):
+                yield (BEGINS if mark in process.marks else ENDS)[mark].format(number)
+
+
+# ------------------------------------------------------------------------------ for the page
+
+
+def status(state: State, version: str) -> dict[str, Any]:
+    """Return all that the page shows, as JSON types.
+
+    Args:
+        version: The version of the package.
+    """
+    youngest = {
+        name: min((one.silent_s for one in run.replicas.values()), default=math.inf)
+        for name, run in state.runs.items()
+    }
+    shown = sorted(sorted(state.runs, key=lambda name: (youngest[name], name))[:MAX_SHOWN])
+    return {
+        "schema": SCHEMA,
+        "version": version,
+        "at": round(state.now, 3),
+        "facts": dict(state.facts),
+        "report": state.report,
+        "num_runs": len(state.runs),
+        "runs": [{"run": name, **_run_report(state.runs[name])} for name in shown],
+    }
+
+
+def _run_report(run: Run) -> dict[str, Any]:
+    rows = [_row(run, one) for one in sorted(run.processes.values(), key=lambda one: one.key)]
+    view = run.seen.view_report()
+    if view is not None:
+        view["members"] = [one["id"] for one in view["members"]]
+    return {
+        "view": view,
+        "members": rows,
+        "alerts": [
+            f"replica {row['id']}: {words}"
+            for row in rows
+            if row["marks"]
+            for words in row["words"]
+        ],
+        "rounds": run.rounds,
+        "rounds_over_time": [list(point) for point in run.points],
+        "events": [event._asdict() for event in reversed(run.events)],
+    }
+
+
+def _row(run: Run, process: Process) -> dict[str, Any]:
+    beat, figures = process.beat, process.figures
+    stage = "" if beat is None else beat.stage
+    inner_step = max(
+        0 if beat is None else beat.place.inner_step, 0 if figures is None else figures.inner_step
+    )
+    phase = beat.phase if beat is not None and beat.phase else figures.phase if figures else ""
+    return {
+        "id": process.key.number,
+        "process": process.key.nonce.hex()[:8],
+        "is_member": process.is_member or run.seen.view is None,
+        "stage": stage,
+        "phase": phase[:_PHASE],
+        "inner_step": inner_step,
+        "silent_s": _finite(process.silent_s),
+        "waits_for": list(figures.waits_for) if figures and process.is_waiting else [],
+        "waits_s": _finite(process.waited_s),
+        "awaited_by": list(process.awaited_by),
+        "awaited_s": _finite(process.awaited_s),
+        "cut_from": list(process.cut_from),
+        "speed": _finite(process.speed),
+        "marks": sorted(process.marks),
+        "words": list(_words(run, process)),
+        "figures": None if figures is None else _figures_report(figures),
+    }
+
+
+def _words(run: Run, process: Process) -> Iterable[str]:
+    """Yield what a person should know of a process, in short clauses."""
+    number, figures = process.key.number, process.figures
+    if process.is_gone and process.beat is not None:
+        yield process.beat.stage
+        return
+    if SILENT in process.marks:
+        yield f"silent for {process.silent_s:.0f} s" if process.silent_s < math.inf else "silent"
+    if AWAITED in process.marks:
+        others = run.replicas.keys() - {number}
+        everyone = len(process.awaited_by) > 1 and others <= set(process.awaited_by)
+        few = f"{_numbers(process.awaited_by)} wait{'s' * (len(process.awaited_by) == 1)}"
+        yield (
+            f"{'the others wait' if everyone else few} for replica {number}, "
+            f"since {process.awaited_s:.0f} s"
+        )
+    if CUT in process.marks:
+        yield f"cut off from {_numbers(process.cut_from)}"
+    if SLOW_ONE in process.marks:
+        part = process.speed / process.median
+        yield (f"slow: {process.speed:.3g} inner steps per second, {part:.0%} of the median")
+    if figures is not None and process.is_waiting and process.waited_s >= AWAITED_S:
+        yield f"waits for {_numbers(figures.waits_for)}, since {process.waited_s:.0f} s"
+    if run.seen.is_evicted(process.key):
+        yield "is asked to leave"
+    if not process.is_member and run.seen.view is not None and not run.is_finished:
+        yield "is no member"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Return replicas in words; where they are many, the first of them."""
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
+
+
+def _figures_report(figures: Figures) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in asdict(figures).items() if name not in _IN_ROW}
+
+
+def _finite(value: Any) -> Any:
+    """Return a number for JSON, which knows no infinity and no NaN: None for those."""
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value

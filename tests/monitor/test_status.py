@@ -1,0 +1,281 @@
+"""The state of runs: who is slow, silent, cut off or awaited, from successive snapshots."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_host import BEGAN, SimulatedHost, key_of, record_of
+
+from diloco_comm.group.beats import PULLING
+from diloco_comm.monitor.figures import Figures
+from diloco_comm.monitor.status import (
+    COUNTERS,
+    MAX_EVENTS,
+    MAX_POINTS,
+    Snapshot,
+    State,
+    advance,
+    status,
+)
+
+
+class World:
+    """Three replicas of an elastic run that train at 10 steps a second; the clock is the test's."""
+
+    def __init__(self, numbers: tuple[int, ...] = (0, 1, 2), *, elastic: bool = True) -> None:
+        self.now = BEGAN
+        self.host = SimulatedHost(lambda: self.now)
+        self.state = State(BEGAN, BEGAN)
+        self.speeds = dict.fromkeys(numbers, 10.0)
+        self.steps, self.idle = dict.fromkeys(numbers, 0.0), dict.fromkeys(numbers, 0.0)
+        self.silent: set[int] = set()
+        self.figures: dict[int, dict[str, Any]] = {}
+        self.places: dict[int, dict[str, Any]] = {}
+        self.elastic = elastic
+        if elastic:
+            self.host.swap("r", record_of(1, list(numbers)))
+
+    def go(self, seconds: float) -> dict[str, Any]:
+        """Let seconds pass, with messages of all each five seconds, and return the status."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + 5.0, end)
+            for number in self.speeds.keys() - self.silent:
+                self.say(number)
+            self.state = advance(self.state, self.host.snapshot(), self.now)
+        return self.report()
+
+    def say(self, number: int) -> None:
+        step = int(self.speeds[number] * (self.now - BEGAN))
+        values = {"inner_step": step, "view": 1, "rounds": step // 100, "phase": "steps"}
+        values |= self.figures.get(number, {})
+        self.host.post("r", key_of(number), **values)
+        if self.elastic:
+            self.host.beat("r", key_of(number), **self.places.get(number, {}))
+
+    def report(self) -> dict[str, Any]:
+        report = json.loads(json.dumps(status(self.state, "1"), allow_nan=False))
+        (run,) = report["runs"]
+        return run
+
+    def row(self, number: int) -> dict[str, Any]:
+        return next(row for row in self.report()["members"] if row["id"] == number)
+
+    def events(self) -> list[str]:
+        """The texts, the oldest first."""
+        return [event["text"] for event in reversed(self.report()["events"])]
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_calm_run_has_no_alert(elastic: bool) -> None:
+    world = World(elastic=elastic)
+    run = world.go(60)
+    assert run["alerts"] == []
+    assert [row["id"] for row in run["members"]] == [0, 1, 2]
+    assert all(row["speed"] == pytest.approx(10) for row in run["members"])
+    assert world.events() == (["view 1: the run begins"] if elastic else [])
+    assert (run["rounds"], run["rounds_over_time"][-1][1]) == (6, 6)
+    assert (run["view"] is None) is not elastic
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_stopped_replica_is_silent_and_awaited(elastic: bool) -> None:
+    world = World(elastic=elastic)
+    world.go(30)
+    world.silent = {2}
+    world.figures = {one: {"waits_for": (2,), "waits_s": 7.0} for one in (0, 1)}
+    run = world.go(20)
+    assert world.row(2)["marks"] == ["awaited", "silent"]
+    assert run["alerts"] == [
+        "replica 2: silent for 20 s",
+        "replica 2: the others wait for replica 2, since 7 s",
+    ]
+    assert world.row(0)["words"] == ["waits for 2, since 7 s"]
+    assert set(world.events()[-2:]) == {"replica 2 is silent", "others wait for replica 2"}
+    world.silent, world.figures = set(), {}
+    assert world.go(5)["alerts"] == []
+    assert set(world.events()[-2:]) == {
+        "replica 2 is heard again", "nobody waits for replica 2 any more",
+    }  # fmt: skip
+
+
+def test_a_slow_replica_is_slow_without_the_waits_of_the_others() -> None:
+    """All make the same number of steps in the long run: the fast ones wait."""
+    world = World()
+    world.speeds = dict.fromkeys(world.speeds, 5.0)
+    for _ in range(12):
+        waited = (world.now + 5 - BEGAN) / 2
+        world.figures = {one: {"waited_s": waited} for one in (0, 1)}
+        world.go(5)
+    assert [world.row(one)["speed"] for one in range(3)] == pytest.approx([10, 10, 5])
+    assert world.row(2)["words"] == ["slow: 5 inner steps per second, 50% of the median"]
+    assert world.events()[-1] == "replica 2 is slow"
+    # Two thirds of the median do not begin, and do not end, the condition.
+    world.speeds[2] = 6.7
+    world.speeds |= {0: 10.0, 1: 10.0}
+    world.figures = {}
+    world.go(80)
+    assert world.row(2)["marks"] == ["slow"]
+    assert world.row(2)["speed"] == pytest.approx(6.7, rel=0.02)
+    world.speeds[2] = 9.0
+    world.go(80)
+    assert world.events()[-1] == "replica 2 is slow no more"
+
+
+def test_where_all_wait_for_each_other_none_is_to_blame() -> None:
+    world = World()
+    for one in range(3):
+        others = tuple({0, 1, 2} - {one})
+        world.figures[one] = {"waits_for": others, "waits_s": 30.0}
+    world.go(10)
+    assert all(world.row(one)["marks"] == [] for one in range(3))
+    assert world.row(2)["words"] == ["waits for 0, 1, since 30 s"]
+
+
+def test_a_replica_that_is_cut_off_names_the_others() -> None:
+    world = World((0, 1, 2, 3))
+    world.go(10)
+    world.places[2] = {"cut": (key_of(1).nonce, key_of(3).nonce, b"x" * 16)}
+    world.go(5)
+    assert world.row(2)["words"] == ["cut off from 1, 3"]
+    assert world.events()[-1] == "replica 2 cannot reach some of the others"
+
+
+def test_a_replica_that_comes_back_is_a_newcomer_beside_the_member() -> None:
+    world = World()
+    world.go(10)
+    world.silent = {2}
+    again = key_of(2, start=1)
+    world.go(20)
+    world.host.post("r", again, created=BEGAN + 25)
+    world.host.beat("r", again, PULLING, entered=0)
+    run = world.go(1)
+    rows = [(row["id"], row["is_member"], row["stage"]) for row in run["members"]]
+    assert rows[2:] == [(2, True, "training"), (2, False, "pulling")]
+    assert run["members"][3]["words"] == ["is no member"]
+    assert "replica 2 has started again" in world.events()
+    record = record_of(2, [0, 1, 2], joined=(2,))
+    world.host.swap("r", record_of(2, [0, 1], left_out=(2,)))
+    world.go(1)
+    assert world.events()[-1] == "view 2: replicas [2] left"
+    members = (*record.members[:2], again)
+    world.host.swap("r", record_of(3, [0, 1], joined=(2,), members=members))
+    run = world.go(1)
+    assert world.events()[-1] == "view 3: replicas [2] join"
+    assert run["view"]["members"] == [0, 1, 2]
+    assert world.state.runs["r"].changes == 2
+
+
+def test_events_and_points_have_bounds() -> None:
+    world = World((0, 1))
+    for _ in range(MAX_EVENTS):
+        world.silent = {1}
+        world.go(20)
+        world.silent = set()
+        world.go(5)
+    run = world.state.runs["r"]
+    assert len(run.events) == MAX_EVENTS
+    world.go(2000)
+    run = world.state.runs["r"]
+    assert MAX_POINTS / 2 <= len(run.points) <= MAX_POINTS
+    assert run.points[0][0] <= BEGAN + 5 and run.step_s > 5
+
+
+def test_an_end_is_no_silence() -> None:
+    world = World()
+    world.go(10)
+    world.host.swap("r", record_of(2, [0, 1, 2], is_finished=True))
+    world.silent = {0, 1, 2}
+    assert world.go(300)["alerts"] == []
+    assert world.events()[-1] == "all steps of the run are taken"
+
+
+def test_an_unreadable_record_leaves_the_last_view() -> None:
+    world = World()
+    world.go(5)
+    snapshot = world.host.snapshot()._replace(records={"r": b"DCgr\x09\x00 of another version"})
+    state = advance(world.state, snapshot, world.now + 1)
+    assert state.runs["r"].seen.view == record_of(1, [0, 1, 2])
+
+
+# ----------------------------------------------------------------------------- hostile texts
+
+NUMBERS = st.integers(0, 3)
+ODD = st.sampled_from([0, 1, 7, 1 << 61, (1 << 62) - 1])
+
+
+@st.composite
+def figures(draw: st.DrawFn) -> bytes:
+    values = {name: draw(ODD) for name in (*COUNTERS, "inner_step", "view", "retransmits")}
+    waits = tuple(draw(st.lists(NUMBERS, max_size=8)))
+    one = Figures(
+        draw(NUMBERS), waits_for=waits, waits_s=float(draw(ODD)), created=float(draw(NUMBERS)),
+        phase=draw(st.sampled_from(["", "steps", "<b>"])), norm=math.nan,
+        **values,
+    )  # fmt: skip
+    return one.to_bytes()
+
+
+@functools.lru_cache(256)
+def _beat(number: int, step: int, cut: tuple[int, ...], stage: str) -> bytes:
+    host = SimulatedHost()
+    nonces = tuple(key_of(one).nonce for one in cut)
+    host.beat("r", key_of(number), stage, "\ud800<i>" * 9, inner_step=step, cut=nonces)
+    return host.beats()[0][2]
+
+
+beats = st.builds(
+    _beat,
+    NUMBERS,
+    ODD,
+    st.lists(NUMBERS, max_size=3).map(tuple),
+    st.sampled_from(["gone", "training"]),
+)
+members = st.builds(lambda key: f"{key.number}.{key.nonce.hex()}", st.builds(key_of, NUMBERS))
+names = members | st.text(max_size=8) | members.map("evict.".__add__)
+runs = st.sampled_from(["a", 'b"\\\n', "\u2028<script>"])
+ages = st.sampled_from([0.0, 1.0, 13.0, 700.0, -1.0])
+records = st.builds(
+    lambda number, members: record_of(number, sorted(members)).to_bytes(),
+    st.integers(1, 5),
+    st.sets(NUMBERS, min_size=1),
+)
+snapshots = st.builds(
+    Snapshot,
+    st.lists(st.tuples(runs, names, figures() | st.binary(max_size=40), ages), max_size=8),
+    st.lists(st.tuples(runs, names, beats | st.binary(max_size=40), ages), max_size=8),
+    st.dictionaries(runs, records | st.binary(max_size=40), max_size=3),
+    st.just({}),
+    st.none(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(snapshots, min_size=1, max_size=4))
+def test_any_texts_give_a_state_that_json_can_hold(found: list[Snapshot]) -> None:
+    state = State(BEGAN, BEGAN)
+    for second, snapshot in enumerate(found):
+        before, state = state, advance(state, snapshot, BEGAN + 5 * second)
+        assert state == advance(before, snapshot, BEGAN + 5 * second)
+        report = json.loads(json.dumps(status(state, "1"), allow_nan=False))
+        assert report["num_runs"] == len(state.runs) == len(report["runs"])
+        for name, run in state.runs.items():
+            assert len(run.events) <= MAX_EVENTS and run.rounds >= 0
+            old = before.runs.get(name)
+            for number, process in run.replicas.items():
+                assert process.key.number == number
+                former = old and old.replicas.get(number)
+                if former and former.figures and process.figures and former.key == process.key:
+                    _check_counters(former.figures, process.figures)
+
+
+def _check_counters(before: Figures, after: Figures) -> None:
+    """A counter falls only where the counters of the process have begun anew."""
+    if before.created == after.created:
+        assert all(getattr(before, name) <= getattr(after, name) for name in COUNTERS)
