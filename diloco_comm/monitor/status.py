@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median_high
 from typing import Any, NamedTuple, Protocol
@@ -134,6 +134,10 @@ class Seen:
     @property
     def members(self) -> tuple[Key, ...]:
         return () if self.view is None else self.view.members
+
+    @cached_property
+    def member_set(self) -> frozenset[Key]:
+        return frozenset(self.members)
 
     def cut_from(self, beat: Beat) -> list[bytes]:
         """Return the nonces of the living processes that a process cannot reach."""
@@ -380,7 +384,7 @@ def _process(
     cut = [] if beat[0] is None or beat[0].is_gone else seen.cut_from(beat[0])
     process = Process(
         key,
-        key in seen.members,
+        key in seen.member_set,
         beat[0],
         _not_fallen(figures[0], None if former is None else former.figures),
         min(beat[1], figures[1]),
@@ -617,7 +621,7 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def _figures_report(figures: Figures) -> dict[str, Any]:
-    return {name: _finite(value) for name, value in asdict(figures).items() if name not in _IN_ROW}
+    return {name: _finite(value) for name, value in vars(figures).items() if name not in _IN_ROW}
 
 
 def _finite(value: Any) -> Any:

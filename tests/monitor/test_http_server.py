@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from simulated_host import SimulatedHost, key_of
 
+from benchmarks.support.simulated_host import SimulatedHost, key_of
 from diloco_comm.monitor import http_server
 from diloco_comm.monitor.http_server import MAX_CONNECTIONS, Content, HttpServer, Monitor, Place
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from simulated_host import BEGAN, SimulatedHost, key_of
 from test_status import World, snapshots
 
+from benchmarks.support.simulated_host import BEGAN, SimulatedHost, key_of
 from diloco_comm.monitor.openmetrics import OF_HOST, PREFIX, names, render
 from diloco_comm.monitor.status import Snapshot, State, advance
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import pytest
 from cli_helpers import check_documented, check_misuse, run_cli
-from simulated_host import SimulatedHost, key_of, record_of
 
+from benchmarks.support.simulated_host import SimulatedHost, key_of, record_of
 from diloco_comm.elastic.registry import connect
 from diloco_comm.group.beats import name_of
 from diloco_comm.monitor.openmetrics import OF_HOST

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_host import BEGAN, SimulatedHost, key_of, record_of
 
+from benchmarks.support.simulated_host import BEGAN, SimulatedHost, key_of, record_of
 from diloco_comm.group.beats import PULLING
 from diloco_comm.monitor.figures import Figures
 from diloco_comm.monitor.status import (
