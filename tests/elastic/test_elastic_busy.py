@@ -84,7 +84,7 @@ def begin(
     """Come to the group.
 
     Args:
-        options: Of ``Elastic``.
+        options: Further arguments of ``Elastic``.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     model = make_model()
