@@ -443,5 +443,6 @@ def test_the_bars_of_the_demo_stay_and_its_json_is_clean(tmp_path: Path) -> None
     size = ["--replicas", "2", "--steps", "4", "--sync-every", "2", "--gbps", "10", "--rtt-ms", "0"]
     out, shown = run_on_terminal(["demo", *size, "--json", "--out", str(tmp_path)])
     rows = [row["name"] for row in json.loads(out)["rows"]]
-    bars = re.findall(r"([A-Z]\S+ \S+) .*100%.*?loss [0-9.]+", shown)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    bars = re.findall(r"([A-Z]\S+ \S+) +\S+ +100% .*?loss [0-9.]+", plain)
     assert list(dict.fromkeys(bars)) == rows
