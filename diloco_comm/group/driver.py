@@ -398,16 +398,18 @@ class Driver:
         self._step(life)
 
     def _break_off_silent_round(self) -> None:
-        """Let rounds fail that wait for a silent member."""
-        is_training, base = self.state.stage is st.Stage.TRAINING, self._base()
-        is_inside = is_training or self.state.stage is st.Stage.SEALING
-        if self._waited < 2 * self._period_s or not is_inside:
+        """Let rounds fail that wait for a silent member, or for a group that is without this one."""
+        stage, base = self.state.stage, self._base()
+        is_training = stage is st.Stage.TRAINING
+        is_inside = is_training or stage is st.Stage.SEALING
+        is_outside = stage is st.Stage.GONE and not self.state.is_finished
+        if self._waited < 2 * self._period_s or not (is_inside or is_outside):
             return
         silent = self.state.life.suspected & {key.nonce for key in base}
         # The table may hear of a member that this process does not hear. A process that seals lets
         # rounds end that can.
         is_broken = self.is_broken and is_training
-        if is_broken or silent or self.signs.unreachable(base):
+        if is_outside or is_broken or silent or self.signs.unreachable(base):
             self.is_broken = True
             self._break_off()
 

@@ -129,7 +129,10 @@ def _hang(rank: int, world: int, address: Address, collectives: str) -> Any:
         ex.inject_fault(action="stop", stage="post_exchange", chunk=2)
     with pytest.raises(SyncError) as caught:
         gives_reference_bytes(ex, buffers, 1, list(range(world)))
-    connect(address).set(f"failed/{rank}", "")
+    store = connect(address)
+    store.set(f"failed/{rank}", "")
+    # A replica that has left would be missing, too.
+    store.wait(["failed/0", "failed/2"])
     ex.close()
     caught.value.raw = str(caught.value.__cause__)  # which is not pickled
     return caught.value
@@ -156,7 +159,7 @@ def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh, collectives: s
 
 
 def _late(rank: int, world: int, address: Address) -> Any:
-    """Rank 2 never starts; the others time out at their headers, name it, and go on with it."""
+    """Rank 2 never starts; the others time out at their headers, name 2, and go on with 2."""
     ex = connect_replica(address, rank, list(range(world)), timeout=2.0)
     buffers = ex.buffers(N, WireFormat("int8"))
     error = None
@@ -180,7 +183,9 @@ def test_a_group_is_rebuilt_although_every_peer_lives(fresh_workers: Fresh) -> N
     results = pool.run(_late, pool.store)
     assert all(fine for _, fine in results)
     for error, _ in results[:2]:
-        assert error.missing == (2,) and error.stage == "header"
+        # A replica that lives, and does not take part, is not missing: its loop may be busy.
+        assert error.missing == () and error.stage == "header"
+        assert "(replica 2: timed out)" in str(error)
 
 
 def _leave_early(rank: int, world: int, address: Address) -> Any:

@@ -108,7 +108,7 @@ class Verdict:
             parts.append(f"{named(self.left_out_by)} left replica {self.replica} out of the group")
         if self.cuts:
             parts.append(words_of(self.cuts))
-        text = "; ".join(parts) or "all other replicas live and have reported"
+        text = "; ".join(parts) or "all other replicas live"
         if self.replica in self.missing or self.left_out_by:
             own = f"replica {self.replica}"
             return (

@@ -313,7 +313,8 @@ class DriverWorld(World):
         """Take the record of a swap."""
         self._is_recorded(nonce, content)
         self.record = content
-        self.chain.append(content)
+        # A copy: only what the product keeps counts for the product in a trace of its memory.
+        self.chain.append(bytes(bytearray(content)))
 
     def _looked(self) -> st.Looked:
         places = []
