@@ -106,8 +106,8 @@ class Browser:
         raise TimeoutError(f"{expression} is not true")
 
     def picture(self) -> bytes:
-        """Return the whole page as PNG."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        """Return what the window shows as PNG."""
+        found = self.call("Page.captureScreenshot")
         return base64.b64decode(found["data"])
 
 

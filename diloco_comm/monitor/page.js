@@ -5,6 +5,8 @@ const PERIOD_MS = 2000;
 const LIMIT_MS = 5000;
 // Seconds after which the last status counts as old.
 const OLD_S = 10;
+// Seconds without a message after which a process that is no member has ended.
+const SILENT_S = 12;
 const SVG = "http://www.w3.org/2000/svg";
 const NONE = "–";
 // The columns of a table: title, and the cell's text, or its text and class, for a row.
@@ -14,7 +16,7 @@ const MEMBERS = [
   ["work", (row) => row.phase || NONE],
   ["inner step", (row) => row.inner_step.toLocaleString("en")],
   ["steps/s", (row) => number(row.speed)],
-  ["last message", (row) => (row.silent_s === null ? NONE : `${seconds(row.silent_s)} ago`)],
+  ["last message", (row) => (row.silent_s === null ? NONE : `${seconds(Math.round(row.silent_s))} ago`)],
   ["notes", (row) => row.words.join("; ")],
 ];
 const LINKS = [
@@ -44,6 +46,7 @@ let reason = "";
 function state(row) {
   if (row.marks.includes("silent") || row.marks.includes("cut off")) return [row.marks.join(", "), "bad"];
   if (row.marks.length) return [row.marks.join(", "), "warn"];
+  if (!row.is_member && row.silent_s > SILENT_S) return ["gone", ""];
   if (row.waits_for.length) return ["waits", ""];
   return [row.stage || (row.is_member ? "training" : "newcomer"), row.is_member ? "good" : ""];
 }
@@ -55,6 +58,7 @@ function number(value) {
 
 function seconds(value) {
   if (value === null) return NONE;
+  if (value === 0) return "0 s";
   if (value < 1) return `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms`;
   if (value < 120) return `${value.toFixed(0)} s`;
   return value < 7200 ? `${(value / 60).toFixed(0)} min` : `${(value / 3600).toFixed(1)} h`;
@@ -182,7 +186,7 @@ function showRun(section, run) {
   put(section.querySelector(".newest"), run.events.length ? run.events[0].text : "");
   table(section.querySelector(".members"), "Replicas", MEMBERS, run.members);
   chart(section.querySelector(".rounds"), run.rounds_over_time);
-  table(section.querySelector(".links"), "Links", LINKS, run.members.filter((row) => row.figures));
+  table(section.querySelector(".links"), "Links", LINKS, run.members.filter((row) => row.figures && row.is_member));
   const makeEvent = () => element("li", {}, element("time"), element("span"));
   fill(section.querySelector(".events"), run.events, makeEvent, (item, event) => {
     put(item.firstElementChild, clock(event.at));

@@ -438,7 +438,9 @@ def _judged(run: Run, former: Mapping[Key, Process]) -> dict[int, Process]:
     speeds = [one.speed for one in run.replicas.values() if one.speed == one.speed]
     middle = median_high(speeds) if len(speeds) > 1 else math.nan
     return {
-        number: _marked(process, waits.get(number, {}), middle, former, run.is_finished)
+        number: _marked(process, waits.get(number, {}), middle, former)
+        if not run.is_finished and (process.is_member or run.seen.view is None)
+        else process
         for number, process in run.replicas.items()
     }
 
@@ -448,9 +450,8 @@ def _marked(
     waits: Mapping[int, float],
     middle: float,
     former: Mapping[Key, Process],
-    is_finished: bool,
 ) -> Process:
-    if is_finished or process.is_gone:
+    if process.is_gone:
         return process
     had = former[process.key].marks if process.key in former else frozenset()
     awaited_s = max(waits.values(), default=0.0)

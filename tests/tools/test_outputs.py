@@ -50,7 +50,7 @@ WRITERS: dict[tuple[str, str], list[str]] = {
 }
 # A folder has to be there for them, or the option is followed by more words.
 OTHERS = {("bench tune", "--out"), ("launch", "--state-dir"), ("profile run", "--out")}
-READ = {"--config", "--data", "--model-config", "--safetensors", "--key", "--keys"}
+READ = {"--config", "--data", "--http-token", "--model-config", "--safetensors", "--key", "--keys"}
 
 
 @pytest.fixture
