@@ -21,8 +21,9 @@ from .figures import Figures
 SCHEMA = 1
 # Seconds. A process sends a beat and its figures every five seconds.
 SILENT_S, AWAITED_S, FORGET_S = 12.0, 5.0, 60.0
-# Seconds of figures over which the speed of a replica is measured, and the least of them.
-SPEED_S, MIN_SPEED_S = 60.0, 4.0
+# The speed of a replica is measured over so many seconds at most, and so many inner steps at least;
+# and only where the replica has trained for so large a part of the seconds.
+SPEED_S, MIN_STEPS, MIN_BUSY = 60.0, 5, 0.2
 # A replica is slow below this part of the median speed of the others, until above the second one.
 SLOW, NOT_SLOW = 0.6, 0.75
 MAX_EVENTS, MAX_POINTS, FIRST_STEP_S = 50, 120, 5.0
@@ -420,12 +421,12 @@ def _with_speed(process: Process, former: Process | None, now: float) -> Process
         one for one in samples if one.view == figures.view and one.inner_step <= sample.inner_step
     ]
     kept = [one for one in kept if sample.at - SPEED_S <= one.at < sample.at]
-    speed = math.nan
-    if kept:
+    speed = math.nan if former is None else former.speed
+    if kept and sample.inner_step - kept[0].inner_step >= MIN_STEPS:
         whole_s = sample.at - kept[0].at
         busy_s = whole_s - max(sample.idle_s - kept[0].idle_s, 0.0)
-        if whole_s >= MIN_SPEED_S and busy_s > 0:
-            speed = (sample.inner_step - kept[0].inner_step) / max(busy_s, 0.05 * whole_s)
+        if busy_s >= MIN_BUSY * whole_s:
+            speed = (sample.inner_step - kept[0].inner_step) / busy_s
     return replace(process, samples=(*kept, sample), speed=speed)
 
 

@@ -128,6 +128,17 @@ def test_a_slow_replica_is_slow_without_the_waits_of_the_others() -> None:
     assert world.events()[-1] == "replica 2 is slow no more"
 
 
+def test_a_wait_in_a_new_view_is_no_slowness() -> None:
+    world = World()
+    world.go(30)
+    for seconds in range(1, 20, 5):
+        waits = {"view": 2, "inner_step": 300, "waits_for": (2,), "waits_s": float(seconds)}
+        world.figures = {0: waits, 1: waits}
+        world.go(5)
+        assert world.row(0)["marks"] == world.row(1)["marks"] == []
+    assert world.row(0)["speed"] == pytest.approx(10)
+
+
 def test_where_all_wait_for_each_other_none_is_to_blame() -> None:
     world = World()
     for one in range(3):
