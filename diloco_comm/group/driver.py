@@ -398,7 +398,7 @@ class Driver:
         self._step(life)
 
     def _break_off_silent_round(self) -> None:
-        """Let rounds fail that wait for a silent member, or for a group that is without this one."""
+        """Let rounds fail that wait for a silent member, or for a group without this one."""
         stage, base = self.state.stage, self._base()
         is_training = stage is st.Stage.TRAINING
         is_inside = is_training or stage is st.Stage.SEALING
