@@ -49,8 +49,8 @@ FEATURES = {
 }
 # Newcomers for whom callers name two stores, where no group lives, are two runs.
 # A member waits for ever that hears of another store before the change of the last leaver.
-# Where two processes have one number, a caller that names the number vouches for both. The beats of
-# the two name each other, and the model has no beats.
+# Where two processes have one number, a caller that names its own number vouches for both. At a table
+# that knows of no record, callers that vouch wrongly make two groups.
 EXCLUDED = [
     *({"found", "move"}, {"revive", "move"}, {"rollback", "move"}, {"leave", "move"}),
     *({"zombie", "demand", "forget"}, {"zombie", "demand", "move"}),
