@@ -49,9 +49,9 @@ FEATURES = {
 }
 # Newcomers for whom callers name two stores, where no group lives, are two runs.
 # A member waits for ever that hears of another store before the change of the last leaver.
-# Where two processes have one number, a caller that names its own number vouches for both. At a table
-# that knows of no record, callers that vouch wrongly make two groups. There a caller also waits, until
-# its time is over, for the SEALED of a member that it leaves out and cannot reach.
+# Where two processes have one number, a caller that names its own number vouches for both. At a
+# table that knows of no record, callers that vouch wrongly make two groups. There a caller also
+# waits, until its time is over, for the SEALED of a member that it leaves out and cannot reach.
 EXCLUDED = [
     *({"found", "move"}, {"revive", "move"}, {"rollback", "move"}, {"leave", "move"}),
     *({"zombie", "demand", "forget"}, {"zombie", "demand", "move"}),
