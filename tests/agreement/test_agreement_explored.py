@@ -51,11 +51,13 @@ FEATURES = {
 # A member waits for ever that hears of another store before the change of the last leaver.
 # Where two processes have one number, a caller that names its own number vouches for both. At a
 # table that knows of no record, callers that vouch wrongly make two groups. There a caller also
-# waits, until its time is over, for the SEALED of a member that it leaves out and cannot reach.
+# waits, until its time is over, for the SEALED of a member that it leaves out and cannot reach, or
+# for a member whose caller has named another store.
 EXCLUDED = [
     *({"found", "move"}, {"revive", "move"}, {"rollback", "move"}, {"leave", "move"}),
     *({"zombie", "demand", "forget"}, {"zombie", "demand", "move"}),
     *({"cut", "demand", "forget"}, {"cut", "demand", "move"}),
+    {"forget", "demand", "move"},
 ]
 
 MUTANTS = [
