@@ -31,7 +31,7 @@ class Floor:
     """Read, exchange and write; what an all-reduce in this wire format cannot do without."""
 
     def __init__(self, wire: str) -> None:
-        self.format = WireFormat(wire, _BLOCK)
+        self.wire, self.format = wire, WireFormat(wire, _BLOCK)
 
     def prepare(self, num_elements: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()

@@ -79,7 +79,7 @@ def test_the_registry_has_the_figures_of_each_replica(
     fresh_workers: Callable[..., Pool],
 ) -> None:
     with serving() as server:
-        host = server._host
+        host = server.host
         pool = fresh_workers(2, init_group=False)
         signs = connect(pool.store)
         for rank in range(2):
@@ -144,11 +144,11 @@ def test_worker_0_alone_posts(fresh_workers: Callable[..., Pool]) -> None:
         pool = fresh_workers(2, init_group=False)
         run = Run(1, 150, num_workers=2)
         pool.submit(live, pool.store, server.address, run)
-        wait_until(lambda: bool(server._host.posted()), 60)
-        found = {member for _ in range(20) for _, member, *_ in server._host.posted()}
+        wait_until(lambda: bool(server.host.posted()), 60)
+        found = {member for _ in range(20) for _, member, *_ in server.host.posted()}
         pool.collect(timeout=100)
         assert len(found) == 1
-        wait_until(lambda: server._host.posted() == [], 60)
+        wait_until(lambda: server.host.posted() == [], 60)
 
 
 class Counted:
@@ -181,11 +181,11 @@ def test_posts_keep_their_period_and_the_last_one_is_taken_back(
         thread = start(RegistryClient(server.address, "r", 20.0), figures)
         wait_until(lambda: figures.num_calls >= 4, 60)
         assert (figures.num_calls - 1) * table.POST_S <= time.monotonic() - began
-        wait_until(lambda: bool(server._host.posted()), 60)
-        ((run, member, text, _),) = server._host.posted()
+        wait_until(lambda: bool(server.host.posted()), 60)
+        ((run, member, text, _),) = server.host.posted()
         assert (run, member) == ("r", "0.ab") and int(text) >= 2
         thread.close(20.0)
-        wait_until(lambda: server._host.posted() == [], 60)
+        wait_until(lambda: server.host.posted() == [], 60)
 
 
 # ------------------------------------------------------------------- hosts that take no posts
@@ -260,7 +260,7 @@ def test_a_host_from_before_posts_is_sent_none(
         thread.close(20.0)
         hello, beat = 0, 14
         assert set(kinds) == {hello, beat} and kinds.count(hello) == 1
-        assert server._host.posted() == [] and caplog.records == []
+        assert server.host.posted() == [] and caplog.records == []
 
 
 @pytest.mark.parametrize("kind", ["TCPStore", "FileStore", "HashStore"])
@@ -296,11 +296,11 @@ def test_a_post_that_does_not_fit_disturbs_nobody() -> None:
             assert client.look("0.ab", b"beat") == Look(b"", {"0.ab": b"beat"}, {"0.ab": 1})
             for name, text in (("0.ab", b"x" * 2049), ("a b", b"x"), ("", b"x")):
                 client.post(name, text)
-            assert client.swap(b"", b"record") and server._host.posted() == []
+            assert client.swap(b"", b"record") and server.host.posted() == []
             # Any client of the run may post under the name of another one, as it may beat.
             client.post("1.cd", b"x" * 2048)
             assert client.look("", b"").beats == {"0.ab": b"beat"}
-            assert [one[:3] for one in server._host.posted()] == [("r", "1.cd", b"x" * 2048)]
+            assert [one[:3] for one in server.host.posted()] == [("r", "1.cd", b"x" * 2048)]
         client.post("1.cd", b"")
 
 
