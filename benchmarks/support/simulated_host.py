@@ -37,13 +37,13 @@ class SimulatedHost:
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
         self._now = now
-        self._posted: dict[tuple[str, str], tuple[bytes, float]] = {}
+        self.posts: dict[tuple[str, str], tuple[bytes, float]] = {}
         self._beats: dict[tuple[str, str], tuple[bytes, float]] = {}
         self._records: dict[str, bytes] = {}
 
     def post(self, run: str, key: Key, **figures: Any) -> None:
         text = Figures(key.number, **{"created": BEGAN, **figures}).to_bytes()
-        self._posted[run, name_of(key)] = (text, self._now())
+        self.posts[run, name_of(key)] = (text, self._now())
 
     def beat(
         self, run: str, key: Key, stage: str = TRAINING, phase: str = "", **place: Any
@@ -56,7 +56,7 @@ class SimulatedHost:
         self._records[run] = record.to_bytes()
 
     def posted(self) -> list[Text]:
-        return [(*name, text, self._now() - at) for name, (text, at) in self._posted.items()]
+        return [(*name, text, self._now() - at) for name, (text, at) in self.posts.items()]
 
     def beats(self) -> list[Text]:
         return [(*name, text, self._now() - at) for name, (text, at) in self._beats.items()]

@@ -6,7 +6,6 @@ number. A counter falls only where its ``_created`` is another one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -79,7 +78,7 @@ OF_REPLICAS: Mapping[Family, str] = {
 # Each replica has these, which the host judges.
 JUDGED: Mapping[Family, Callable[[Process], float]] = {
     _gauge("silence_seconds", "seconds", "Since the last message of the replica."): lambda one: (
-        one.silent_s if one.silent_s < math.inf else math.nan
+        one.silent_s
     ),
     _gauge("awaited_by", "", "Replicas that wait for this one."): lambda one: len(one.awaited_by),
     _gauge("cut_from", "", "Replicas that this one cannot reach."): lambda one: len(one.cut_from),

@@ -201,8 +201,9 @@ class Process:
     """One process of a replica.
 
     Attributes:
-        silent_s: Since the last text of any kind.
+        silent_s: Since the last text of any kind, or since the host began.
         figures_s: Since the figures came.
+        rounds: Applied by this process since its first figures, and by the run before these.
         cut_from: Numbers of replicas.
         awaited_by: Numbers of the replicas that wait for this one.
         awaited_s: Since the first of them began.
@@ -217,6 +218,7 @@ class Process:
     figures: Figures | None
     silent_s: float
     figures_s: float
+    rounds: int = 0
     cut_from: tuple[int, ...] = ()
     awaited_by: tuple[int, ...] = ()
     awaited_s: float = 0.0
@@ -256,7 +258,7 @@ class Run:
         replicas: The process that counts of each replica, by number.
         others: Further processes, such as one that takes the place of a member that was killed.
         changes: Records that have followed the first one seen.
-        rounds: Applied since the run was first seen.
+        rounds: Applied since the run was first seen, by the replica that has applied most.
         points: Unix time in whole seconds and ``rounds``; at most ``MAX_POINTS``.
         step_s: Seconds between two points, which doubles when the points are too many.
     """
@@ -306,10 +308,11 @@ def advance(before: State, snapshot: Snapshot, now: float) -> State:
     names = sorted({*posted, *beats, *snapshot.records})
     runs = {
         name: _next_run(
-            before.runs.get(name),
+            before.runs.get(name, Run(Seen(), {})),
             snapshot.records.get(name, b""),
             beats.get(name, {}),
             posted.get(name, {}),
+            before.began,
             now,
         )
         for name in names
@@ -325,10 +328,11 @@ def _by_run(texts: Iterable[Text]) -> dict[str, dict[str, tuple[bytes, float]]]:
 
 
 def _next_run(
-    before: Run | None,
+    before: Run,
     record: bytes,
     beats: Mapping[str, tuple[bytes, float]],
     posted: Mapping[str, tuple[bytes, float]],
+    began: float,
     now: float,
 ) -> Run:
     texts = {name: text for name, (text, _) in beats.items()}
@@ -336,10 +340,9 @@ def _next_run(
         seen = Seen.of(record, texts)
     except ValueError:
         # A record of another version, or a damaged one: the last one that could be read stands.
-        seen = replace(Seen.of(b"", texts), view=None if before is None else before.seen.view)
-    former = {} if before is None else before.processes
+        seen = replace(Seen.of(b"", texts), view=before.seen.view)
     found = [
-        _process(key, seen, beat, figures, former.get(key), now)
+        _process(key, seen, beat, figures, before, began, now)
         for key, beat, figures in _messages(seen, beats, posted)
     ]
     # A process that was heard once, and is neither a member nor alive, is no news for anybody.
@@ -354,8 +357,8 @@ def _next_run(
         # Without a view nobody says which of several processes of a replica has ended.
         others = [one for one in others if one.silent_s <= SILENT_S]
     run = Run(seen, dict(sorted(replicas.items())), others)
-    run = replace(run, replicas=_judged(run, former))
-    return _continued(Run(Seen(), {}) if before is None else before, run, now)
+    run = replace(run, replicas=_judged(run, before.processes))
+    return _continued(before, run, now)
 
 
 def _messages(
@@ -379,20 +382,31 @@ def _process(
     seen: Seen,
     beat: tuple[Beat | None, float],
     figures: tuple[Figures | None, float],
-    former: Process | None,
+    before: Run,
+    began: float,
     now: float,
 ) -> Process:
+    former = before.processes.get(key)
     cut = [] if beat[0] is None or beat[0].is_gone else seen.cut_from(beat[0])
     process = Process(
         key,
         key in seen.member_set,
         beat[0],
         _not_fallen(figures[0], None if former is None else former.figures),
-        min(beat[1], figures[1]),
+        min(beat[1], figures[1], max(now - began, 0.0)),
         figures[1],
         cut_from=tuple(sorted({seen.living[nonce] for nonce in cut} - {key.number})),
     )
+    process = replace(process, rounds=_rounds(process.figures, former, before.rounds))
     return _with_speed(process, former, now)
+
+
+def _rounds(figures: Figures | None, former: Process | None, of_run: int) -> int:
+    """Return ``Process.rounds``: a process that begins goes on from the rounds of its run."""
+    old = None if former is None else former.figures
+    if former is None or figures is None or old is None or figures.created != old.created:
+        return of_run
+    return former.rounds + figures.rounds - old.rounds
 
 
 def _not_fallen(figures: Figures | None, before: Figures | None) -> Figures | None:
@@ -436,7 +450,9 @@ def _judged(run: Run, former: Mapping[Key, Process]) -> dict[int, Process]:
     for process in run.replicas.values():
         for number in process.figures.waits_for if process.is_waiting and process.figures else ():
             waits.setdefault(number, {})[process.key.number] = process.waited_s
-    speeds = [one.speed for one in run.replicas.values() if one.speed == one.speed]
+    # A replica that has ended, or is not heard, is no measure for the others.
+    heard = [one for one in run.replicas.values() if one.figures_s <= SILENT_S and not one.is_gone]
+    speeds = [one.speed for one in heard if one.speed == one.speed]
     middle = median_high(speeds) if len(speeds) > 1 else math.nan
     return {
         number: _marked(process, waits.get(number, {}), middle, former)
@@ -475,12 +491,8 @@ def _marked(
 
 def _continued(before: Run, run: Run, now: float) -> Run:
     """Return a run with the events and rounds of before, and with those that are new."""
-    deltas = [0]
-    for key, process in run.processes.items():
-        old = before.processes.get(key)
-        if old and old.figures and process.figures:
-            deltas.append(process.figures.rounds - old.figures.rounds)
-    rounds, points, step_s = before.rounds + max(deltas), before.points, before.step_s
+    rounds = max([before.rounds, *[one.rounds for one in run.processes.values()]])
+    points, step_s = before.points, before.step_s
     if not points or now - points[-1][0] >= step_s:
         points = (*points, (int(now), rounds))
     if len(points) > MAX_POINTS:
@@ -510,9 +522,14 @@ def _process_events(before: Run, run: Run) -> Iterable[str]:
             continue
         if old.key != process.key:
             yield f"replica {number} has started again"
+        if process.is_gone and not (old.is_gone or run.is_finished):
+            yield f"replica {number} has ended"
         for mark in BEGINS:
             if (mark in process.marks) != (mark in old.marks):
                 yield (BEGINS if mark in process.marks else ENDS)[mark].format(number)
+    for number in sorted(before.replicas.keys() - run.replicas.keys()):
+        if not before.replicas[number].is_gone:
+            yield f"replica {number} is there no more"
 
 
 # ------------------------------------------------------------------------------ for the page
@@ -594,7 +611,7 @@ def _words(run: Run, process: Process) -> Iterable[str]:
         yield process.beat.stage
         return
     if SILENT in process.marks:
-        yield f"silent for {process.silent_s:.0f} s" if process.silent_s < math.inf else "silent"
+        yield f"silent for {process.silent_s:.0f} s"
     if AWAITED in process.marks:
         others = run.replicas.keys() - {number}
         everyone = len(process.awaited_by) > 1 and others <= set(process.awaited_by)

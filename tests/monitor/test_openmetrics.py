@@ -115,11 +115,10 @@ def test_the_dashboard_shows_metrics_that_are_served() -> None:
     }  # fmt: skip
 
 
-def test_a_silence_without_end_is_no_sample() -> None:
-    """A member of the view that was never heard has no figures, and no seconds of silence."""
+def test_a_member_that_was_never_heard_is_silent_since_the_host_began() -> None:
     world = World()
     world.silent = {0}
     world.go(5)
     found = samples(world.state)
-    assert ("diloco_silence_seconds", "r", "0") not in found
+    assert found["diloco_silence_seconds", "r", "0"] == 5
     assert ("diloco_rounds_total", "r", "0") not in found

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.support.simulated_host import BEGAN, SimulatedHost, key_of, record_of
-from diloco_comm.group.beats import PULLING
+from diloco_comm.group.beats import PULLING, name_of
 from diloco_comm.monitor.figures import Figures
 from diloco_comm.monitor.status import (
     COUNTERS,
@@ -128,6 +128,74 @@ def test_a_slow_replica_is_slow_without_the_waits_of_the_others() -> None:
     assert world.events()[-1] == "replica 2 is slow no more"
 
 
+@pytest.mark.parametrize("step_s", [1.0, 7.0, 12.0])
+def test_equal_replicas_are_never_slow(step_s: float) -> None:
+    """Their steps and their posts fall on different moments."""
+    world = World()
+    world.speeds = {0: 1 / step_s, 1: 1.02 / step_s, 2: 0.98 / step_s}
+    for second in range(150):
+        world.silent = {one for one in range(3) if (second - 2 * one) % 5}
+        world.go(1)
+    assert not [text for text in world.events() if "slow" in text]
+
+
+def test_a_replica_that_waits_for_long_is_not_slow() -> None:
+    """Its group is fixed, and the other one lives, and takes longer for its steps."""
+    world = World((0, 1, 2), elastic=False)
+    world.speeds = {0: 10.0, 1: 10.0, 2: 2.0}
+    world.go(30)
+    step = world.row(0)["inner_step"]
+    for second in range(5, 151, 5):
+        waits = {"inner_step": step, "waits_for": (2,), "waits_s": float(second)}
+        world.figures = {0: waits, 1: waits}
+        world.go(5)
+        assert "slow" not in world.row(0)["marks"] + world.row(1)["marks"]
+    assert world.row(2)["marks"] == ["awaited", "slow"]
+    world.figures = {one: {"inner_step": step + 50, "waited_s": 150.0} for one in (0, 1)}
+    world.go(5)
+    assert world.row(0)["speed"] == pytest.approx(10)
+
+
+def test_the_median_is_one_of_replicas_that_are_heard() -> None:
+    world = World((0, 1, 2))
+    world.speeds = {0: 10.0, 1: 10.0, 2: 3.0}
+    world.go(60)
+    assert world.row(2)["marks"] == ["slow"]
+    world.silent = {0}
+    world.places = {1: {"is_leaving": True}}
+    world.go(10)
+    world.host.beat("r", key_of(1), "gone")
+    world.silent = {0, 1}
+    world.go(15)
+    assert world.row(2)["marks"] == []
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_rounds_are_those_of_the_replica_with_the_most(elastic: bool) -> None:
+    """Three replicas take part in the same rounds, and post at different moments."""
+    world = World(elastic=elastic)
+    for second in range(1, 101):
+        world.silent = {one for one in range(3) if (second - one) % 5}
+        world.go(1)
+    assert world.report()["rounds"] == 10
+    # Replica 2 starts again, with counters that begin anew, as another process or as the same one.
+    for start, created in ((1, BEGAN + 100), (1, BEGAN + 150)):
+        world.silent = {2}
+        for second in range(50):
+            again = {"created": created, "rounds": second // 10, "inner_step": 1000 + 10 * second}
+            world.host.post("r", key_of(2, start), **again)
+            world.go(1)
+    assert world.report()["rounds"] == 20
+    # And all of them start again.
+    world.silent = {0, 1, 2}
+    for second in range(1, 101):
+        for one in range(3):
+            again = {"created": BEGAN + 200, "rounds": second // 10}
+            world.host.post("r", key_of(one, 2), **again)
+        world.go(1)
+    assert world.report()["rounds"] == 30
+
+
 def test_a_wait_in_a_new_view_is_no_slowness() -> None:
     world = World()
     world.go(30)
@@ -196,6 +264,30 @@ def test_events_and_points_have_bounds() -> None:
     run = world.state.runs["r"]
     assert MAX_POINTS / 2 <= len(run.points) <= MAX_POINTS
     assert run.points[0][0] <= BEGAN + 5 and run.step_s > 5
+
+
+def test_a_replica_that_goes_is_an_event() -> None:
+    """The post of one that ends is taken back, and the post of one that was killed is dropped."""
+    world = World(elastic=False)
+    world.go(10)
+    world.host.posts.pop(("r", name_of(key_of(1))))
+    world.silent = {1}
+    world.go(5)
+    assert world.events() == ["replica 1 is there no more"]
+    world = World()
+    world.go(10)
+    world.host.beat("r", key_of(1), "gone")
+    world.silent = {1}
+    world.go(5)
+    assert world.events()[1:] == ["replica 1 has ended"]
+
+
+def test_a_member_that_was_never_heard_is_silent_since_the_host_began() -> None:
+    world = World()
+    world.silent = {2}
+    assert world.go(10)["alerts"] == []
+    assert world.go(10)["alerts"] == ["replica 2: silent for 20 s"]
+    assert world.row(2)["silent_s"] == 20
 
 
 def test_an_end_is_no_silence() -> None:
