@@ -21,6 +21,8 @@ from .figures import Figures
 SCHEMA = 1
 # Seconds. A process sends a beat and its figures every five seconds.
 SILENT_S, AWAITED_S, FORGET_S = 12.0, 5.0, 60.0
+# A process that is awaited has said so long after the beginning of a wait that it does not wait.
+SPOKEN_S = 2.0
 # The speed of a replica is measured over so many seconds at most, and so many inner steps at least;
 # and only where the replica has trained for so large a part of the seconds.
 SPEED_S, MIN_STEPS, MIN_BUSY = 60.0, 5, 0.2
@@ -233,9 +235,10 @@ class Process:
 
     @property
     def is_waiting(self) -> bool:
-        return (
-            self.figures is not None and bool(self.figures.waits_for) and self.figures_s < SILENT_S
-        )
+        """Whether this process waits for replicas by name, and not only for a moment."""
+        if self.figures is None or self.figures_s >= SILENT_S:
+            return False
+        return bool(self.figures.waits_for) and self.figures.waits_s >= AWAITED_S
 
     @property
     def waited_s(self) -> float:
@@ -345,17 +348,27 @@ def _next_run(
         _process(key, seen, beat, figures, before, began, now)
         for key, beat, figures in _messages(seen, beats, posted)
     ]
-    # A process that was heard once, and is neither a member nor alive, is no news for anybody.
-    found = [one for one in found if one.is_member or not (seen.view and one.silent_s > FORGET_S)]
-    # The newest message counts; a member that says nothing counts where no other process is.
-    found.sort(key=lambda one: (one.figures_s, one.silent_s, one.key))
+    # A member that is heard counts first, then the newest message; a member that says nothing
+    # counts where no other process is.
+    found.sort(
+        key=lambda one: (
+            not (one.is_member and one.silent_s <= SILENT_S),
+            one.figures_s,
+            one.silent_s,
+            one.key,
+        )
+    )
     replicas: dict[int, Process] = {}
     for one in found:
         replicas.setdefault(one.key.number, one)
-    others = [one for one in found if replicas[one.key.number] is not one]
-    if seen.view is None:
-        # Without a view nobody says which of several processes of a replica has ended.
-        others = [one for one in others if one.silent_s <= SILENT_S]
+    # Of several processes of a replica, one that is no member is soon no news for anybody; without
+    # a view nobody says which of them has ended.
+    most_s = SILENT_S if seen.view is None else FORGET_S
+    others = [
+        one
+        for one in found
+        if replicas[one.key.number] is not one and (one.is_member or one.silent_s <= most_s)
+    ]
     run = Run(seen, dict(sorted(replicas.items())), others)
     run = replace(run, replicas=_judged(run, before.processes))
     return _continued(before, run, now)
@@ -447,7 +460,9 @@ def _with_speed(process: Process, former: Process | None, now: float) -> Process
 def _judged(run: Run, former: Mapping[Key, Process]) -> dict[int, Process]:
     """Return the replicas with what the figures of the others say of them, and with their marks."""
     waits: dict[int, dict[int, float]] = {}
-    for process in run.replicas.values():
+    # A newcomer waits for all members, and holds up nobody.
+    members = [one for one in run.replicas.values() if one.is_member or run.seen.view is None]
+    for process in members:
         for number in process.figures.waits_for if process.is_waiting and process.figures else ():
             waits.setdefault(number, {})[process.key.number] = process.waited_s
     # A replica that has ended, or is not heard, is no measure for the others.
@@ -476,8 +491,7 @@ def _marked(
     marks = {
         SILENT: process.silent_s > SILENT_S,
         CUT: bool(process.cut_from),
-        # Where all wait for each other, the link is slow, and no replica.
-        AWAITED: awaited_s >= AWAITED_S and not process.is_waiting,
+        AWAITED: bool(waits) and _holds_up(process, awaited_s),
         SLOW_ONE: process.speed < least * middle and process.silent_s <= SILENT_S,
     }
     return replace(
@@ -487,6 +501,15 @@ def _marked(
         median=middle,
         marks=frozenset(name for name, holds in marks.items() if holds),
     )
+
+
+def _holds_up(process: Process, awaited_s: float) -> bool:
+    """Whether others wait for a process that does not wait itself, as far as it has said since."""
+    if process.silent_s > SILENT_S or process.figures is None:
+        return True
+    # Where all wait for each other, the link is slow, and no replica.
+    is_news = process.figures_s <= awaited_s - SPOKEN_S
+    return is_news and process.figures.waits_s < SPOKEN_S
 
 
 def _continued(before: Run, run: Run, now: float) -> Run:
@@ -610,7 +633,8 @@ def _words(run: Run, process: Process) -> Iterable[str]:
     if process.is_gone and process.beat is not None:
         yield process.beat.stage
         return
-    if SILENT in process.marks:
+    is_left = not (process.is_member or run.seen.view is None or run.is_finished)
+    if SILENT in process.marks or (is_left and process.silent_s > SILENT_S):
         yield f"silent for {process.silent_s:.0f} s"
     if AWAITED in process.marks:
         others = run.replicas.keys() - {number}
@@ -625,11 +649,11 @@ def _words(run: Run, process: Process) -> Iterable[str]:
     if SLOW_ONE in process.marks:
         part = process.speed / process.median
         yield (f"slow: {process.speed:.3g} inner steps per second, {part:.0%} of the median")
-    if figures is not None and process.is_waiting and process.waited_s >= AWAITED_S:
+    if figures is not None and process.is_waiting:
         yield f"waits for {_numbers(figures.waits_for)}, since {process.waited_s:.0f} s"
     if run.seen.is_evicted(process.key):
         yield "is asked to leave"
-    if not process.is_member and run.seen.view is not None and not run.is_finished:
+    if is_left:
         yield "is no member"
 
 

@@ -382,3 +382,55 @@ def _check_counters(before: Figures, after: Figures) -> None:
     """A counter falls only where the counters of the process have begun anew."""
     if before.created == after.created:
         assert all(getattr(before, name) <= getattr(after, name) for name in COUNTERS)
+
+
+def test_a_newcomer_that_waits_blames_nobody_and_takes_no_members_place() -> None:
+    world = World()
+    world.go(30)
+    waits = {"waits_for": (0, 1), "waits_s": 9.0}
+    for _ in range(3):
+        for number, start in ((3, 0), (1, 1)):
+            world.host.post("r", key_of(number, start), **waits)
+            world.host.beat("r", key_of(number, start), PULLING, entered=0)
+        world.go(5)
+    assert world.report()["alerts"] == []
+    assert not [text for text in world.events() if "wait" in text or "again" in text]
+    assert world.state.runs["r"].replicas[1].key == key_of(1)
+
+
+def test_waits_of_a_moment_in_each_round_are_no_news() -> None:
+    world = World()
+    for _ in range(6):
+        world.figures = {one: {"waits_for": (2,), "waits_s": 3.0} for one in (0, 1)}
+        for _ in range(5):
+            world.silent = {0, 1, 2}
+            world.go(1)
+        world.silent = set()
+        world.go(5)
+    assert not [text for text in world.events() if "wait" in text]
+
+
+def test_a_replica_is_not_awaited_before_it_has_spoken_since() -> None:
+    """Its own message may say that it waits, too."""
+    world = World()
+    world.go(30)
+    world.figures = {1: {"waits_for": (0,), "waits_s": 5.0}}
+    world.silent = {0, 2}
+    world.go(4)
+    assert world.row(0)["awaited_by"] == [1] and world.row(0)["marks"] == []
+    world.silent, world.figures[0] = {2}, {"waits_s": 6.0}
+    world.go(1)
+    assert world.row(0)["marks"] == []
+    world.figures = {1: {"waits_for": (0,), "waits_s": 11.0}}
+    world.go(1)
+    assert world.row(0)["marks"] == ["awaited"]
+
+
+def test_a_replica_that_the_others_left_out_stays_until_the_host_drops_it() -> None:
+    world = World()
+    world.go(30)
+    world.silent = {2}
+    world.host.swap("r", record_of(2, [0, 1]))
+    world.go(120)
+    assert world.row(2)["words"] == ["silent for 120 s", "is no member"]
+    assert world.state.runs["r"].replicas[2].silent_s == 120
