@@ -289,6 +289,37 @@ def test_a_store_of_torch_is_sent_none(
 # ------------------------------------------------------------------------------------- limits
 
 
+@pytest.mark.parametrize(
+    ("prefixes", "run"),
+    [
+        ([], "two-words"),
+        (["a job/1"], "a-job-1-two-words"),
+        (["a", "b"], "a-b-two-words"),
+        (["default_pg", "0/", f"diloco_comm/{'0a' * 16}"], "two-words"),
+        (["default_pg", "0/", "3/", "diloco_comm/named"], "3-two-words"),
+        (["job", "default_pg", "0/", "diloco_comm/named"], "job-two-words"),
+        (["job", "diloco-comm/two words"], "job-two-words"),
+        (["x" * 200], "x" * 90 + "-two-words"),
+    ],
+)
+def test_the_run_of_a_store_has_the_prefixes_of_its_job(prefixes: list[str], run: str) -> None:
+    host: Any = open_store("127.0.0.1", 0).store
+    # Another job at the same store.
+    StoreTable(dist.PrefixStore("other", host)).look("0.cd", b"beat")
+    store = host
+    is_elastic = prefixes[-1:] == ["diloco-comm/two words"]
+    for prefix in prefixes if is_elastic else (*prefixes, "diloco_comm/two words"):
+        store = dist.PrefixStore(prefix, store)
+    tables = [StoreTable(store, "two words") for _ in range(2)]
+    for number, one in enumerate(tables):
+        one.look(f"{number}.ab", b"beat")
+        one.post(f"{number}.ab", b"text")
+    assert {found[0] for found in host.posted()} == {run} and len(host.posted()) == 2
+    for number, one in enumerate(tables):
+        one.post(f"{number}.ab", b"")
+    assert host.posted() == []
+
+
 def test_a_post_that_does_not_fit_disturbs_nobody() -> None:
     with serving() as server:
         with closing(RegistryClient(server.address, "r", 20.0)) as client:

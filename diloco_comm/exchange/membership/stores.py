@@ -32,6 +32,9 @@ T = TypeVar("T")
 _NONCE_BYTES = 16
 # Names of processes that are kept at most.
 _MOST_NAMES = 1024
+# Prefixes of torch for the default group, and of the product.
+_OF_GROUPS = re.compile(r"\bdefault_pg/0//|\bdiloco[_-]comm/(named/|[0-9a-f]{32}/)?")
+_LONGEST_RUN = 100
 # Seconds without a beat after which a process is forgotten. If it lives, it gives its name again.
 FORGET_S = 600.0
 # Seconds after which a beat is deleted whose name is kept no more: others may be reading it.
@@ -46,12 +49,13 @@ class StoreTable:
 
     Args:
         store: Shared by the replicas, under a prefix of the exchanges' name.
-        run: The name under which a store of ``diloco-comm`` keeps posts; "" posts nothing.
+        run: The name under which a store of ``diloco-comm`` keeps posts, after the prefixes that
+            the program has given the store; "" posts nothing.
     """
 
     def __init__(self, store: dist.Store, run: str = "") -> None:
         self._store, self._is_own = store, False
-        self._run = re.sub(r"[\s/]", "-", run)
+        self._run, self._posts_as = run, ""
         self._id = b""
         # A connection that has broken never connects again, and torch logs each call.
         self._loss: TableAway | None = None
@@ -86,7 +90,19 @@ class StoreTable:
         store, _ = place_of_store(self._store)
         if self._run and self._loss is None and isinstance(store, _C.StoreClient | _C.StoreHost):
             with contextlib.suppress(RuntimeError, ValueError):
-                store.post(self._run, name, text)
+                self._posts_as = self._posts_as or self._name_of_run(store, name)
+                store.post(self._posts_as, name, text)
+
+    def _name_of_run(self, store: dist.Store, name: str) -> str:
+        """Return another name of the run for each prefix; torch does not tell what that is."""
+        words, end = [self._run], f"/beat/{name}"
+        if isinstance(getattr(self._store, "underlying_store", None), dist.PrefixStore):
+            # Some versions of torch list no keys.
+            for key in getattr(store, "list_keys", list)():
+                if key.endswith(end):
+                    prefix = key.removesuffix(end).removesuffix(self._run)
+                    words = [*filter(None, _OF_GROUPS.sub("/", prefix).split("/")), self._run]
+        return re.sub(r"[\s/]", "-", "-".join(words))[-_LONGEST_RUN:]
 
     def close(self) -> None:
         """End the own connection; the store itself is the program's."""
