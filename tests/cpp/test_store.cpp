@@ -518,6 +518,7 @@ void test_a_post_is_for_the_host_alone() {
     // A post that does not fit changes nothing, and ends no connection.
     EXPECT(store->post("run", "a", longest + "x") && store->post("a/b", "a", "x"));
     EXPECT(posted().size() == 2 && posted()[1].text == longest);
+    EXPECT(hosted.store->facts().refused_posts == 2 && after.refused_posts == 0);
     EXPECT(store->post("run", "a", "") && posted().size() == 1);
     std::this_thread::sleep_for(500ms);
     EXPECT(posted().empty() && hosted.store->beats().empty());
@@ -562,6 +563,22 @@ void test_the_memory_of_beats_and_swaps_has_bounds() {
     EXPECT(has(post(0, Beats::kMostBeats, 1), "no more fit") && has(post(16, 0, 1), "no more fit"));
     EXPECT(post(0, 0, 0).empty() && post(16, 0, 1).empty());
     EXPECT(posts.all().size() == Beats::kMostBeats);
+    // A refusal costs little: late posts of all runs are looked for once in two seconds.
+    Beats late(1ms);
+    for (size_t i = 0; i < Beats::kMostBeats; ++i) {
+        late.put("run" + std::to_string(i / Beats::kMostMembers), std::to_string(i), "x");
+    }
+    const auto refused = [&] { return refusal([&] { late.put("new", "a", "x"); }); };
+    EXPECT(has(refused(), "no more fit"));
+    late.pass_time();
+    std::this_thread::sleep_for(5ms);
+    late.pass_time();
+    EXPECT(late.all().empty() && has(refused(), "no more fit"));
+    for (int gap = 0; gap < 2; ++gap) {
+        std::this_thread::sleep_for(1s);
+        late.pass_time();
+    }
+    EXPECT(refused().empty() && late.all().size() == 1);
     Records records(true, {}, [] {});
     const auto swap = [&](size_t client) {
         records.swap(static_cast<int>(client), {"run", "", "x"});

@@ -508,7 +508,8 @@ void register_store_host(py::module_& m) {
                 return std::map<std::string, int64_t>{{"connections", facts.connections},
                                                       {"requests", facts.requests},
                                                       {"received_bytes", facts.received_bytes},
-                                                      {"sent_bytes", facts.sent_bytes}};
+                                                      {"sent_bytes", facts.sent_bytes},
+                                                      {"refused_posts", facts.refused_posts}};
             },
             "Connections that are open, and sums since the host began.")
         .def("post", &StoreHost::post, py::arg("run"), py::arg("member"), py::arg("text"),

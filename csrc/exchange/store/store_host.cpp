@@ -87,7 +87,9 @@ class StoreHost::Server {
     void poke();
     void allow(PublicKeys keys, PublicKeys readers);
     int64_t num_clients() const { return num_clients_; }
-    Facts facts() const { return {num_open_, num_requests_, received_bytes_, sent_bytes_}; }
+    Facts facts() const {
+        return {num_open_, num_requests_, received_bytes_, sent_bytes_, num_refused_posts_};
+    }
 
     const std::string table_id;
     store::Table table;
@@ -183,7 +185,7 @@ class StoreHost::Server {
     link::Keyring allowed_, readers_;
     std::atomic<bool> is_closing_ = false, is_new_allowed_ = false;
     std::atomic<int64_t> num_clients_ = 0, num_open_ = 0, num_requests_ = 0, received_bytes_ = 0,
-                         sent_bytes_ = 0;
+                         sent_bytes_ = 0, num_refused_posts_ = 0;
 
     // The rest is the thread's.
     int last_id_ = 0;
@@ -241,7 +243,6 @@ void StoreHost::Server::run() {
                                      milliseconds_left());
         beats.pass_time();
         posts.pass_time();
-        num_open_ = static_cast<int64_t>(clients_.size());
         if (is_new_allowed_.exchange(false)) end_disallowed();
         for (int i = 0; i < count; ++i) {
             const uint64_t id = events[static_cast<size_t>(i)].data.u64;
@@ -261,6 +262,7 @@ void StoreHost::Server::run() {
         finish_swaps();
         end_late();
         remove_ended();
+        num_open_ = static_cast<int64_t>(clients_.size());
         reserve_.fill();
         if (deaf_until_ && *deaf_until_ <= Clock::now()) be_deaf(false);
     }
@@ -569,7 +571,7 @@ void StoreHost::Server::heard(Client& client) {
         }
     } catch (const std::logic_error& error) {
         // A client that posts reads no answer.
-        if (kind != Request::kPost) reply(client, failed(error.what()));
+        kind == Request::kPost ? void(++num_refused_posts_) : reply(client, failed(error.what()));
     }
 }
 

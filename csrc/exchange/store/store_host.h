@@ -37,7 +37,8 @@ class StoreHost : public store::Values {
     };
     // Sums since the host began, but for the connections, which are open now.
     struct Facts {
-        int64_t connections = 0, requests = 0, received_bytes = 0, sent_bytes = 0;
+        int64_t connections = 0, requests = 0, received_bytes = 0, sent_bytes = 0,
+                refused_posts = 0;
     };
 
     explicit StoreHost(Options options);

@@ -16,6 +16,8 @@ using std::chrono::milliseconds;
 constexpr size_t kMostName = 400;
 // A longer gap between two looks at the clock is a time in which this process stood still.
 constexpr milliseconds kMostGap{1000};
+// Where no beat fits, all runs are searched for late beats once in so long: a refusal costs little.
+constexpr milliseconds kSweep{2000};
 
 // The bytes of the character at `at`; 0 where that is no UTF-8.
 size_t bytes_of_character(const std::string& text, size_t at) {
@@ -463,7 +465,8 @@ void Beats::keep(const std::string& run, const std::string& member, const std::s
         return (former == 0 && (has_most || num_beats_ >= kMostBeats)) ||
                num_bytes_ - freed + text.size() > kMostSum;
     };
-    if (is_full()) {
+    if (is_full() && now_ >= sweeps_at_) {
+        sweeps_at_ = now_ + kSweep;
         Keys runs;
         for (const auto& [name, beats] : runs_) runs.push_back(name);
         for (const std::string& name : runs) drop(name);

@@ -208,7 +208,7 @@ class Beats {
     std::map<std::string, Run> runs_;
     uint64_t version_;
     size_t num_beats_ = 0, num_bytes_ = 0;
-    Time now_{};
+    Time now_{}, sweeps_at_{};
     std::optional<Clock::time_point> looked_at_;
 };
 
