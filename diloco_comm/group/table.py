@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two posts of a process at least, and from its begin to its first post.
 POST_S, _FIRST_POST_S = 5.0, 1.0
+# So many posts in a row fail before the log says so: one may meet the training thread's work.
+_MOST_FAILED = 3
 # Seconds in which the last swap of a process is tried again while the table does not answer.
 _LAST_SWAP_S = 5.0
 
@@ -127,8 +130,8 @@ class TableThread:
     ) -> None:
         self._table, self.period_s, self._beat, self._post = table, period_s, beat, post
         self._figures, self._posts_at = figures, time.monotonic() + _FIRST_POST_S
-        # The name of the last post.
-        self._posted = ""
+        # The name of the last post, and how many have failed since.
+        self._posted, self._num_failed = "", 0
         self._swaps: deque[tuple[bytes, bytes]] = deque()
         self._old_names: deque[str] = deque()
         self._news, self._is_closed = threading.Event(), False
@@ -215,20 +218,26 @@ class TableThread:
         return name
 
     def _leave_figures(self, name: str, *, is_last: bool) -> None:
-        """Post the figures if a post is due; at the end, take the last post back."""
+        """Post the figures if a post is due; at the end, take the last post back; raise nothing."""
         now, former = time.monotonic(), self._posted
-        if former and (is_last or former != name):
-            self._table.post(former, b"")
-            self._posted = ""
-        if is_last or now < self._posts_at:
-            return
-        self._posts_at = now + POST_S
+        is_due = not is_last and now >= self._posts_at
         try:
-            text = self._figures()
+            if former and (is_last or former != name):
+                self._posted = ""
+                self._table.post(former, b"")
+            if is_due:
+                self._posts_at = now + POST_S
+                if text := self._figures():
+                    self._table.post(name, text)
+                    self._posted = name
         except Exception as error:
-            # The training thread works meanwhile.
-            logger.debug("this process posts no figures now: %r", error)
-            return
-        if text:
-            self._table.post(name, text)
-            self._posted = name
+            self._num_failed += 1
+            if self._num_failed == _MOST_FAILED:
+                with contextlib.suppress(Exception):  # of a handler of the log
+                    logger.warning(
+                        "this process cannot post its figures, and goes on without: %r", error
+                    )
+        else:
+            # Once the log has said so, the log says no more.
+            if is_due and self._num_failed < _MOST_FAILED:
+                self._num_failed = 0

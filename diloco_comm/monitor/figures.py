@@ -91,25 +91,35 @@ class Figures:
     version: str = ""
 
     def to_bytes(self) -> bytes:
-        """Return the message, at most ``MAX_BYTES`` long; a value that is no number is left out."""
-        values = {"schema": SCHEMA, **asdict(self), "waits_for": self.waits_for[:MOST_NAMED]}
-        return json.dumps({k: v for k, v in values.items() if v == v}).encode()
+        """Return the message, at most ``MAX_BYTES`` long, without the values that are not sound.
+
+        Such values are NaN, infinity, negative numbers, and numbers of ``2**62`` and above.
+        """
+        values = _sound({**asdict(self), "waits_for": list(self.waits_for[:MOST_NAMED])})
+        return json.dumps({"schema": SCHEMA, **values}).encode()
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Figures | None:
-        """Return the figures of a message; None for any other text, or another schema."""
+        """Return the figures of a message; None for any other text, or another schema.
+
+        A value that is not sound counts as left out.
+        """
         try:
             values = json.loads(text) if len(text) <= MAX_BYTES else None
         except (ValueError, RecursionError):
             return None
         if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA:
             return None
-        known = {one.name: one.type for one in fields(cls)}
-        if not values.keys() <= known.keys() or "replica" not in values:
-            return None
-        if not all(_is_sound(known[name], value) for name, value in values.items()):
+        if not values.keys() <= _KINDS.keys() or "replica" not in (values := _sound(values)):
             return None
         return cls(**{**values, "waits_for": tuple(values.get("waits_for", ()))})
+
+
+_KINDS = {one.name: one.type for one in fields(Figures)}
+
+
+def _sound(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if _is_sound(_KINDS[name], value)}
 
 
 def _is_sound(kind: Any, value: object) -> bool:

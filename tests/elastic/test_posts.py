@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import signal
 import socket
@@ -188,6 +190,59 @@ def test_posts_keep_their_period_and_the_last_one_is_taken_back(
         wait_until(lambda: server.host.posted() == [], 60)
 
 
+class Failing(StoreTable):
+    """A table whose posts raise an error that no connection raises."""
+
+    def post(self, name: str, text: bytes) -> None:
+        raise TypeError("an error of ours")
+
+
+@pytest.mark.parametrize("part", ["figures", "post"])
+def test_figures_that_always_fail_are_said_once_and_end_nothing(
+    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(table, "POST_S", 0.0)
+    monkeypatch.setattr(table, "_FIRST_POST_S", 0.0)
+    calls: list[int] = []
+
+    def figures() -> bytes:
+        calls.append(1)
+        if part == "figures":
+            raise ValueError("no figures")
+        return b"x"
+
+    kind = StoreTable if part == "figures" else Failing
+    thread = start(kind(dist.HashStore(), "run"), figures)
+    wait_until(lambda: len(calls) > 10, 60)
+    assert thread._thread.is_alive()
+    thread.close(20.0)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "cannot post its figures" in caplog.text
+    assert ("no figures" if part == "figures" else "an error of ours") in caplog.text
+
+
+def test_a_post_while_another_thread_closes_raises_nothing() -> None:
+    class Closing(RegistryClient):
+        """Another thread closes behind the first look at the connection."""
+
+        @property
+        def _client(self) -> Any:
+            found, self.found = self.found, None
+            return found
+
+        @_client.setter
+        def _client(self, client: Any) -> None:
+            self.found = client
+
+    with serving() as server, closing(Closing(server.address, "r", 20.0)) as client:
+        one = RegistryClient(server.address, "r", 20.0)
+        one.look("0.ab", b"beat")
+        client._client = one._client
+        client.post("0.ab", b"x")
+        wait_until(lambda: bool(server.host.posted()), 60)
+        one.close()
+
+
 # ------------------------------------------------------------------- hosts that take no posts
 
 
@@ -342,6 +397,17 @@ def test_all_figures_fit_into_a_post() -> None:
     found = Figures(**values)
     assert len(found.to_bytes()) <= MAX_BYTES and Figures.from_bytes(found.to_bytes()) == found
     for value in ("1" + "0" * 999, "1e400", "-1", "NaN", "true", '"1"'):
-        assert (
-            Figures.from_bytes(b'{"schema": 1, "replica": 0, "rate": %s}' % value.encode()) is None
-        )
+        text = b'{"schema": 1, "replica": 3, "rounds": 7, "rate": %s}' % value.encode()
+        assert repr(Figures.from_bytes(text)) == repr(Figures(3, rounds=7))
+        assert Figures.from_bytes(b'{"schema": 1, "replica": %s}' % value.encode()) is None
+    assert Figures.from_bytes(b'{"schema": 1, "rate": 1}') is None
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 2.0**62, 1e300, -1.0])
+def test_one_value_that_is_not_sound_does_not_hide_a_replica(value: float) -> None:
+    for name in ("norm", "rate", "exchange_s", "created"):
+        sent = Figures(3, rounds=7, phase="steps", **{name: value}).to_bytes()
+        assert b"Infinity" not in sent and b"NaN" not in sent and name.encode() not in sent
+        assert repr(Figures.from_bytes(sent)) == repr(Figures(3, rounds=7, phase="steps"))
+    counts = Figures(3, rounds=-1, sent_bytes=1 << 62, phase="x" * 65, inner_step=8)
+    assert repr(Figures.from_bytes(counts.to_bytes())) == repr(Figures(3, inner_step=8))

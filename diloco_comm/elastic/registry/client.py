@@ -191,9 +191,10 @@ class RegistryClient(PlainLook):
 
     def post(self, name: str, text: bytes) -> None:
         """Leave a text with the server, over the connection that there is; see ``Table``."""
-        if self._client is not None:
+        client = self._client  # another thread may close meanwhile
+        if client is not None:
             with contextlib.suppress(dist.DistError):
-                self._client.post(self.run, name, text)
+                client.post(self.run, name, text)
 
     def _look(self, client: _C.StoreClient, member: str, text: bytes, limit: float) -> Look:
         known = self._version, self._revision
