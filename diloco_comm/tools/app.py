@@ -201,6 +201,8 @@ def registry(
     except ValueError as error:
         misuse(str(error))
     if truncate:
+        if http is not None:
+            misuse("--http does not go with --truncate, which hosts nothing")
         _truncate(journal)
         return
     options = {"journal": journal, "keys": keys, "insecure": insecure, "drop_after": drop_after}

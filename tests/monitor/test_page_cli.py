@@ -108,6 +108,12 @@ def test_a_server_shows_its_model(options: tuple[str, ...]) -> None:
         assert report["parameters"] == 0 and report["lost"] == 0
 
 
+def test_the_page_of_a_server_has_no_folder(tmp_path: Path) -> None:
+    with hosted("serve", "--snapshot", tmp_path, "--http", "0") as found:
+        text = found.get("status.json")
+        assert json.loads(text)["report"]["storage"] and str(tmp_path) not in text
+
+
 def test_a_token_is_asked_for_and_never_shown(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("correct-horse-battery\n")
@@ -130,6 +136,8 @@ def test_a_token_is_asked_for_and_never_shown(tmp_path: Path) -> None:
         (["store", "--http", "70000"], ["--http must be host:port"]),
         (["relay", "--http-token", "token"], ["--http-token", "needs --http"]),
         (["serve", "--http", "0", "--http-token", "nowhere"], ["nowhere cannot be read"]),
+        (["serve", "--http", "0", "--status", "tcp://127.0.0.1:1"], ["--http", "host nothing"]),
+        (["registry", "--http", "0", "--truncate"], ["--http", "which hosts nothing"]),
     ],
 )
 def test_misuse_is_one_sentence(arguments: list[str], named: list[str]) -> None:

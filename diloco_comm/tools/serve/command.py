@@ -148,6 +148,8 @@ def serve(
     """
     if context.invoked_subcommand is not None:
         return
+    if http is not None and (status is not None or truncate):
+        misuse("--http does not go with --status or --truncate, which host nothing")
     if watch and status is None:
         misuse("--watch is for --status: it shows a server that runs, and hosts none")
     if watch and as_json:

@@ -99,6 +99,10 @@ def snapshot_of(report: dict[str, Any]) -> Snapshot:
             int(value.rstrip("+")) * count for value, count in report.get("staleness", {}).items()
         ),
     }
+    if report["storage"]:
+        # Those who may see the page need not know the folders of this machine.
+        storage = {key: value for key, value in report["storage"].items() if key != "folder"}
+        report = {**report, "storage": storage}
     return Snapshot(facts=facts, report=report)
 
 
