@@ -20,24 +20,33 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Container, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .. import __version__
 from ..base.service.addresses import is_loopback, name_of_place, parse_address
 from ..base.service.keys import check_secret
 from ..base.store_host import listen_at
 from . import openmetrics
-from .status import Snapshot, State, advance, status
+from .status import SILENT_S, Snapshot, State, advance, status
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16
 DEADLINE_S = 5.0
-# A state is made at most once in the first seconds, and at least once in the second ones.
-FRESH_S, LOOK_S = 1.0, 5.0
+# A state is made at most once in the first seconds, and at least once in the second ones. Its
+# contents cost at most one part in ``SHARE`` of a processor.
+FRESH_S, LOOK_S, SHARE = 1.0, 5.0, 5
+# The page and the metrics have so many processes; further runs are left out as a whole.
+MAX_PROCESSES = 2048
+# A member in a record has so many bytes at least.
+_MEMBER_BYTES = 24
 # Bytes of a request with its headers, and of its path.
 MAX_HEAD_BYTES, MAX_PATH_BYTES = 8192, 256
 MIN_TOKEN = 16
@@ -148,16 +157,18 @@ class Monitor:
         }
         self._began, self._steady, self._looked = time.time(), time.monotonic(), -math.inf
         self._state = State(self._began, self._began)
-        self._made: dict[str, Content] = {}
+        # Contents of the state, and the seconds of a processor that both have cost.
+        self._made, self._cost_s = dict[str, Content](), 0.0
 
     def look(self) -> None:
         """Go to the next state, unless the last one is fresh."""
-        steady = time.monotonic()
-        if steady - self._looked >= FRESH_S:
+        steady, began = time.monotonic(), time.thread_time()
+        if steady - self._looked >= max(FRESH_S, SHARE * self._cost_s):
             # The steps of the system's clock would be speeds and silences.
             now = self._began + steady - self._steady
-            self._state = advance(self._state, self._read(), now)
-            self._looked = steady
+            snapshot = newest(self._read(), self._state.runs)
+            self._state = advance(self._state, snapshot, now)
+            self._looked, self._cost_s = steady, time.thread_time() - began
             self._made.clear()
 
     def content(self, path: str) -> Content | None:
@@ -167,7 +178,9 @@ class Monitor:
             return self._files.get(path)
         self.look()
         if path not in self._made:
+            began = time.thread_time()
             self._made[path] = make()
+            self._cost_s += time.thread_time() - began
         return self._made[path]
 
     def _json(self) -> Content:
@@ -177,6 +190,42 @@ class Monitor:
     def _metrics(self) -> Content:
         text = openmetrics.render(self._state, __version__)
         return Content(openmetrics.CONTENT_TYPE, text.encode("utf-8", "replace"))
+
+
+def newest(snapshot: Snapshot, shown: Container[str]) -> Snapshot:
+    """Return the messages of whole runs with ``MAX_PROCESSES`` processes, or of one run with more.
+
+    Runs with a message in ``SILENT_S`` seconds go first, then runs that were shown before.
+
+    Args:
+        shown: Names of the runs of the state before.
+    """
+    processes: dict[str, set[str]] = {run: set() for run in snapshot.records}
+    ages: dict[str, float] = {}
+    for run, member, _, age_s in (*snapshot.posted, *snapshot.beats):
+        processes.setdefault(run, set()).add(member)
+        ages[run] = min(age_s, ages.get(run, age_s))
+    num_processes, kept = 0, set[str]()
+    order = {
+        run: (ages.get(run, math.inf) > SILENT_S, run not in shown, ages.get(run, math.inf), run)
+        for run in processes
+    }
+    for run in sorted(processes, key=order.__getitem__):
+        record = snapshot.records.get(run, b"")
+        of_run = max(len(processes[run]), len(record) // _MEMBER_BYTES)
+        if not kept or num_processes + of_run <= MAX_PROCESSES:
+            num_processes += of_run
+            kept.add(run)
+    left_out = [len(members) for run, members in processes.items() if run not in kept]
+    if not left_out:
+        return snapshot
+    counts = {"unshown_runs": len(left_out), "unshown_processes": sum(left_out)}
+    return snapshot._replace(
+        posted=[text for text in snapshot.posted if text[0] in kept],
+        beats=[text for text in snapshot.beats if text[0] in kept],
+        records={run: record for run, record in snapshot.records.items() if run in kept},
+        facts={**snapshot.facts, **counts},
+    )
 
 
 class HttpServer:
@@ -199,7 +248,9 @@ class HttpServer:
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         self.address = f"http://{name_of_place(place.host, port)}/"
-        self._num_open, self._has_failed = 0, False
+        self._num_open, self._failed = 0, set[tuple[type, str, int]]()
+        # Contents are made one at a time, while the other thread goes on with its connections.
+        self._maker = ThreadPoolExecutor(1, "http maker")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -216,6 +267,7 @@ class HttpServer:
             finally:
                 self._listener.close()
                 loop.close()
+                self._maker.shutdown(cancel_futures=True)
 
         thread = threading.Thread(target=run, name="http", daemon=True)
         thread.start()
@@ -232,8 +284,7 @@ class HttpServer:
         )
         while not stop.is_set():
             # Also where nobody asks: the events of the page are found between two looks.
-            with self._guarded():
-                self._monitor.look()
+            await self._make(self._monitor.look, or_else=None)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK_S)
         server.close()
@@ -242,15 +293,18 @@ class HttpServer:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Log the first error of the block, and go on behind the block."""
+    async def _make(self, make: Callable[..., T], *arguments: str, or_else: T) -> T:
+        """Return the result of a call in the maker's thread; log the first error of each place."""
         try:
-            yield
-        except Exception:
-            if not self._has_failed:
-                self._has_failed = True
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._maker, make, *arguments)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            sign = type(error), place.filename, place.lineno or 0
+            if sign not in self._failed:
+                self._failed.add(sign)
                 _log.exception("the page at %s cannot be made", self.address)
+        return or_else
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         transport = writer.transport
@@ -271,7 +325,7 @@ class HttpServer:
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            method, content = self._content_of(*_parse(await _read_head(reader)))
+            method, content = await self._content_of(*_parse(await _read_head(reader)))
             answer = _answer(200, content.body, content.kind, has_body=method == b"GET")
         except _Refused as refused:
             line = http.HTTPStatus(refused.status).phrase.encode() + b"\n"
@@ -282,7 +336,7 @@ class HttpServer:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(_discard(reader), _LINGER_S)
 
-    def _content_of(
+    async def _content_of(
         self, method: bytes, path: str, headers: Mapping[bytes, bytes]
     ) -> tuple[bytes, Content]:
         """Return the method and the content of a request.
@@ -297,9 +351,8 @@ class HttpServer:
             raise _Refused(421)
         if method not in (b"GET", b"HEAD"):
             raise _Refused(405, "Allow: GET, HEAD")
-        content: Content | None = Content("", b"")
-        with self._guarded():
-            content = self._monitor.content(path)
+        failed: Content | None = Content("", b"")
+        content = await self._make(self._monitor.content, path, or_else=failed)
         if content is None:
             raise _Refused(404)
         if not content.kind:

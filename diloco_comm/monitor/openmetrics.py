@@ -103,10 +103,13 @@ OF_RUNS: Mapping[Family, Callable[[Run], float]] = {
 # The host itself, its relay and its server have these, as far as the snapshot has them.
 OF_HOST = (
     _gauge("host_runs", "", "Runs with messages at the host."),
+    _gauge("unshown_runs", "", "Runs left out, as there are too many processes; absent for 0."),
+    _gauge("unshown_processes", "", "Processes with messages in those runs."),
     _gauge("host_connections", "", "Connections to the store or registry."),
     _counter("host_requests", "", "Requests that the store or registry has answered."),
     _counter("host_received_bytes", "bytes", "Received by the store or registry."),
     _counter("host_sent_bytes", "bytes", "Sent by the store or registry."),
+    _counter("host_refused_posts", "", "Messages with figures for which there was no room."),
     _gauge("relay_waiting", "", "Processes that wait at the relay."),
     _gauge("relay_pairs", "", "Pairs of connections between which the relay copies."),
     _counter("relay_copied_bytes", "bytes", "Copied by the relay, in both directions."),

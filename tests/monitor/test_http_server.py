@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,6 +186,7 @@ def test_more_connections_than_the_most_are_closed_at_once(client: Client) -> No
 
 
 def test_a_flood_ends_with_its_deadline(client: Client, hurried: None) -> None:
+    assert client.get("/status.json")[0] == 200
     num_threads = threading.active_count()
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(client.connect()) for _ in range(400)]
@@ -252,7 +254,86 @@ def test_an_error_of_the_host_ends_nothing(
         assert client.get("/")[0] == 200
         has_trouble = False
         assert client.get("/status.json")[0] == 200
-    assert len(caplog.records) == 1 and "the table is away" in caplog.text
+        assert len(caplog.records) == 1 and "the table is away" in caplog.text
+        # An error of another kind, or at another place, is said, too.
+        monkeypatch.setattr(http_server, "advance", None)
+        assert [client.get("/status.json")[0] for _ in range(3)] == [500] * 3
+    assert len(caplog.records) == 2 and "TypeError" in caplog.text
+
+
+class Waiting(Monitor):
+    """A monitor that makes the status until the test goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(simulated().snapshot)
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        self.threads: set[str] = set()
+
+    def look(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.begun.set()
+        self.may_go_on.wait(60)
+        super().look()
+
+
+def test_making_contents_does_not_hold_the_connections() -> None:
+    monitor = Waiting()
+    with serving(monitor) as client, client.connect() as connection:
+        connection.sendall(GET.replace(b"/ ", b"/status.json ", 1))
+        assert monitor.begun.wait(60)
+        # The thread of the connections answers meanwhile.
+        assert client.get("/", "Host: evil.example")[0] == 421
+        assert client.get("/", method="POST")[0] == 405
+        monitor.may_go_on.set()
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+    assert len(monitor.threads) == 1
+
+
+def test_a_costly_state_is_fresh_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, costs = 0.0, 0.0
+    clocks = {"time": time.time, "monotonic": lambda: now, "thread_time": lambda: costs}
+    monkeypatch.setattr(http_server, "time", SimpleNamespace(**clocks))
+    reads: list[int] = []
+
+    def read() -> http_server.Snapshot:
+        nonlocal costs
+        costs += 2.0
+        reads.append(1)
+        return http_server.Snapshot()
+
+    monitor = Monitor(read)
+    for seconds in (0.0, 2.0, 9.0, 10.5, 12.0, 21.0):
+        now = seconds
+        monitor.content("/status.json")
+    assert len(reads) == 3
+
+
+def test_the_page_has_bounds_and_counts_the_runs_that_are_left_out() -> None:
+    now = 0.0
+    host = SimulatedHost(lambda: now)
+    monitor = Monitor(host.snapshot)
+    for number in range(1000):
+        host.post("old", key_of(number))
+    now = 20.0
+    for run in ("b", "c", "d"):
+        for number in range(900):
+            host.post(run, key_of(number))
+    host.post("small", key_of(1))
+    monitor.look()
+    assert set(monitor._state.runs) == {"b", "c", "small"}
+    assert monitor._state.facts["unshown_runs"] == 2
+    metrics = monitor.content("/metrics")
+    assert metrics is not None and b"\ndiloco_unshown_processes 1900\n" in metrics.body
+    # A run that is shown stays, though another one has spoken since.
+    now = 25.0
+    for number in range(900):
+        host.post("d", key_of(number))
+    kept = http_server.newest(host.snapshot(), monitor._state.runs)
+    assert {run for run, *_ in kept.posted} == {"b", "c", "small"}
+    # Members in a record count, too; one run is always shown.
+    large = http_server.Snapshot(records={"b": bytes(50_000), "a": bytes(61_440)})
+    kept = http_server.newest(large, ())
+    assert set(kept.records) == {"a"} and kept.facts == {"unshown_runs": 1, "unshown_processes": 0}
 
 
 def test_the_server_ends_while_connections_are_open() -> None:

@@ -112,6 +112,7 @@ def test_the_dashboard_shows_metrics_that_are_served() -> None:
         "diloco_build_info", "diloco_group_size", "diloco_view", "diloco_view_changes_total",
         "diloco_host_requests_total", "diloco_server_parameters", "diloco_server_duplicates_total",
         "diloco_server_apply_seconds_total", "diloco_pseudo_gradient_norm",
+        "diloco_unshown_runs", "diloco_unshown_processes", "diloco_host_refused_posts_total",
     }  # fmt: skip
 
 
