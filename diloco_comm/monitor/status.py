@@ -203,7 +203,7 @@ class Process:
     """One process of a replica.
 
     Attributes:
-        silent_s: Since the last text of any kind, or since the host began.
+        silent_s: Since the last text of any kind; without a text, since the host began.
         figures_s: Since the figures came.
         rounds: Applied by this process since its first figures, and by the run before these.
         cut_from: Numbers of replicas.
@@ -361,8 +361,8 @@ def _next_run(
     replicas: dict[int, Process] = {}
     for one in found:
         replicas.setdefault(one.key.number, one)
-    # Of several processes of a replica, one that is no member is soon no news for anybody; without
-    # a view nobody says which of them has ended.
+    # A second process of a replica that is no member is soon no news for anybody; without a view
+    # nobody says which of the two has ended.
     most_s = SILENT_S if seen.view is None else FORGET_S
     others = [
         one
@@ -406,7 +406,7 @@ def _process(
         key in seen.member_set,
         beat[0],
         _not_fallen(figures[0], None if former is None else former.figures),
-        min(beat[1], figures[1], max(now - began, 0.0)),
+        min(beat[1], figures[1]) if beat[0] or figures[0] else max(now - began, 0.0),
         figures[1],
         cut_from=tuple(sorted({seen.living[nonce] for nonce in cut} - {key.number})),
     )
