@@ -157,9 +157,8 @@ def change_over_cuts(
     address: Address,
     cuts: Sequence[tuple[int, int]],
     how: str,
-    backend: str = "gloo",
 ) -> Any:
-    replica = start(rank, world, site, address, backend)
+    replica = start(rank, world, site, address, "gloo")
     replica.train_to(H)
     cut_once(replica, world, lambda: [site.cut(a, b, how) for a, b in cuts])
     with pytest.raises(SyncError) as caught:
@@ -190,13 +189,11 @@ def test_a_group_over_a_cut_is_one_error_for_all(
 
 
 @pytest.mark.nightly("15 s; one cut is in the first tier")
-@pytest.mark.parametrize("backend", ["gloo", "tcp"])
 def test_the_largest_set_goes_on_after_a_change_that_fails(
-    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address, backend: str
+    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address
 ) -> None:
     pool = fresh_workers(4, init_group=False)
-    options = FOUR_CUTS, "both ways", backend
-    results: list[Any] = pool.run(change_over_cuts, site, host, *options, timeout=60)
+    results: list[Any] = pool.run(change_over_cuts, site, host, FOUR_CUTS, "both ways", timeout=60)
     told = [(missing, survivors) for (_, _, missing, survivors, *_), _ in results]
     assert told == [((0, 2), (1, 3))] * 4, results
     check_agreement(results[rank][1] for rank in (1, 3))
