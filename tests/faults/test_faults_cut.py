@@ -188,17 +188,6 @@ def test_a_group_over_a_cut_is_one_error_for_all(
     check_agreement(result for _, result in results[:2])
 
 
-@pytest.mark.nightly("15 s; one cut is in the first tier")
-def test_the_largest_set_goes_on_after_a_change_that_fails(
-    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address
-) -> None:
-    pool = fresh_workers(4, init_group=False)
-    results: list[Any] = pool.run(change_over_cuts, site, host, FOUR_CUTS, "both ways", timeout=60)
-    told = [(missing, survivors) for (_, _, missing, survivors, *_), _ in results]
-    assert told == [((0, 2), (1, 3))] * 4, results
-    check_agreement(results[rank][1] for rank in (1, 3))
-
-
 def meet_over_a_cut(rank: int, world: int, site: cut_links.Site, address: Address) -> Any:
     with pytest.raises(SyncError) as caught:
         start(rank, world, site, address)
