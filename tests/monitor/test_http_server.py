@@ -242,6 +242,7 @@ def test_an_error_of_the_host_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_server, "FRESH_S", 0.0)
+    monkeypatch.setattr(http_server, "SHARE", 0)
     has_trouble = True
 
     def read() -> http_server.Snapshot:
