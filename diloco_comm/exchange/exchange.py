@@ -527,13 +527,17 @@ class Exchange(StreamMember):
             found = held()
             return found is not None and found.is_busy()
 
+        def wait() -> tuple[float, tuple[int, ...]]:
+            found = held()
+            return (0.0, ()) if found is None else found.wait()
+
         def is_dead() -> bool:
             found = held()
             return found is None or found.is_dead
 
-        there = self.store_of(self.line_name), board
+        store = self.store_of(self.line_name)
         group = FixedGroup(
-            self, share, workers, *there, is_busy=is_busy, is_dead=is_dead, figures=figures
+            self, share, workers, store, board, is_busy, wait, is_dead, figures=figures
         )
         # A dropped exchange leaves its group too.
         weakref.finalize(self, group.close, -1, 1.0).atexit = False
@@ -550,6 +554,10 @@ class Exchange(StreamMember):
         """Where peers reach the link of this process; "" where nobody can dial it."""
         link = self.tcp if self._plain is None else self._plain.link
         return "" if link is None else link.address
+
+    def doing(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """See ``DiLoCo.doing``."""
+        return contextlib.nullcontext() if self._group is None else self._group.doing(phase)
 
     def blame(self, error: SyncError) -> SyncError:
         return error if self._group is None else self._group.blame(error)

@@ -51,7 +51,7 @@ _LONG_S = 3600.0  # as many as a C++ clock takes
 # The first look for whom a job waits; each look is a tenth of the wait after the last one.
 _LOOK_S = 0.01
 # The words of the engine while it waits for a replica's header (``Job.waiting``).
-_TO_BEGIN = re.compile(r"replica (\d+) to begin ")
+TO_BEGIN = re.compile(r"replica (\d+) to begin ")
 # The names of a user's calls, by the kinds of exchange in which attached replicas may differ.
 _CALLS = {
     "exchange_objects": "start of flush",
@@ -306,6 +306,7 @@ class Round:
         encoded: The end of an encoding on streams, in a round that is held; None elsewhere.
         error: Why there is no result; set in a round that is voted, rejected or failed.
         blame: Adds to an error which replicas are missing; None where nothing does.
+        waits_since: Since when the caller waits for the job, by the monotonic clock; 0: not at all.
         awaited_s: Seconds that the caller has waited until a replica began the round, by number.
     """
 
@@ -326,6 +327,7 @@ class Round:
     encoded: torch.Event | None = None
     error: SyncError | None = None
     blame: Callable[[SyncError], SyncError] | None = None
+    waits_since: float = field(default=0.0, init=False)
     awaited_s: defaultdict[int, float] = field(
         default_factory=partial(defaultdict, float), init=False
     )
@@ -458,14 +460,18 @@ class Round:
         job = self.job
         if self.state == "started":
             assert job is not None, "the exchange is held, and was not sent"
-            if leaves_verdict and self.sending is not None:
-                mean = self._open_mean(job)
-                if mean is not None:
-                    return mean
-            begin = time.perf_counter()
-            if not wait_for_job(job, inf if timeout is None else timeout, self.awaited_s):
-                raise TimeoutError(f"the exchange was not done after {timeout} s")
-            wait_s = time.perf_counter() - begin
+            self.waits_since = time.monotonic()
+            try:
+                if leaves_verdict and self.sending is not None:
+                    mean = self._open_mean(job)
+                    if mean is not None:
+                        return mean
+                begin = time.perf_counter()
+                if not wait_for_job(job, inf if timeout is None else timeout, self.awaited_s):
+                    raise TimeoutError(f"the exchange was not done after {timeout} s")
+                wait_s = time.perf_counter() - begin
+            finally:
+                self.waits_since = 0.0
             self.resolve()
             self._wait_s = wait_s
         if self.error is not None:
@@ -567,7 +573,7 @@ def wait_for_job(
     deadline, log = begin + seconds, None
     while not job.wait(min(deadline - last, max(_LOOK_S, min((last - begin) / 10, 1.0)))):
         before, last, what_for = last, time.monotonic(), job.waiting
-        if awaited_s is not None and (found := _TO_BEGIN.match(what_for)):
+        if awaited_s is not None and (found := TO_BEGIN.match(what_for)):
             awaited_s[int(found[1])] += last - before
         if last >= deadline:
             return False

@@ -45,7 +45,7 @@ class Figures:
         view: Number of that group, which rises with each change.
         phase: The work of the training loop, see ``DiLoCo.doing``.
         waits_for: Numbers of the replicas for which this replica waits, at most ``MOST_NAMED``; ()
-            where these are not known, and in the first two seconds of a wait.
+            where these are not known, and with ``Elastic`` in the first two seconds of a wait.
         waits_s: Seconds since this wait began; 0 without one.
         inner_step: Inner steps of the training.
         created: Unix time in seconds at which the counters began.

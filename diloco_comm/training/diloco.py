@@ -578,7 +578,7 @@ class DiLoCo:
     def doing(self, phase: str) -> AbstractContextManager[None]:
         """Name a phase, "evaluation" or "checkpoint", to those that wait, in a ``with`` block."""
         choice("phase", phase, ("evaluation", "checkpoint"))
-        return nullcontext() if self._elastic is None else self._elastic.group.doing(phase)
+        return (self.exchange if self._elastic is None else self._elastic.group).doing(phase)
 
     def agree_on_steps(self, num_steps: int) -> int:
         """Return the least ``num_steps`` of all replicas; every replica calls this at one point.

@@ -208,27 +208,6 @@ class ElasticGroup(Follower):
         finally:
             driver.waits_since = before
 
-    @contextlib.contextmanager
-    def doing(self, phase: str) -> Iterator[None]:
-        """Run a block in which this replica is in a phase, see ``DiLoCo.doing``."""
-        driver = self._driver
-        before = "" if driver is None else driver.phase
-        self._note(phase)
-        try:
-            yield
-        finally:
-            self._note(before)
-            if driver is not None and driver.waits_since and phase != EXCHANGE:
-                # It has waited for nobody meanwhile.
-                driver.waits_since = time.monotonic()
-
-    def _note(self, phase: str) -> None:
-        """Let the others know what this replica does."""
-        driver = self._driver
-        if driver is not None:
-            driver.signs.set_progress(driver.inner_step, phase)
-            driver.phase = phase
-
     def is_boundary(self, rounds: RoundRunner) -> bool:
         """Whether the round just applied was the last of this view; all workers call this."""
         if self._workers is None:

@@ -69,6 +69,10 @@ def live_and_post(
         norms=True,
     )
     while not (diloco.inner_step % H == 0 and signs.check([f"end after {diloco.inner_step}"])):
+        if signs.check([f"pause {rank}"]):
+            with diloco.doing("evaluation"):
+                signs.wait([f"go on {rank}"])
+            signs.delete_key(f"pause {rank}")
         take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
         time.sleep(0.02)
         if rank == 0 and diloco.inner_step % H == 0 and signs.check(["end"]):
@@ -134,7 +138,17 @@ def test_a_fixed_group_posts_at_its_store(fresh_workers: Callable[..., Pool]) ->
     wait_until(lambda: [one.rounds > 2 for one in found().values()] == [True, True], 60)
     for one in found().values():
         assert one.group_size == 2 and one.sent_bytes > 0 and one.round_trip_s > 0.0
-        assert one.waits_for == () and one.goodput != one.goodput
+        assert one.goodput != one.goodput
+    # A replica that lives evaluates: the other one says for whom it waits.
+    for late in (1, 0):
+        signs.set(f"pause {late}", "")
+        wait_until(lambda late=late: found()[1 - late].waits_for == (late,), 60)  # type: ignore[misc]
+        wait_until(lambda late=late: found()[1 - late].waits_s > 1.0, 60)  # type: ignore[misc]
+        assert (found()[late].phase, found()[late].waits_s) == ("evaluation", 0.0)
+        signs.set(f"go on {late}", "")
+        rounds = found()[late].rounds
+        wait_until(lambda late=late, n=rounds: found()[late].rounds > n, 60)  # type: ignore[misc]
+        wait_until(lambda: all(one.waits_s < 1.0 for one in found().values()), 60)
     signs.set("end", "")
     pool.collect(timeout=60)
     wait_until(lambda: found() == {}, 60)

@@ -62,21 +62,27 @@ _BEATS_S = 1.0
 # How a replica that was left behind may take part again.
 WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
 _VERSION = "diloco_comm"
+Wait = Callable[[], tuple[float, tuple[int, ...]]]
 
 
 class FixedDriver(group.Driver):
     """Carry out the decisions of the core for a member of a fixed group.
 
     Args:
-        is_busy: Whether rounds of the training thread are under way.
+        is_busy, wait: Whether rounds of the training thread are under way, and see ``Member.wait``.
         suspect_after: Seconds of silence after which a member is suspected.
     """
 
     def __init__(
-        self, *arguments: Any, is_busy: Callable[[], bool], suspect_after: float, **options: Any
+        self,
+        *arguments: Any,
+        is_busy: Callable[[], bool],
+        wait: Wait,
+        suspect_after: float,
+        **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self._suspect_after = suspect_after
+        self._suspect_after, self._wait = suspect_after, wait
         self._is_busy, self._busy_since, self._logged_epoch = is_busy, 0.0, -1
         # Seconds for which this process has run, and those when the table has answered last.
         self._ran_s = self._answered_s = 0.0
@@ -101,9 +107,9 @@ class FixedDriver(group.Driver):
         if state.demand is not None:
             missing = set(state.demand) - _living(state) - {state.key.number}
             return time.monotonic() - since, tuple(sorted(missing))
-        gone = state.life.suspected | state.life.dead
+        (waited, late), gone = self._wait(), state.life.suspected | state.life.dead
         silent = tuple([number for number, nonce in self._base() if nonce in gone])
-        return self._waited if silent else 0.0, silent
+        return waited, (silent or late) if waited else ()
 
     def again(self, members: tuple[int, ...], *, may_found: bool) -> None:
         """Demand a group."""
@@ -217,8 +223,8 @@ class FixedGroup(Follower):
         workers: The other workers of this replica; None without any.
         store: The store of the exchange; the store of worker 0 has the table.
         board: See ``Exchange``.
-        is_busy, is_dead: Whether rounds of the exchange are under way, and whether its epoch has
-            failed; from any thread.
+        is_busy, wait, is_dead: Whether rounds of the exchange are under way, see ``Member.wait``,
+            and whether its epoch has failed; from any thread.
         figures: See ``Driver``.
     """
 
@@ -229,9 +235,10 @@ class FixedGroup(Follower):
         workers: Workers | None,
         store: dist.Store,
         board: dist.Store | None,
-        *,
         is_busy: Callable[[], bool],
+        wait: Wait,
         is_dead: Callable[[], bool],
+        *,
         figures: Callable[[Driver], bytes] | None,
     ) -> None:
         self._line_name = member.line_name
@@ -243,7 +250,8 @@ class FixedGroup(Follower):
         self._suspect_after, self._patience = member.suspect_after, member.report_patience
         self._board, self._name_of_object = board, member.name
         self._names: Names | None = None
-        self._is_busy, self._is_dead, self._figures = is_busy, is_dead, figures
+        self._is_busy, self._wait = is_busy, wait
+        self._is_dead, self._figures = is_dead, figures
         self._demand: tuple[int, ...] = ()
         self._conflict_since = self._runs_since = 0.0
         # Pairs that are cut, since when they are known to be these, and whether a key is refused.
@@ -312,6 +320,7 @@ class FixedGroup(Follower):
             period_s=min(PERIOD_S, self._suspect_after / 4),
             shown=self._shown,
             is_busy=self._is_busy,
+            wait=self._wait,
             suspect_after=self._suspect_after,
         )
         driver.ways, driver.store = self._ways, own_place()

@@ -24,6 +24,7 @@ from ...group.beats import MAX_BEAT_BYTES, Way, most_workers
 from ...group.driver import Driver, Ended
 from ...group.records import Attempt as AttemptName
 from ...group.records import Key, Record
+from ...group.signs import EXCHANGE
 from ...group.streams import Positions
 from ..waiting import WaitLog
 from .change import Agreed
@@ -240,6 +241,27 @@ class Follower:
     def waiting(self) -> Iterator[None]:
         """Run a block in which the training thread may wait for the other members."""
         yield
+
+    @contextlib.contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Run a block in which this replica is in a phase, see ``DiLoCo.doing``."""
+        driver = self._driver
+        before = "" if driver is None else driver.phase
+        self._note(phase)
+        try:
+            yield
+        finally:
+            self._note(before)
+            if driver is not None and driver.waits_since and phase != EXCHANGE:
+                # It has waited for nobody meanwhile.
+                driver.waits_since = time.monotonic()
+
+    def _note(self, phase: str) -> None:
+        """Let the others know what this replica does."""
+        driver = self._driver
+        if driver is not None:
+            driver.signs.set_progress(driver.inner_step, phase)
+            driver.phase = phase
 
     # ------------------------------------------------------------------- from record to record
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
@@ -23,7 +25,7 @@ from ...base.memory import memory_order
 from ...base.service import keys
 from ...base.service.addresses import Proxy, check_link, proxy_of
 from ..buffers import ExchangeBuffers
-from ..round import END, Header, error_from, wait_for_job
+from ..round import END, TO_BEGIN, Header, error_from, wait_for_job
 from .own_link import OwnLink
 
 _log = logging.getLogger(__name__)
@@ -229,6 +231,20 @@ class Member:
             return self._is_sending_blob or not self.is_idle
         except RuntimeError:  # Buffers were made meanwhile.
             return True
+
+    def wait(self) -> tuple[float, tuple[int, ...]]:
+        """Return for how many seconds the caller waits for a round, and until which replica begins.
+
+        Returns:
+            0 without a wait, and no number where that is not known; from any thread.
+        """
+        with suppress(RuntimeError):  # Buffers were made meanwhile.
+            for round in [round for buffers in self._all_buffers for round in buffers.rounds]:
+                since, job = round.waits_since, round.job
+                if since and job is not None:
+                    found = TO_BEGIN.findall(job.waiting)
+                    return time.monotonic() - since, tuple(map(int, found))
+        return 0.0, ()
 
     @property
     def is_idle(self) -> bool:
