@@ -41,6 +41,9 @@ class StepTimed(RoundRunner):
         try:
             self.receive(inner_step)
         except Exception as error:
+            if late is not None:
+                # A replica that has seen this failure before may have left the group since.
+                raise late from error
             # When the group died between two sends, the part that was sent tells why.
             if refusal is None or isinstance(refusal, SyncError):
                 raise
