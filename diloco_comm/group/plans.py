@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .reach import largest_connected
+from .reach import largest_group
 from .records import NO_HASH, NO_RECORD, Attempt, Key, Record
 from .state import Place, Stage, State, place_of
 
@@ -166,10 +166,8 @@ class Roster:
 
     def connected(self, keys: Iterable[Key]) -> list[Key]:
         """Return the largest set of processes that reach each other."""
-        keys = sorted(keys)
-        place = {key.nonce: index for index, key in enumerate(keys)}
-        cuts = [(place[a], place[b]) for a, b in self.cuts() if a in place and b in place]
-        return [keys[index] for index in largest_connected(len(keys), cuts)]
+        by_nonce = {key.nonce: key for key in sorted(keys)}
+        return [by_nonce[nonce] for nonce in largest_group(list(by_nonce), self.cuts())]
 
     def reaching(self, group: Sequence[Key], others: Iterable[Key]) -> list[Key]:
         """Return the others that reach all of a group and each other, the lowest first."""

@@ -6,10 +6,24 @@ a set of points without an edge between them, so the largest group is a largest 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 # Members looked at by one search, over all its steps: about a tenth of a second in Python.
 MOST_LOOKS = 100_000
+Name = TypeVar("Name", bound=Hashable)
+
+
+def largest_group(members: Sequence[Name], cuts: Iterable[tuple[Name, Name]]) -> list[Name]:
+    """Return the largest set of members that all reach each other, as ``largest_connected`` does.
+
+    Args:
+        members: Names; of two sets of equal size, the one with earlier names wins.
+        cuts: Pairs of names; a pair with a name that no member has is left out.
+    """
+    place = {name: index for index, name in enumerate(members)}
+    pairs = [(place[a], place[b]) for a, b in cuts if a in place and b in place]
+    return [members[index] for index in largest_connected(len(members), pairs)]
 
 
 def largest_connected(num_members: int, cuts: Iterable[tuple[int, int]]) -> list[int]:

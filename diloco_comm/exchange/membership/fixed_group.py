@@ -28,7 +28,7 @@ from ...group import driver as group
 from ...group import state as st
 from ...group.driver import Driver, Ended
 from ...group.plans import Roster
-from ...group.reach import largest_connected
+from ...group.reach import largest_group
 from ...group.records import Key, Record
 from ...group.signs import Signs
 from ...group.state import Settings, Stage, State
@@ -509,9 +509,7 @@ class FixedGroup(Follower):
         if not kept and (not cuts or now - self._cuts_since < _CUTS_S):
             return None
         members = sorted({*names.values(), *(left if kept else ())})
-        place = {number: index for index, number in enumerate(members)}
-        pairs = [(place[one], place[other]) for one, other in cuts]
-        whole = [members[index] for index in largest_connected(len(members), pairs)]
+        whole = largest_group(members, cuts)
         can = f"{words_of(cuts)}; replicas {whole} can"
         text = f"{self._subject()} cannot form a group: {self._refusal or can}"
         missing = tuple([number for number in self._demand if number not in whole])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ...base.errors import LeftBehind, PeerLeft, SyncError, named
 from ...group.beats import CHANGING
 from ...group.driver import Driver
-from ...group.reach import largest_connected
+from ...group.reach import largest_group
 from ...group.records import Key
 from .own_link import OwnLink
 
@@ -56,11 +56,8 @@ class Verdict:
     def with_cuts(self, cuts: Iterable[tuple[int, int]]) -> Verdict:
         """Return a verdict with cut pairs, and with the largest set of members without one."""
         alive = [number for number in self.members if number not in self.gone]
-        place = {number: index for index, number in enumerate(alive)}
-        pairs = sorted(pair for pair in cuts if pair[0] in place and pair[1] in place)
-        whole = largest_connected(len(alive), [(place[a], place[b]) for a, b in pairs])
-        survivors = tuple([alive[index] for index in whole])
-        return replace(self, cuts=tuple(pairs), survivors=survivors)
+        pairs = sorted(pair for pair in cuts if {*pair} <= {*alive})
+        return replace(self, cuts=tuple(pairs), survivors=tuple(largest_group(alive, pairs)))
 
     @property
     def missing(self) -> tuple[int, ...]:
