@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from benchmarks.elastic.ledger_replica import Applied
 from diloco_comm.base.log import Log
@@ -249,3 +252,53 @@ def check_flat(name: str, samples: Sequence[Resources], rss_mib: float) -> list[
             if late > early + margin:
                 wrong.append(f"I7: {what} of {name} grew from {early} to {late} ({size} members)")
     return wrong
+
+
+class Metrics:
+    """The metrics of a registry, which the parser of the Prometheus client must read.
+
+    Attributes:
+        num_scrapes: How often the metrics were read.
+        wrong: A counter has fallen without a new ``_created``, or has no ``_created``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.num_scrapes = url, 0
+        self.wrong: list[str] = []
+        # Value and time of creation by the metric and its labels.
+        self._last: dict[str, tuple[float, float]] = {}
+
+    def read(self) -> None:
+        """Read all metrics once; nothing happens where the registry does not answer."""
+        try:
+            with urllib.request.urlopen(self.url, timeout=2.0) as answer:
+                text = answer.read().decode()
+        except OSError:
+            return
+        self.take(text)
+
+    def take(self, text: str) -> None:
+        self.num_scrapes += 1
+        try:
+            families = list(text_string_to_metric_families(text))
+        except ValueError as error:
+            self.wrong.append(f"metrics: the parser refuses them: {error}")
+            return
+        for family in families:
+            if family.type != "counter":
+                continue
+            values = {(one.name, str(one.labels)): one.value for one in family.samples}
+            for (name, labels), value in values.items():
+                if name.endswith("_total"):
+                    self._judge(
+                        name + labels, value, values.get((f"{family.name}_created", labels))
+                    )
+
+    def _judge(self, counter: str, value: float, created: float | None) -> None:
+        if created is None:
+            self.wrong.append(f"metrics: {counter} has no time of creation")
+            return
+        old, since = self._last.get(counter, (value, created))
+        if created == since and value < old:
+            self.wrong.append(f"metrics: {counter} fell from {old:g} to {value:g}")
+        self._last[counter] = value, created

@@ -29,9 +29,15 @@ _LEAST, _MOST = 2, 8
 _PROCESSORS = 2
 # As `make soak-elastic`: some pauses are longer than a replica is waited for, others are not.
 _OPTIONS = ("--suspect-after", "5", "--step", "0.05", "--sync-every", "4")
-_HEAD = " seed  W  lost discarded rounds views   back  faults"
+_HEAD = " seed  W  lost discarded rounds views scrapes   back  faults"
 # Width of the columns by the names of their figures.
-_COLUMNS = {"outer_steps_lost": 5, "rounds_discarded": 9, "rounds": 6, "views": 5}
+_COLUMNS = {
+    "outer_steps_lost": 5,
+    "rounds_discarded": 9,
+    "rounds": 6,
+    "views": 5,
+    "scrapes": 7,
+}
 
 
 class Outcome(NamedTuple):

@@ -29,6 +29,10 @@ def violations(storm: Storm) -> list[str]:
     wrong += checks.check_digests(lives)
     wrong += checks.check_ledger(storm.lives)[1]
     wrong += checks.check_flat("a replica", storm.samples, _RSS_MIB)
+    if storm.metrics is not None:
+        wrong += storm.metrics.wrong
+        if not storm.metrics.num_scrapes:
+            wrong.append("metrics: the registry has never answered")
     return storm.failures + wrong
 
 
@@ -146,6 +150,7 @@ def results_of(storm: Storm) -> dict[str, Any]:
         "views": len({one.view for life in lives for one in life.entered}),
         "processes": len(lives),
         "ends": dict(Counter(life.how for life in lives)),
+        "scrapes": 0 if storm.metrics is None else storm.metrics.num_scrapes,
         "median_step_s": round(statistics.median(gaps), 4) if gaps else None,
         "load": [round(load, 1) for load in os.getloadavg()],
         "replica_that_stays": early_and_late(storm.samples),
@@ -183,6 +188,7 @@ def print_results(report: common.Report, results: dict[str, Any]) -> None:
     part = results["taking_part"]
     report.print(f"# take part of those alive: mean {part['mean']:.3f}, worst {part['worst']:.3f}")
     report.print(f"# longest way back: {results['longest_way_back_s']} s")
+    report.print(f"# scrapes of the metrics: {results['scrapes']}")
     report.print(f"# outer steps lost: {results['outer_steps_lost']}")
     report.print(
         f"# inner steps that count, of those that the living could take: {results['useful']:.3f} "

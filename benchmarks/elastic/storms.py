@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.elastic import checks, schedules
-from benchmarks.elastic.checks import Life, Resources
+from benchmarks.elastic.checks import Life, Metrics, Resources
 from benchmarks.elastic.ledger_replica import (
     INTERFACE,
     LEAST,
@@ -140,6 +140,7 @@ class Storm:
         records: All records of the registry, as its journal has them.
         begin, end: When the schedule began, and when all was over, as ``time.monotonic()``.
         samples: Resources of a replica that the schedule leaves alone, over time.
+        metrics: None where a namespace of the registry hides its HTTP port.
         failures: Sentences about what went wrong.
     """
 
@@ -151,8 +152,10 @@ class Storm:
         schedule: Sequence[Fault],
         num_replicas: int,
         settings: LedgerSettings,
+        metrics: Metrics | None = None,
     ) -> None:
         self.crew, self.schedule, self.settings = crew, schedule, settings
+        self.metrics = metrics
         self._registry, self._network = registry, network
         self.num_replicas = num_replicas
         self.lives: dict[int, Life] = {}
@@ -341,7 +344,9 @@ class Storm:
             self._start(replica.number)
 
     def _look(self) -> None:
-        """Look at a replica that the schedule leaves alone."""
+        """Look at the metrics, and at a replica that the schedule leaves alone."""
+        if self.metrics is not None:
+            self.metrics.read()
         replica = None if self._steady is None else self.crew.replicas[self._steady]
         if replica is not None and not replica.has_ended and self._view is not None:
             with suppress(OSError):
@@ -377,7 +382,10 @@ def run(
             host, hub = _HUB, network.hub
             settings = replace(settings, namespaces=tuple(network.names))
         place, journal = f"{host}:{free_port()}", str(folder / "journal")
-        registry = serve("registry", "--listen", place, "--journal", journal, "--insecure")
+        words = ["registry", "--listen", place, "--journal", journal, "--insecure"]
+        http = None if hub else f"127.0.0.1:{free_port()}"
+        metrics = None if http is None else Metrics(f"http://{http}/metrics")
+        registry = serve(*words, *(("--http", http) if http else ()))
         if has_relay:
             store, relay = f"{host}:{free_port()}", str(free_port())
             serve("store", "--listen", store, "--relay-port", relay).wait()
@@ -385,7 +393,7 @@ def run(
             settings = replace(settings, meeting=meeting)
         crew = Crew(train, settings, folder, [__name__, *WITH_OPTIMIZER], f"tcp://{place}")
         stack.callback(crew.close)
-        storm = Storm(crew, registry, network, schedule, num_replicas, settings)
+        storm = Storm(crew, registry, network, schedule, num_replicas, settings, metrics)
         try:
             storm.run(tail_s)
         except Hang as hang:

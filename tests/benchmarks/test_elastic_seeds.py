@@ -18,6 +18,7 @@ RESULTS: dict[str, Any] = {
     "rounds_discarded": 3,
     "rounds": 91,
     "views": 12,
+    "scrapes": 40,
     "longest_way_back_s": 8.25,
     "faults": {"kill": 4, "return": 4, "stop": 2},
     "violations": [],
@@ -58,8 +59,8 @@ def test_each_seed_has_a_row(
 ) -> None:
     assert run_seeds(tmp_path, monkeypatch, "--seeds", "7", "--beside", "3") == 0
     rows = capsys.readouterr().out.splitlines()
-    found = [row.split()[:7] for row in rows[2:-1]]
-    assert found == [[str(s), str(2 + s), "0", "3", "91", "12", "8.2"] for s in range(7)]
+    found = [row.split()[:8] for row in rows[2:-1]]
+    assert found == [[str(s), str(2 + s), "0", "3", "91", "12", "40", "8.2"] for s in range(7)]
     assert rows[2].endswith("4 kill, 4 return, 2 stop") and rows[-1] == "# 7 seeds, failed: none"
     assert not list(tmp_path.glob("*.logs"))
 

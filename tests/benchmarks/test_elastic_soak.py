@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.elastic import checks
-from benchmarks.elastic.checks import Life, Resources
+from benchmarks.elastic.checks import Life, Metrics, Resources
 from benchmarks.elastic.ledger_replica import RUN, Applied, LedgerSettings
 from benchmarks.elastic.schedules import make
 from benchmarks.elastic.storm_report import results_of, violations
@@ -193,3 +193,34 @@ def test_a_leak_is_found() -> None:
     assert checks.check_flat("a replica", flat, 24.0) == []
     leaking = [Resources(3, 40 + i, 12 + i, 200.0 + 4 * i) for i in range(30)]
     assert len(checks.check_flat("a replica", leaking, 24.0)) == 3
+
+
+# The parser refuses a fall in one text, and not from one text to the next.
+EXPOSED = """# TYPE sent_bytes counter
+# UNIT sent_bytes bytes
+sent_bytes_total{{replica="1"}} {value}
+{created}# EOF
+"""
+
+
+@pytest.mark.parametrize(
+    ("scrapes", "violations"),
+    [
+        ([(3, 7.0), (3, 7.0), (9, 7.0)], []),
+        ([(3, 7.0), (1, 8.0), (2, 8.0)], []),
+        ([(3, 7.0), (1, 7.0), (2, 7.0)], ["fell from 3 to 1"]),
+        ([(3, 7.0), (1, 8.0), (0, 8.0)], ["fell from 1 to 0"]),
+        ([(3, None)], ["has no time of creation"]),
+        ([("three", 7.0)], ["the parser refuses them"]),
+    ],
+)
+def test_a_counter_that_falls_is_found(
+    scrapes: list[tuple[object, float | None]], violations: list[str]
+) -> None:
+    metrics = Metrics("")
+    for value, created in scrapes:
+        line = "" if created is None else f'sent_bytes_created{{replica="1"}} {created}\n'
+        metrics.take(EXPOSED.format(value=value, created=line))
+    assert len(metrics.wrong) == len(violations)
+    assert all(text in wrong for text, wrong in zip(violations, metrics.wrong, strict=True))
+    assert metrics.num_scrapes == len(scrapes)
