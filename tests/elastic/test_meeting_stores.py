@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,18 @@ def _train(diloco: DiLoCo, model: Any, optimizer: Any, rank: int, until: int) ->
             train(diloco, model, optimizer, rank, until)
 
 
-def _member(rank: int, world: int, registry: str, shared: str | None) -> Any:
+def _member(rank: int, world: int, registry: str, shared: str | None, **choices: Any) -> Any:
     """Train over gloo in a group of three, which the last replica leaves in the middle."""
     model = make_model()
     optimizer = make_optimizer(model)
     peers = Elastic(
-        registry, run="test", replica=rank, min_replicas=2, quorum_wait=40.0, store=shared
+        registry,
+        run="test",
+        replica=rank,
+        min_replicas=2,
+        quorum_wait=40.0,
+        store=shared,
+        **choices,
     )
     options = grouped({"link": Link("gloo"), "timeout": 40.0, **OPTIONS})
     with closing(DiLoCo(model, optimizer, peers=peers, **options)) as diloco:
@@ -186,6 +193,43 @@ def test_a_view_that_cannot_begin_is_followed_by_another(
 
 
 # ------------------------------------------------------------------- a store that members share
+
+
+def _leave_as_the_store_dies(rank: int, world: int, registry: str, shared: str, pid: int) -> Any:
+    leave = DiLoCo.leave
+
+    def kill_and_leave(diloco: DiLoCo) -> None:
+        os.kill(pid, signal.SIGKILL)
+        leave(diloco)
+
+    DiLoCo.leave = kill_and_leave  # type: ignore[method-assign]
+    lines = listen_to_the_log()
+    # A store must answer within ``suspect_after``.
+    return _member(rank, world, registry, shared, suspect_after=2.0), lines
+
+
+def test_a_view_waits_for_a_shared_store_that_has_died(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    with ExitStack() as stack:
+        address, process = stack.enter_context(hosting_store(None))
+
+        def bring_back() -> None:
+            process.join()
+            time.sleep(5.0)
+            stack.enter_context(hosting_store(None, address))
+
+        thread = threading.Thread(target=bring_back)
+        thread.start()
+        arguments = registry.address, address, process.pid
+        ends = pool.run(_leave_as_the_store_dies, *arguments, timeout=90)
+        thread.join()
+    (_, members, outer), (_, others, same) = [end for end, _ in ends[:2]]
+    assert members == others == (0, 1) and outer == same
+    assert any(
+        f"the store of the view, at {address}, did not answer" in line for line in ends[0][1]
+    )
 
 
 def test_the_lowest_member_tidies_its_own_run() -> None:

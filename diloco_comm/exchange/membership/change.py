@@ -82,7 +82,7 @@ class Change(Protocol):
         members: All replicas of the next epoch, rising.
         token: Names the attempt, equal on all members and unlike any other one.
         store: Where groups of gloo and devices meet, under a prefix of this attempt; None over the
-            link.
+            link. Reading this raises SyncError where the store does not answer.
         ways: ``OwnLink.ways`` of each member's worker that is the peer of this one, in rank order;
             () where the exchange does not travel over the link.
     """

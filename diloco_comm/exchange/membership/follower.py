@@ -105,8 +105,14 @@ class GroupChange:
         failure: SyncError | None,
     ) -> None:
         self._group, self.chosen, self._worker = group, chosen, worker
-        self.store, self._failure = store, failure
+        self._store, self._failure = store, failure
         self.record = chosen.record
+
+    @property
+    def store(self) -> dist.Store | None:
+        if self._failure is not None:
+            raise self._failure
+        return self._store
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -154,7 +160,7 @@ class GroupChange:
 
     def entered(self, failure: SyncError | None) -> Agreed:
         """Wait until the members have agreed; see ``Change``."""
-        self.record = self._group.wait_until_entered(self.chosen, self._failure or failure)
+        self.record = self._group.wait_until_entered(self.chosen, failure)
         return self._group.agreed(self.record)
 
 
