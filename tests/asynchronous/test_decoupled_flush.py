@@ -18,6 +18,7 @@ from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.tape import replay
 from diloco_comm.asynchronous.protocol.messages import Kind, Message
 from diloco_comm.asynchronous.protocol.window import WINDOW_FRAGMENTS
+from diloco_comm.asynchronous.worker.link import read_status
 
 CARRY = {"receipt": "carry"}
 
@@ -189,8 +190,9 @@ def test_a_flush_waits_for_the_quorum_until_the_other_learner_rests_too() -> Non
         assert other[1].flush(60.0)
         assert one[1].flush(60.0)
         check_books(one[1], 10)
-        # With its next step the other learner counts again.
+        # With its next step the other learner counts again, once the syncer has heard of that.
         train(other, 1)
+        wait_until(lambda: read_status(server.address)["learners"]["other"]["steps"] == 1)
         train(one, 1)
         assert not one[1].flush(0.5)
         assert other[1].flush(60.0) and one[1].flush(60.0)
