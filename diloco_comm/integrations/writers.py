@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
-from ..rounds.metrics import SyncMetrics, overlap_fraction
+from ..rounds.metrics import SyncMetrics
 from ..training.diloco import DiLoCo
 
 Write = Callable[[dict[str, float], int], None]
@@ -91,7 +91,8 @@ class Figures:
         values["diloco/sent_mb"] = sum(one.sent_bytes for one in self._since) / 1e6
         values["diloco/waited_s"] = waited
         exchange_s = sum(one.exchange_s for one in self._since)
-        values["diloco/hidden_share"] = overlap_fraction(exchange_s, waited)
+        hidden_s = sum(one.hidden_s for one in self._since)
+        values["diloco/hidden_share"] = hidden_s / exchange_s if exchange_s > 0 else 0.0
         norms = {one.fragment: one.pseudo_gradient_norm for one in self._since}
         self._norms |= {fragment: norm for fragment, norm in norms.items() if math.isfinite(norm)}
         if self._norms:

@@ -43,7 +43,8 @@ class SyncMetrics:
         exposed_s: The training loop, or its stream on a device, waited for the result, doing
             nothing else.
         outer_step_s: The training loop decoded, stepped and wrote the parameters.
-        overlap_fraction: Part of the exchange during which the training loop went on.
+        overlap_fraction: Part of the exchange during which the training loop went on, 0 to 1; 0
+            where the result was applied by the call that sent the round.
         pseudo_gradient_norm: L2 norm of this replica's pseudo-gradient; NaN unless
             ``norms=True``, since it takes one more pass over the parameters.
         weight: This replica's weight in the mean.
@@ -70,6 +71,11 @@ class SyncMetrics:
     is_reset: bool = False
     reset_replicas: tuple[int, ...] = ()
 
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of the exchange during which the training loop went on."""
+        return self.overlap_fraction * self.exchange_s
+
 
 @dataclass
 class SyncTotals:
@@ -84,19 +90,13 @@ class SyncTotals:
     exchange_s: float = 0.0
     reduce_s: float = 0.0
     exposed_s: float = 0.0
+    hidden_s: float = 0.0
     outer_step_s: float = 0.0
 
     @property
     def overlap_fraction(self) -> float:
-        """Part of all exchange time during which the training loop went on."""
-        return overlap_fraction(self.exchange_s, self.exposed_s)
-
-
-def overlap_fraction(exchange_s: float, exposed_s: float) -> float:
-    """Return the hidden part of an exchange, between 0 and 1; 0 when nothing was exchanged."""
-    if exchange_s <= 0:
-        return 0.0
-    return min(1.0, max(0.0, 1.0 - exposed_s / exchange_s))
+        """Part of all exchange time during which the training loop went on; 0 without any."""
+        return self.hidden_s / self.exchange_s if self.exchange_s > 0 else 0.0
 
 
 class Recorder:
@@ -147,6 +147,7 @@ class Recorder:
         exchange_s = seconds.get("total", 0.0)
         # On streams the training stands still for other times than the host waits.
         exposed_s = seconds.get("exposed", flight.exposed_s)
+        can_hide = exchange_s > 0 and not flight.is_at_once
         metrics = SyncMetrics(
             round=flight.number,
             fragment=flight.part.index,
@@ -158,7 +159,7 @@ class Recorder:
             reduce_s=seconds.get("reduce", 0.0),
             exposed_s=exposed_s,
             outer_step_s=flight.outer_step_s,
-            overlap_fraction=overlap_fraction(exchange_s, exposed_s),
+            overlap_fraction=max(0.0, 1.0 - exposed_s / exchange_s) if can_hide else 0.0,
             pseudo_gradient_norm=flight.norm if flight.reading is None else flight.measured_norm(),
             weight=flight.weight,
             is_reset=flight.is_reset,

@@ -194,7 +194,7 @@ def test_hugging_face_logs_four_figures(
         waited = sum(m.exposed_s for m in metrics[:2])
         exchange_s = sum(m.exchange_s for m in metrics[:2])
         assert first["diloco/waited_s"] == pytest.approx(waited)
-        share = min(1.0, max(0.0, 1 - waited / exchange_s))
+        share = sum(m.overlap_fraction * m.exchange_s for m in metrics[:2]) / exchange_s
         assert first["diloco/hidden_share"] == pytest.approx(share)
         assert first["diloco/drift"] == pytest.approx(metrics[1].pseudo_gradient_norm)
         assert first["diloco/drift"] > 0
