@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -106,6 +106,7 @@ class Recorder:
         since: Sums over the exchanges that ``progress`` has not taken yet.
         awaited_s: Seconds for which this replica has waited until another one, by its number, began
             a round that was applied. Waits of a stream on a device are not measured.
+        since_awaited_s: Those in the exchanges of ``since``.
         callbacks: Called after every exchange.
         progress: Called before them while lines of level INFO are logged; see ``Progress.tell``.
         waiting: Called once, when the present step has ended.
@@ -116,6 +117,7 @@ class Recorder:
         self.latest: deque[SyncMetrics] = deque(maxlen=NUM_KEPT)
         self.totals, self.since = SyncTotals(), SyncTotals()
         self.awaited_s: defaultdict[int, float] = defaultdict(float)
+        self.since_awaited_s: defaultdict[int, float] = defaultdict(float)
         self.callbacks: list[Callable[[SyncMetrics], None]] = []
         self.progress: Callable[[], None] | None = None
         # Signal handlers add to it, in the middle of anything.
@@ -123,6 +125,12 @@ class Recorder:
         self._untold: deque[SyncMetrics] = deque()
         self.is_telling = False
         self._has_warned_of_skips = False
+
+    def take(self) -> tuple[SyncTotals, Mapping[int, float]]:
+        """Return ``since`` and ``since_awaited_s``, and begin both anew."""
+        taken = self.since, self.since_awaited_s
+        self.since, self.since_awaited_s = SyncTotals(), defaultdict(float)
+        return taken
 
     def add(self, metrics: SyncMetrics) -> None:
         """Take in one exchange, applied or skipped."""
@@ -169,6 +177,7 @@ class Recorder:
         if flight.work is not None:
             for replica, seconds_of_it in flight.work.awaited_s.items():
                 self.awaited_s[replica] += seconds_of_it
+                self.since_awaited_s[replica] += seconds_of_it
         if reset:
             _log_reset(flight, reset)
         if not self._has_warned_of_skips:

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from .metrics import Recorder, SyncMetrics, SyncTotals, logger
@@ -22,8 +22,9 @@ PERIOD_S = 10.0
 BURST = 5
 # A larger group is named by its size.
 _MOST_NAMED = 8
-# The summary names the replica that was waited for if the wait was this share of the time.
-_LEAST_SHARE = 0.001
+# The summary names the replica that was waited for if the wait was this share of the time, and the
+# line of a round if the wait took these seconds.
+_LEAST_SHARE, _LEAST_S = 0.001, 1.0
 
 
 class Group(Protocol):
@@ -124,7 +125,7 @@ class Progress:
         members = self._group.members
         self._count_steps(members)
         if not logger.isEnabledFor(self._level(members)):
-            self._recorder.since = SyncTotals()
+            self._recorder.take()
         elif self._recorder.since.num_syncs and self._bucket.take(self._clock()):
             self._log_rounds(members)
 
@@ -159,10 +160,7 @@ class Progress:
             told += f"; {_bytes(totals.sent_bytes)} sent, data parallel {ratio:.3g} times as much"
             share = totals.exposed_s / max(elapsed_s, totals.exposed_s)
             told += f"; waited {_seconds(totals.exposed_s)} of {_seconds(elapsed_s)} ({share:.1%})"
-            awaited_s = self._recorder.awaited_s
-            slowest = max(awaited_s, key=awaited_s.__getitem__, default=-1)
-            if slowest >= 0 and awaited_s[slowest] > _LEAST_SHARE * elapsed_s:
-                told += f", longest for replica {slowest} ({_seconds(awaited_s[slowest])})"
+            told += _longest(self._recorder.awaited_s, _LEAST_SHARE * elapsed_s)
         if changes is not None and changes.forming_s:
             told += f"; changes of the group took {_seconds(changes.forming_s)}"
         return told
@@ -178,9 +176,9 @@ class Progress:
         return self.level if members[0] == self._group.replica else logging.DEBUG
 
     def _log_rounds(self, members: Sequence[int]) -> None:
-        since, last = self._recorder.since, self._recorder.latest[-1]
-        self._log(self._level(members), rounds_text(since, last, members, self._num_parts))
-        self._recorder.since = SyncTotals()
+        last, (since, awaited_s) = self._recorder.latest[-1], self._recorder.take()
+        text = rounds_text(since, awaited_s, last, members, self._num_parts)
+        self._log(self._level(members), text)
 
     def _log(self, level: int, text: str) -> None:
         try:
@@ -202,9 +200,13 @@ def ring_bytes(num_bytes: int, world: int) -> float:
 
 
 def rounds_text(
-    since: SyncTotals, last: SyncMetrics, members: Sequence[int], num_parts: int
+    since: SyncTotals,
+    awaited_s: Mapping[int, float],
+    last: SyncMetrics,
+    members: Sequence[int],
+    num_parts: int,
 ) -> str:
-    """Return the line about some rounds: their sums, and the norm of the last one."""
+    """Return the line about some rounds: their sums and waits, and the norm of the last one."""
     fragment = f"fragment {last.fragment}, " if num_parts > 1 else ""
     many = f"{since.num_syncs} rounds up to " if since.num_syncs > 1 else ""
     where = f"{many}{fragment}round {last.round} at inner step {last.inner_step}"
@@ -212,7 +214,8 @@ def rounds_text(
     # A replica alone exchanges nothing, and a round from a saved state was exchanged before.
     if since.sent_bytes:
         told.append(f"{_bytes(since.sent_bytes)} sent")
-        told.append(f"waited {_seconds(since.exposed_s)}, {since.overlap_fraction:.0%} hidden")
+        told.append(f"waited {_seconds(since.exposed_s)}{_longest(awaited_s, _LEAST_S)}")
+        told.append(f"{since.overlap_fraction:.0%} hidden")
     if not math.isnan(last.pseudo_gradient_norm):
         told.append(f"norm {last.pseudo_gradient_norm:.3g}")
     if since.num_skipped:
@@ -220,6 +223,14 @@ def rounds_text(
     if since.num_reset:
         told.append(f"{since.num_reset} reset")
     return ", ".join(told)
+
+
+def _longest(awaited_s: Mapping[int, float], least_s: float) -> str:
+    """Name the replica that was waited for longest, if that took more than some seconds."""
+    slowest = max(awaited_s, key=awaited_s.__getitem__, default=-1)
+    if slowest < 0 or awaited_s[slowest] <= least_s:
+        return ""
+    return f", longest for replica {slowest} ({_seconds(awaited_s[slowest])})"
 
 
 def _named(members: Sequence[int]) -> str:

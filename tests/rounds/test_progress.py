@@ -285,6 +285,15 @@ def test_the_summary_names_the_replica_that_was_waited_for(
     assert first[-1] >= 0 and second[-1] >= 0
 
 
+def test_the_line_of_a_round_names_the_replica_that_was_waited_for(workers) -> None:
+    (lines, *_), (others, *_) = workers(2).run(train, {}, 0.5)
+    # Replica 1 comes to its first send 1.5 s later, to the second one 2 s later. The flush has a
+    # meeting before its round, which waits for no one then.
+    named = r"waited \S+ s, longest for replica 1 \(\d\S* s\), 0% hidden$"
+    assert [bool(re.search(named, text)) for _, text in lines[1:-1]] == [True, True, False]
+    assert not any("longest" in text for _, text in others)
+
+
 def train_with_workers(rank: int, world: int) -> list[tuple[str, str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = Regression()
