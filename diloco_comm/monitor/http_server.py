@@ -120,7 +120,12 @@ class Place(NamedTuple):
                 no token; if the file holds no token, or others may use the file.
         """
         full = f"127.0.0.1:{address}" if address.isdecimal() else address
-        host, port = parse_address("http", full, listens=True)
+        try:
+            host, port = parse_address("http", full, listens=True)
+        except ValueError:
+            raise ValueError(
+                f"http must be a port from 0 to 65535, or host:port, got {address!r}"
+            ) from None
         if token is None and not is_loopback(host):
             raise ValueError(
                 f"{address} can be reached from other machines: give http_token=, a file with a "

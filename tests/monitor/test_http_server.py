@@ -400,10 +400,10 @@ def test_with_a_token_every_path_wants_the_token(
         ("0.0.0.0:0", "0.0.0.0:0 can be reached from other machines: give http_token="),
         ("page.example:80", "can be reached from other machines"),
         ("[::]:0", "can be reached from other machines"),
-        ("70000", "http must be host:port with a port from 0 to 65535"),
-        ("localhost", "http must be host:port"),
-        ("http://localhost:1", "http must be host:port"),
-        ("", "http must be host:port"),
+        ("70000", "http must be a port from 0 to 65535, or host:port, got '70000'$"),
+        ("localhost", "http must be a port from 0"),
+        ("http://localhost:1", "http must be a port from 0"),
+        ("", "http must be a port from 0"),
     ],
 )
 def test_a_wrong_place_is_refused_in_a_sentence(address: str, sentence: str) -> None:

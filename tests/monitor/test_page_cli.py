@@ -133,7 +133,7 @@ def test_a_token_is_asked_for_and_never_shown(tmp_path: Path) -> None:
     ("arguments", "named"),
     [
         (["registry", "--http", "0.0.0.0:80"], ["0.0.0.0:80 can be reached", "--http-token"]),
-        (["store", "--http", "70000"], ["--http must be host:port"]),
+        (["store", "--http", "70000"], ["--http must be a port from 0", "got '70000'"]),
         (["relay", "--http-token", "token"], ["--http-token", "needs --http"]),
         (["serve", "--http", "0", "--http-token", "nowhere"], ["nowhere cannot be read"]),
         (["serve", "--http", "0", "--status", "tcp://127.0.0.1:1"], ["--http", "host nothing"]),
