@@ -57,7 +57,10 @@ _LINGER_S, _LINGER_BYTES = 1.0, 1 << 18
 # Connections that the kernel has and the server's thread has not seen yet.
 _BACKLOG = 256
 _END = b"\r\n\r\n"
-_REQUEST = re.compile(rb"([A-Z]{1,16}) (/[\x21-\x7e]*) HTTP/1\.[01]")
+# The target may begin with "http://host:port", as a proxy sends it.
+_REQUEST = re.compile(
+    rb"([A-Z]{1,16}) (?:(?i:http)://([!-.0->@-~]+)|(?=/))([\x21-\x7e]*) HTTP/1\.[01]"
+)
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\x20-\x7e\x80-\xff\t]*)")
 # Headers that decide, so that a request may not have two of them.
 _SINGLE = (b"host", b"authorization")
@@ -379,7 +382,7 @@ def _parse(head: bytes) -> tuple[bytes, str, dict[bytes, bytes]]:
     request = _REQUEST.fullmatch(first)
     if request is None:
         raise _Refused(400)
-    if len(request[2]) > MAX_PATH_BYTES:
+    if len(request[3]) > MAX_PATH_BYTES:
         raise _Refused(414)
     headers: dict[bytes, bytes] = {}
     for line in lines:
@@ -388,7 +391,9 @@ def _parse(head: bytes) -> tuple[bytes, str, dict[bytes, bytes]]:
         if header is None or (name in headers and name in _SINGLE):
             raise _Refused(400)
         headers[name] = header[2].strip(b" \t")
-    return request[1], request[2].decode("ascii").partition("?")[0], headers
+    if request[2]:  # The target's host counts, and not the header's: RFC 9112, section 3.2.2.
+        headers[b"host"] = request[2]
+    return request[1], request[3].decode("ascii").partition("?")[0] or "/", headers
 
 
 async def _discard(reader: asyncio.StreamReader) -> None:

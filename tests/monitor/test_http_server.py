@@ -131,6 +131,10 @@ def test_other_methods_are_refused(client: Client, method: str) -> None:
 )  # fmt: skip
 def test_only_the_loopback_may_be_named(client: Client, host: str, status: int) -> None:
     assert client.get("/metrics", f"Host: {host}")[0] == status
+    # A proxy names the host in the target, and what the header says does not count.
+    other = "Host: evil.example" if status == 200 else "Host: localhost"
+    for target in ("", "/", "/metrics?a=b"):
+        assert client.get(f"http://{host}{target}", other)[0] == (status if host else 400)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,9 @@ def test_only_the_loopback_may_be_named(client: Client, host: str, status: int) 
         (b"GET //page.css HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
         (b"GET /%70age.css HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
         (b"GET /http_server.py HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-        (b"GET http://localhost/ HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET http://localhost/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET https://localhost/ HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET localhost/ HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
         (b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n", 400),
         (b"GET /\r\n\r\n", 400),
         (b"\x16\x03\x01\x00\xa5\r\n\r\n", 400),
