@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from docutils import nodes
 
 import diloco_comm
 
@@ -22,7 +26,12 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
+# Two hyphens begin an option, and a quotation is often code: both are copied.
+smartquotes = False
+copybutton_prompt_text = r">>> |\$ "
+copybutton_prompt_is_regexp = True
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 4
@@ -37,7 +46,8 @@ nitpicky = False
 
 html_theme = "furo"
 html_title = f"diloco_comm {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static/figures.css"]
+html_css_files = ["figures.css"]
 
 
 def write_command_line(app: Sphinx) -> None:
@@ -78,5 +88,14 @@ def command_pages(text: str) -> dict[str, str]:
     return {"command-line.md": listed} | pages
 
 
+def describe(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Give a page its title and the begin of its first paragraph as its description."""
+    if tree and (paragraph := tree.next_node(nodes.paragraph)):
+        text = f"{tree.next_node(nodes.title).astext()}: {paragraph.astext()}"
+        text = html.escape(textwrap.shorten(text, 200, placeholder=" ..."))
+        context["metatags"] += f'<meta name="description" content="{text}" />'
+
+
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", write_command_line)
+    app.connect("html-page-context", describe)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -84,6 +87,22 @@ def test_the_pages_of_the_commands_are_short() -> None:
     pages = configuration().command_pages(configuration().read_help())
     assert len(pages) > 10
     assert {name for name, text in pages.items() if len(text.split()) > MOST_WORDS} == set()
+
+
+@pytest.mark.nightly("a site of one page takes seconds; .ci/run builds the whole site")
+def test_a_page_of_the_site_can_be_copied_and_found(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx_copybutton")
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "index.md").write_text(
+        "# Stores\n\nGive --listen and 'keys'.\n\n```bash\ndiloco-comm store\n```\n"
+    )
+    command = [sys.executable, "-m", "sphinx", "-q", "-c", str(DOCS), str(tmp_path)]
+    subprocess.run([*command, str(tmp_path / "site")], check=True)
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert 'content="Stores: Give --listen and &#x27;keys&#x27;." />' in page
+    assert "<p>Give --listen and 'keys'.</p>" in page
+    for file in ("copybutton.js", "figures.css"):
+        assert file in page and (tmp_path / "site" / "_static" / file).exists()
 
 
 def documented() -> Iterator[str]:
