@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cli_helpers import check_arguments
 
 from diloco_comm.base.store_host import open_store
 
@@ -30,6 +32,17 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 @pytest.mark.parametrize("script", sorted(p.name for p in SLURM.iterdir() if ".s" in p.name))
 def test_the_scripts_parse(script: str) -> None:
     assert subprocess.run(["bash", "-n", str(SLURM / script)]).returncode == 0
+
+
+def test_the_commands_have_options_that_exist() -> None:
+    commands = [
+        (script.name, shlex.split(found))
+        for script in SLURM.glob("*.s*")
+        for found in re.findall(r"^(?:srun )?diloco-comm (.*)$", script.read_text(), re.MULTILINE)
+    ]
+    assert commands
+    for name, words in commands:
+        check_arguments(words, name)
 
 
 @pytest.mark.nightly("20 s; test_faults_store has jobs of their own that meet at a store")

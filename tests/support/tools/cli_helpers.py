@@ -84,7 +84,7 @@ def help_examples(*path: str) -> dict[str, list[str]]:
 
 
 def check_arguments(arguments: list[str], place: str) -> None:
-    """The command line would be accepted; nothing is run.
+    """The command line would be accepted, and has no hidden option; nothing is run.
 
     Args:
         place: Where the command stands, for the message.
@@ -95,6 +95,8 @@ def check_arguments(arguments: list[str], place: str) -> None:
     try:
         while True:
             context = command.make_context(name, list(arguments), parent=context)
+            hidden = [one.opts[0] for one in command.params if getattr(one, "hidden", False)]
+            assert not {word.partition("=")[0] for word in arguments} & {*hidden}, place
             arguments = [*getattr(context, "_protected_args", ()), *context.args]
             if not hasattr(command, "commands") or not arguments:
                 return
