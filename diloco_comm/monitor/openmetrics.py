@@ -81,7 +81,9 @@ JUDGED: Mapping[Family, Callable[[Process], float]] = {
         one.silent_s
     ),
     _gauge("awaited_by", "", "Replicas that wait for this one."): lambda one: len(one.awaited_by),
-    _gauge("cut_from", "", "Replicas that this one cannot reach."): lambda one: len(one.cut_from),
+    _gauge("cut_from", "", "Replicas from which this one is cut off."): lambda one: len(
+        one.cut_from
+    ),
     _gauge("inner_steps_per_second", "", "Speed of the training, without waits."): lambda one: (
         one.speed
     ),

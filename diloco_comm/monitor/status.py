@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median_high
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..group.beats import Beat, Way, evicted, name_of
 from ..group.records import Key, Record, cause_of
+from ..group.signs import EXCHANGE
 from .figures import Figures
 
 SCHEMA = 1
@@ -45,7 +46,7 @@ _IN_ROW = ("replica", "phase", "waits_for", "waits_s", "inner_step")
 SILENT, CUT, AWAITED, SLOW_ONE = "silent", "cut off", "awaited", "slow"
 BEGINS = {
     SILENT: "replica {} is silent",
-    CUT: "replica {} cannot reach some of the others",
+    CUT: "replica {} is cut off from {}",
     AWAITED: "others wait for replica {}",
     SLOW_ONE: "replica {} is slow",
 }
@@ -206,7 +207,9 @@ class Process:
         silent_s: Since the last text of any kind; without a text, since the host began.
         figures_s: Since the figures came.
         rounds: Applied by this process since its first figures, and by the run before these.
-        cut_from: Numbers of replicas.
+        cut_from: Numbers of the replicas that this one cannot reach, and that miss no more replicas
+            than this one does.
+        cannot_reach: Numbers of the replicas that this one cannot reach, and that miss more.
         awaited_by: Numbers of the replicas that wait for this one.
         awaited_s: Since the first of them began.
         speed: Inner steps per second, without the time of waits; NaN if unknown.
@@ -222,6 +225,7 @@ class Process:
     figures_s: float
     rounds: int = 0
     cut_from: tuple[int, ...] = ()
+    cannot_reach: tuple[int, ...] = ()
     awaited_by: tuple[int, ...] = ()
     awaited_s: float = 0.0
     samples: tuple[Sample, ...] = ()
@@ -232,6 +236,17 @@ class Process:
     @property
     def is_gone(self) -> bool:
         return self.beat is not None and self.beat.is_gone
+
+    @property
+    def cut(self) -> tuple[bytes, ...]:
+        """The nonces of the processes that this one cannot reach, as the beat says."""
+        return () if self.beat is None else self.beat.place.cut
+
+    @property
+    def phase(self) -> str:
+        """The work of the training loop, as the newest message says."""
+        phase = "" if self.beat is None else self.beat.phase
+        return phase or ("" if self.figures is None else self.figures.phase)
 
     @property
     def is_waiting(self) -> bool:
@@ -348,6 +363,7 @@ def _next_run(
         _process(key, seen, beat, figures, before, began, now)
         for key, beat, figures in _messages(seen, beats, posted)
     ]
+    found = _with_cuts(found, seen, before.processes)
     # A member that is heard counts first, then the newest message; a member that says nothing
     # counts where no other process is.
     found.sort(
@@ -400,7 +416,6 @@ def _process(
     now: float,
 ) -> Process:
     former = before.processes.get(key)
-    cut = [] if beat[0] is None or beat[0].is_gone else seen.cut_from(beat[0])
     process = Process(
         key,
         key in seen.member_set,
@@ -408,7 +423,6 @@ def _process(
         _not_fallen(figures[0], None if former is None else former.figures),
         min(beat[1], figures[1]) if beat[0] or figures[0] else max(now - began, 0.0),
         figures[1],
-        cut_from=tuple(sorted({seen.living[nonce] for nonce in cut} - {key.number})),
     )
     process = replace(process, rounds=_rounds(process.figures, former, before.rounds))
     return _with_speed(process, former, now)
@@ -457,6 +471,77 @@ def _with_speed(process: Process, former: Process | None, now: float) -> Process
     return replace(process, samples=(*kept, sample), speed=speed)
 
 
+def _with_cuts(
+    found: Sequence[Process], seen: Seen, former: Mapping[Key, Process]
+) -> list[Process]:
+    """Return the processes with the replicas that they cannot reach.
+
+    The beat of a process names these once a change of the group has failed. Before that, the
+    figures of two processes show that neither hears the other.
+    """
+    heard = {
+        one.key.nonce: one
+        for one in found
+        if one.silent_s <= SILENT_S
+        and not one.is_gone
+        and (seen.view is None or one.key.nonce in seen.living)
+    }
+    members = {one.key.number: one for one in heard.values() if one.is_member or not seen.view}
+    apart: dict[Key, set[Key]] = {one.key: set() for one in heard.values()}
+    missed: dict[Key, set[Key]] = {one.key: set() for one in heard.values()}
+    for one in heard.values():
+        old = former.get(one.key)
+        were = set() if old is None else {*old.cut_from, *old.cannot_reach}
+        waits = set(() if one.figures is None else one.figures.waits_for)
+        others = [heard[nonce] for nonce in one.cut if nonce in heard]
+        for number in (waits | were) & members.keys():
+            if _are_deaf(one, members[number], old if number in were else None):
+                others.append(members[number])
+        for other in others:
+            if other is not one:
+                apart[one.key].add(other.key)
+                apart[other.key].add(one.key)
+        if one.is_waiting:
+            missed[one.key] = {members[number].key for number in waits & members.keys()}
+    most = {key: len(apart[key] | missed[key]) for key in apart}
+    return [
+        replace(
+            one,
+            cut_from=_numbers_of(k for k in apart[one.key] if most[k] <= most[one.key]),
+            cannot_reach=_numbers_of(k for k in apart[one.key] if most[k] > most[one.key]),
+        )
+        if apart.get(one.key)
+        else one
+        for one in found
+    ]
+
+
+def _numbers_of(keys: Iterable[Key]) -> tuple[int, ...]:
+    return tuple(sorted({key.number for key in keys}))
+
+
+def _are_deaf(one: Process, other: Process, old: Process | None) -> bool:
+    """Whether two processes take part in one exchange, and neither hears so of the other.
+
+    Args:
+        old: The first process in the state before, if the same held there.
+    """
+    mine, its = one.figures, other.figures
+    if mine is None or its is None or {mine.phase, its.phase} != {EXCHANGE}:
+        return False
+    if max(one.figures_s, other.figures_s) > SILENT_S:
+        return False
+    sides = ((mine, other.key.number), (its, one.key.number))
+    if old is not None and old.figures is not None and old.figures.inner_step == mine.inner_step:
+        # A wait that begins anew names nobody yet.
+        return all(side.waits_s < SPOKEN_S or number in side.waits_for for side, number in sides)
+    if not all(number in side.waits_for for side, number in sides):
+        return False
+    # The link tells a process within seconds that another one has begun an exchange.
+    early, late = sorted((one, other), key=lambda process: -process.figures_s)
+    return early.is_waiting and late.waited_s >= early.figures_s + AWAITED_S
+
+
 def _judged(run: Run, former: Mapping[Key, Process]) -> dict[int, Process]:
     """Return the replicas with what the figures of the others say of them, and with their marks."""
     waits: dict[int, dict[int, float]] = {}
@@ -472,7 +557,7 @@ def _judged(run: Run, former: Mapping[Key, Process]) -> dict[int, Process]:
     return {
         number: _marked(process, waits.get(number, {}), middle, former)
         if not run.is_finished and (process.is_member or run.seen.view is None)
-        else process
+        else replace(process, marks=frozenset({CUT} if process.cut_from else ()))
         for number, process in run.replicas.items()
     }
 
@@ -509,7 +594,7 @@ def _holds_up(process: Process, awaited_s: float) -> bool:
         return True
     # Where all wait for each other, the link is slow, and no replica.
     is_news = process.figures_s <= awaited_s - SPOKEN_S
-    return is_news and process.figures.waits_s < SPOKEN_S
+    return is_news and process.figures.waits_s < SPOKEN_S and process.phase != EXCHANGE
 
 
 def _continued(before: Run, run: Run, now: float) -> Run:
@@ -520,7 +605,7 @@ def _continued(before: Run, run: Run, now: float) -> Run:
         points = (*points, (int(now), rounds))
     if len(points) > MAX_POINTS:
         points, step_s = points[::2], 2 * step_s
-    texts = [*_view_events(before.seen.view, run.seen.view), *_process_events(before, run)]
+    texts = [*_view_events(before, run), *_process_events(before, run)]
     events = (*before.events, *[Event(now, text) for text in texts])[-MAX_EVENTS:]
     changes = before.changes
     if before.seen.view is not None and run.seen.view is not None:
@@ -528,15 +613,20 @@ def _continued(before: Run, run: Run, now: float) -> Run:
     return replace(run, rounds=rounds, points=points, step_s=step_s, events=events, changes=changes)
 
 
-def _view_events(old: Record | None, new: Record | None) -> Iterable[str]:
+def _view_events(before: Run, run: Run) -> Iterable[str]:
+    old, new = before.seen.view, run.seen.view
     if new is None or (old is not None and old.number == new.number):
         return
     yield f"view {new.number}: {cause_of(new)}"
+    for key in sorted(before.seen.member_set - run.seen.member_set):
+        if cut_from := before.processes[key].cut_from:
+            yield f"replica {key.number} is left out, cut off from {_numbers(cut_from)}"
     if new.is_finished:
         yield "all steps of the run are taken"
 
 
 def _process_events(before: Run, run: Run) -> Iterable[str]:
+    numbers = {key.number for key in run.seen.members} or set(run.replicas)
     for number, process in run.replicas.items():
         old = before.replicas.get(number)
         if old is None:
@@ -548,11 +638,20 @@ def _process_events(before: Run, run: Run) -> Iterable[str]:
         if process.is_gone and not (old.is_gone or run.is_finished):
             yield f"replica {number} has ended"
         for mark in BEGINS:
-            if (mark in process.marks) != (mark in old.marks):
-                yield (BEGINS if mark in process.marks else ENDS)[mark].format(number)
+            if mark in process.marks - old.marks:
+                yield BEGINS[mark].format(number, _numbers(process.cut_from))
+            elif mark in old.marks - process.marks and _is_news(mark, old, process, numbers):
+                yield ENDS[mark].format(number)
     for number in sorted(before.replicas.keys() - run.replicas.keys()):
         if not before.replicas[number].is_gone:
             yield f"replica {number} is there no more"
+
+
+def _is_news(mark: str, old: Process, process: Process, members: Container[int]) -> bool:
+    """Whether the end of a mark is neither the end of a membership nor a mark of another one."""
+    if process.key.number not in members or mark != CUT:
+        return process.key.number in members
+    return not process.cannot_reach and any(number in members for number in old.cut_from)
 
 
 # ------------------------------------------------------------------------------ for the page
@@ -606,13 +705,12 @@ def _row(run: Run, process: Process) -> dict[str, Any]:
     inner_step = max(
         0 if beat is None else beat.place.inner_step, 0 if figures is None else figures.inner_step
     )
-    phase = beat.phase if beat is not None and beat.phase else figures.phase if figures else ""
     return {
         "id": process.key.number,
         "process": process.key.nonce.hex()[:8],
         "is_member": process.is_member or run.seen.view is None,
         "stage": stage,
-        "phase": phase[:_PHASE],
+        "phase": process.phase[:_PHASE],
         "inner_step": inner_step,
         "silent_s": _finite(process.silent_s),
         "waits_for": list(figures.waits_for) if figures and process.is_waiting else [],
@@ -620,6 +718,7 @@ def _row(run: Run, process: Process) -> dict[str, Any]:
         "awaited_by": list(process.awaited_by),
         "awaited_s": _finite(process.awaited_s),
         "cut_from": list(process.cut_from),
+        "cannot_reach": list(process.cannot_reach),
         "speed": _finite(process.speed),
         "marks": sorted(process.marks),
         "words": list(_words(run, process)),
@@ -645,7 +744,15 @@ def _words(run: Run, process: Process) -> Iterable[str]:
             f"since {process.awaited_s:.0f} s"
         )
     if CUT in process.marks:
-        yield f"cut off from {_numbers(process.cut_from)}"
+        others = [run.replicas[one].cut_from for one in process.cut_from if one in run.replicas]
+        if all(number in one for one in others):
+            names = _numbers(sorted({number, *process.cut_from}))
+            yield f"cut off: {names} cannot reach each other"
+        else:
+            yield f"cut off from {_numbers(process.cut_from)}"
+    if process.cannot_reach:
+        ending = "s" * (len(process.cannot_reach) > 1)
+        yield f"cannot reach replica{ending} {_numbers(process.cannot_reach)}"
     if SLOW_ONE in process.marks:
         part = process.speed / process.median
         yield (f"slow: {process.speed:.3g} inner steps per second, {part:.0%} of the median")

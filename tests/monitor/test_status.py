@@ -223,7 +223,73 @@ def test_a_replica_that_is_cut_off_names_the_others() -> None:
     world.places[2] = {"cut": (key_of(1).nonce, key_of(3).nonce, b"x" * 16)}
     world.go(5)
     assert world.row(2)["words"] == ["cut off from 1, 3"]
-    assert world.events()[-1] == "replica 2 cannot reach some of the others"
+    assert world.events()[-1] == "replica 2 is cut off from 1, 3"
+
+
+def test_the_replica_that_more_others_miss_is_cut_off_and_no_healthy_one() -> None:
+    """The healthy side says so first."""
+    world = World()
+    world.go(10)
+    world.places = {one: {"cut": (key_of(1).nonce,)} for one in (0, 2)}
+    assert world.go(5)["alerts"] == ["replica 1: cut off from 0, 2"]
+    assert world.row(0)["words"] == ["cannot reach replica 1"]
+    assert (world.row(0)["cut_from"], world.row(0)["cannot_reach"]) == ([], [1])
+    world.places = {}
+    assert world.go(5)["alerts"] == []
+    assert world.events()[1:] == [
+        "replica 1 is cut off from 0, 2", "replica 1 reaches all of the others again",
+    ]  # fmt: skip
+
+
+def test_the_end_of_a_cut_is_that_the_replica_is_left_out() -> None:
+    world = World()
+    world.go(10)
+    world.places = {one: {"cut": (key_of(1).nonce,)} for one in (0, 2)}
+    world.go(5)
+    world.places = {}
+    world.host.swap("r", record_of(2, [0, 2], left_out=(1,)))
+    world.go(5)
+    assert world.events()[1:] == [
+        "replica 1 is cut off from 0, 2",
+        "view 2: replicas [1] left",
+        "replica 1 is left out, cut off from 0, 2",
+    ]
+
+
+def test_of_two_replicas_none_is_the_one_that_is_cut_off() -> None:
+    world = World((0, 1))
+    world.go(10)
+    world.places = {0: {"cut": (key_of(1).nonce,)}}
+    both = "cut off: 0, 1 cannot reach each other"
+    assert world.go(5)["alerts"] == [f"replica 0: {both}", f"replica 1: {both}"]
+    # A process that says nothing may have ended.
+    world.silent = {1}
+    assert world.go(15)["alerts"] == ["replica 1: silent for 15 s"]
+
+
+def test_replicas_that_wait_for_each_other_in_one_exchange_are_cut_off() -> None:
+    """Replica 1 is cut from 0 and 2, and each replica posts at a moment of its own."""
+    world = World()
+    world.go(30)
+    missed = {0: (1,), 1: (0, 2), 2: (1,)}
+    for second in range(1, 17):
+        exchange = {"phase": "exchange", "inner_step": 300, "rounds": 3, "waits_s": float(second)}
+        world.figures = {
+            one: {**exchange, "waits_for": missed[one] * (second >= 2)} for one in missed
+        }
+        world.silent = {one for one in range(3) if (second - one) % 5}
+        world.go(1)
+        assert not world.row(0)["marks"] and not world.row(2)["marks"]
+    assert world.row(1)["marks"] == ["cut off"]
+    # A wait that begins anew, as the round has failed, names nobody at first.
+    world.silent = set()
+    world.figures = {one: {**exchange, "waits_s": 1.0} for one in missed}
+    assert world.go(1)["alerts"] == ["replica 1: cut off from 0, 2"]
+    world.figures = {}
+    world.go(5)
+    assert [text for text in world.events() if "view" not in text] == [
+        "replica 1 is cut off from 0", "replica 1 reaches all of the others again",
+    ]  # fmt: skip
 
 
 def test_a_replica_that_comes_back_is_a_newcomer_beside_the_member() -> None:
