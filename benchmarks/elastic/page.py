@@ -143,7 +143,7 @@ def rounds_of(number: int) -> Callable[[dict[str, Any]], object]:
 
 
 def has_event(text: str) -> Callable[[dict[str, Any]], object]:
-    return lambda run: any(event["text"].endswith(text) for event in run["events"])
+    return lambda run: any(text in event["text"] for event in run["events"])
 
 
 def save(path: Path, picture: bytes) -> None:
@@ -162,7 +162,7 @@ def pictures(folder: Path) -> None:
             run.start(number)
         run.wait_for("rounds of all", rounds_of(10))
         run.send(1, signal.SIGKILL)
-        run.wait_for("a view of two", has_event("replicas [1] left"))
+        run.wait_for("a view of two", has_event("replica 1 is left out"))
         run.start(1)
         run.wait_for("a view of three", has_event("replicas [1] join"))
         run.wait_for("rounds of all", rounds_of(40))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from diloco_comm.group.beats import TRAINING, Beat, Way, name_of
+from diloco_comm.group.beats import EVICT, TRAINING, Beat, Way, eviction_of, name_of
 from diloco_comm.group.records import NO_HASH, Attempt, Key, Record
 from diloco_comm.group.state import Place
 from diloco_comm.monitor.figures import Figures
@@ -51,6 +51,9 @@ class SimulatedHost:
         way = Way(key.nonce.hex(), f"192.0.2.1:{1000 + key.number}", "", "").to_text()
         beat = Beat(Place(key, b"s" * 16, **{"entered": 1, **place}), 1, stage, phase, (way,))
         self._beats[run, name_of(key)] = (beat.to_bytes(), self._now())
+
+    def ask_to_leave(self, run: str, key: Key) -> None:
+        self._beats[run, eviction_of(key)] = (EVICT, self._now())
 
     def swap(self, run: str, record: Record) -> None:
         self._records[run] = record.to_bytes()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from ..group.beats import Beat, Way, evicted, name_of
 from ..group.records import Key, Record, cause_of
 from ..group.signs import EXCHANGE
-from .figures import Figures
+from .figures import MOST_NAMED, Figures
 
 SCHEMA = 1
 # Seconds. A process sends a beat and its figures every five seconds.
@@ -275,6 +275,7 @@ class Run:
     Attributes:
         replicas: The process that counts of each replica, by number.
         others: Further processes, such as one that takes the place of a member that was killed.
+        cause: Why the last view came, in words.
         changes: Records that have followed the first one seen.
         rounds: Applied since the run was first seen, by the replica that has applied most.
         points: Unix time in whole seconds and ``rounds``; at most ``MAX_POINTS``.
@@ -284,6 +285,7 @@ class Run:
     seen: Seen
     replicas: Mapping[int, Process]
     others: Sequence[Process] = ()
+    cause: str = ""
     changes: int = 0
     events: tuple[Event, ...] = ()
     rounds: int = 0
@@ -605,6 +607,7 @@ def _continued(before: Run, run: Run, now: float) -> Run:
         points = (*points, (int(now), rounds))
     if len(points) > MAX_POINTS:
         points, step_s = points[::2], 2 * step_s
+    run = replace(run, cause=_cause(before, run))
     texts = [*_view_events(before, run), *_process_events(before, run)]
     events = (*before.events, *[Event(now, text) for text in texts])[-MAX_EVENTS:]
     changes = before.changes
@@ -613,14 +616,37 @@ def _continued(before: Run, run: Run, now: float) -> Run:
     return replace(run, rounds=rounds, points=points, step_s=step_s, events=events, changes=changes)
 
 
+def _cause(before: Run, run: Run) -> str:
+    """Return why the last view came, and how each replica went that is a member no more."""
+    old, new = before.seen.view, run.seen.view
+    if new is None or (old is not None and old.number == new.number):
+        return before.cause
+    if old is None:
+        return cause_of(new)
+    gone = sorted(before.seen.member_set - run.seen.member_set)
+    causes = [_end_of_member(before.processes[key], run) for key in gone[:MOST_NAMED]]
+    causes += [f"{len(gone) - MOST_NAMED} more left"] * (len(gone) > MOST_NAMED)
+    joined = _numbers_of(run.seen.member_set - before.seen.member_set)
+    causes += [f"replicas [{_numbers(joined)}] join"] * bool(joined)
+    return ", ".join(causes) or cause_of(new)
+
+
+def _end_of_member(old: Process, run: Run) -> str:
+    number, now = old.key.number, run.processes.get(old.key, old)
+    if old.cut_from:
+        return f"replica {number} is left out, cut off from {_numbers(old.cut_from)}"
+    if run.seen.is_evicted(old.key):
+        return f"replica {number} left when asked"
+    if any(one.is_gone or (one.beat and one.beat.place.is_leaving) for one in (old, now)):
+        return f"replica {number} left by itself"
+    return f"replica {number} is left out, last heard {now.silent_s:.0f} s ago"
+
+
 def _view_events(before: Run, run: Run) -> Iterable[str]:
     old, new = before.seen.view, run.seen.view
     if new is None or (old is not None and old.number == new.number):
         return
-    yield f"view {new.number}: {cause_of(new)}"
-    for key in sorted(before.seen.member_set - run.seen.member_set):
-        if cut_from := before.processes[key].cut_from:
-            yield f"replica {key.number} is left out, cut off from {_numbers(cut_from)}"
+    yield f"view {new.number}: {run.cause}"
     if new.is_finished:
         yield "all steps of the run are taken"
 
@@ -683,7 +709,7 @@ def _run_report(run: Run) -> dict[str, Any]:
     rows = [_row(run, one) for one in sorted(run.processes.values(), key=lambda one: one.key)]
     view = run.seen.view_report()
     if view is not None:
-        view["members"] = [one["id"] for one in view["members"]]
+        view |= {"cause": run.cause, "members": [one["id"] for one in view["members"]]}
     return {
         "view": view,
         "members": rows,
@@ -766,8 +792,8 @@ def _words(run: Run, process: Process) -> Iterable[str]:
 
 def _numbers(numbers: Sequence[int]) -> str:
     """Return replicas in words; where they are many, the first of them."""
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
+    shown, more = ", ".join(map(str, numbers[:MOST_NAMED])), len(numbers) - MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _figures_report(figures: Figures) -> dict[str, Any]:

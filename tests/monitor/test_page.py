@@ -72,11 +72,11 @@ def test_a_page_without_runs_says_so(chromium: Browser) -> None:
 def test_the_events_and_rounds_are_shown(chromium: Browser) -> None:
     begin = time.monotonic()
     host = SimulatedHost(lambda: time.monotonic() - begin)
-    host.swap("r", record_of(1, [0]))
+    host.swap("r", record_of(1, [0, 1]))
     host.post("r", key_of(0), rounds=4)
     server = HttpServer(HERE, Monitor(host.snapshot))
     with server.running():
         chromium.show(server.address, 800, 600)
         host.swap("r", record_of(2, [0], left_out=(1,)))
-        chromium.wait_for("document.body.innerText.includes('view 2: replicas [1] left')")
+        chromium.wait_for("document.body.innerText.includes('view 2: replica 1 is left out')")
         chromium.wait_for("document.querySelector('polyline').getAttribute('points')")

@@ -251,9 +251,33 @@ def test_the_end_of_a_cut_is_that_the_replica_is_left_out() -> None:
     world.go(5)
     assert world.events()[1:] == [
         "replica 1 is cut off from 0, 2",
-        "view 2: replicas [1] left",
-        "replica 1 is left out, cut off from 0, 2",
+        "view 2: replica 1 is left out, cut off from 0, 2",
     ]
+
+
+def test_a_view_tells_a_replica_that_left_from_one_that_was_killed() -> None:
+    world = World((0, 1, 2, 3, 4))
+    world.go(10)
+    # Replica 1 is killed, 2 leaves, the program of 3 ends, and somebody asks 4 to leave.
+    world.silent = {1}
+    world.places = {2: {"is_leaving": True}}
+    world.go(15)
+    world.silent = {1, 2, 3, 4}
+    world.host.beat("r", key_of(3), "gone")
+    world.host.ask_to_leave("r", key_of(4))
+    world.host.swap("r", record_of(2, [0], left_out=(1, 2, 3, 4)))
+    world.go(5)
+    cause = (
+        "replica 1 is left out, last heard 20 s ago, replica 2 left by itself, "
+        "replica 3 left by itself, replica 4 left when asked"
+    )
+    assert world.report()["view"]["cause"] == cause
+    assert world.events()[1:] == [
+        "replica 1 is silent", f"view 2: {cause}", "replica 3 has ended",
+    ]  # fmt: skip
+    world.host.swap("r", record_of(3, [0, 1], joined=(1,)))
+    world.go(5)
+    assert world.events()[-2] == "view 3: replicas [1] join"
 
 
 def test_of_two_replicas_none_is_the_one_that_is_cut_off() -> None:
@@ -308,7 +332,7 @@ def test_a_replica_that_comes_back_is_a_newcomer_beside_the_member() -> None:
     record = record_of(2, [0, 1, 2], joined=(2,))
     world.host.swap("r", record_of(2, [0, 1], left_out=(2,)))
     world.go(1)
-    assert world.events()[-1] == "view 2: replicas [2] left"
+    assert world.events()[-1] == "view 2: replica 2 is left out, last heard 22 s ago"
     members = (*record.members[:2], again)
     world.host.swap("r", record_of(3, [0, 1], joined=(2,), members=members))
     run = world.go(1)
