@@ -32,7 +32,7 @@ from ..base.service.addresses import is_loopback, name_of_place, parse_address
 from ..base.service.keys import check_secret
 from ..base.store_host import listen_at
 from . import openmetrics
-from .status import SILENT_S, Snapshot, State, advance, status
+from .status import MAX_PROCESSES, SILENT_S, Snapshot, State, advance, status
 
 T = TypeVar("T")
 
@@ -43,8 +43,6 @@ DEADLINE_S = 5.0
 # A state is made at most once in the first seconds, and at least once in the second ones. Its
 # contents cost at most one part in ``SHARE`` of a processor.
 FRESH_S, LOOK_S, SHARE = 1.0, 5.0, 5
-# The page and the metrics have so many processes; further runs are left out as a whole.
-MAX_PROCESSES = 2048
 # A member in a record has so many bytes at least.
 _MEMBER_BYTES = 24
 # Bytes of a request with its headers, and of its path.

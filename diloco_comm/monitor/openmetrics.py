@@ -144,24 +144,29 @@ def render(state: State, version: str) -> str:
         f'{PREFIX}build_info{{version="{_escaped(version)}"}} 1',
     ]
     runs = [(f'run="{_escaped(name)}"', run) for name, run in state.runs.items()]
-    replicas = [
-        (f'{labels},replica="{number}"', process)
-        for labels, run in runs
-        for number, process in run.replicas.items()
-    ]
-    figures = [(labels, one.figures) for labels, one in replicas if one.figures is not None]
+    # The host judges no run that has ended: the end is no silence.
+    live = [(labels, run) for labels, run in runs if not run.has_ended]
+    figures = [(labels, one.figures) for labels, one in _replicas(runs) if one.figures is not None]
     for family, name in OF_REPLICAS.items():
         values = [(labels, getattr(one, name), one.created) for labels, one in figures]
         lines += _family(family, values)
     for family, judge in JUDGED.items():
-        lines += _family(family, [(labels, judge(one), 0.0) for labels, one in replicas])
+        lines += _family(family, [(labels, judge(one), 0.0) for labels, one in _replicas(live)])
     for family, count in OF_RUNS.items():
-        lines += _family(family, [(labels, count(run), state.began) for labels, run in runs])
-    facts = {"host_runs": len(state.runs), **state.facts}
+        lines += _family(family, [(labels, count(run), state.began) for labels, run in live])
+    facts = {"host_runs": len(live), **state.facts}
     for family in OF_HOST:
         if family.name in facts:
             lines += _family(family, [("", facts[family.name], state.began)])
     return "\n".join([*lines, "# EOF\n"])
+
+
+def _replicas(runs: Iterable[tuple[str, Run]]) -> list[tuple[str, Process]]:
+    return [
+        (f'{labels},replica="{number}"', process)
+        for labels, run in runs
+        for number, process in run.replicas.items()
+    ]
 
 
 def _name(family: Family) -> str:

@@ -32,6 +32,8 @@ SLOW, NOT_SLOW = 0.6, 0.75
 MAX_EVENTS, MAX_POINTS, FIRST_STEP_S = 50, 120, 5.0
 # More runs are in the metrics, and not on the page.
 MAX_SHOWN = 32
+# The page and the metrics have so many processes.
+MAX_PROCESSES = 2048
 _NAME = re.compile(r"(0|[1-9][0-9]{0,9})\.([0-9a-f]{32})")
 _PHASE = 32
 COUNTERS = (
@@ -280,6 +282,7 @@ class Run:
         rounds: Applied since the run was first seen, by the replica that has applied most.
         points: Unix time in whole seconds and ``rounds``; at most ``MAX_POINTS``.
         step_s: Seconds between two points, which doubles when the points are too many.
+        has_ended: The host has no message of the run any more: these are the last ones.
     """
 
     seen: Seen
@@ -291,10 +294,16 @@ class Run:
     rounds: int = 0
     points: tuple[tuple[int, int], ...] = ()
     step_s: float = FIRST_STEP_S
+    has_ended: bool = False
 
     @property
     def is_finished(self) -> bool:
         return self.seen.view is not None and self.seen.view.is_finished
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last message of any replica; infinite without replicas."""
+        return min((one.silent_s for one in self.replicas.values()), default=math.inf)
 
     @cached_property
     def processes(self) -> dict[Key, Process]:
@@ -337,7 +346,39 @@ def advance(before: State, snapshot: Snapshot, now: float) -> State:
         )
         for name in names
     }
+    if "unshown_runs" not in snapshot.facts:
+        runs |= _ended_runs(before, runs, now)
     return State(before.began, now, runs, snapshot.facts, snapshot.report)
+
+
+def _ended_runs(before: State, runs: Mapping[str, Run], now: float) -> dict[str, Run]:
+    """Return the runs without a message, for ``FORGET_S``, and as far as others leave room."""
+    found: dict[str, Run] = {}
+    room = MAX_PROCESSES - sum(len(run.processes) for run in runs.values())
+    for name in sorted(before.runs.keys() - runs.keys()):
+        ended = _ended(before.runs[name], now - before.now, now)
+        if ended.silent_s <= FORGET_S and len(ended.replicas) <= room:
+            found[name] = ended
+            room -= len(ended.replicas)
+    return found
+
+
+def _ended(run: Run, seconds: float, now: float) -> Run:
+    replicas = {
+        number: Process(
+            one.key,
+            one.is_member,
+            one.beat,
+            one.figures and replace(one.figures, waits_for=(), waits_s=0.0),
+            one.silent_s + seconds,
+            one.figures_s + seconds,
+            one.rounds,
+        )
+        for number, one in run.replicas.items()
+    }
+    events = () if run.has_ended else (Event(now, "the run has ended"),)
+    events = (*run.events, *events)[-MAX_EVENTS:]
+    return replace(run, replicas=replicas, others=(), events=events, has_ended=True)
 
 
 def _by_run(texts: Iterable[Text]) -> dict[str, dict[str, tuple[bytes, float]]]:
@@ -689,11 +730,8 @@ def status(state: State, version: str) -> dict[str, Any]:
     Args:
         version: The version of the package.
     """
-    youngest = {
-        name: min((one.silent_s for one in run.replicas.values()), default=math.inf)
-        for name, run in state.runs.items()
-    }
-    shown = sorted(sorted(state.runs, key=lambda name: (youngest[name], name))[:MAX_SHOWN])
+    order = {name: (run.has_ended, run.silent_s, name) for name, run in state.runs.items()}
+    shown = sorted(sorted(order, key=order.__getitem__)[:MAX_SHOWN])
     return {
         "schema": SCHEMA,
         "version": version,
@@ -712,6 +750,7 @@ def _run_report(run: Run) -> dict[str, Any]:
         view |= {"cause": run.cause, "members": [one["id"] for one in view["members"]]}
     return {
         "view": view,
+        "has_ended": run.has_ended,
         "members": rows,
         "alerts": [
             f"replica {row['id']}: {words}"
@@ -727,7 +766,7 @@ def _run_report(run: Run) -> dict[str, Any]:
 
 def _row(run: Run, process: Process) -> dict[str, Any]:
     beat, figures = process.beat, process.figures
-    stage = "" if beat is None else beat.stage
+    stage = "ended" if run.has_ended else "" if beat is None else beat.stage
     inner_step = max(
         0 if beat is None else beat.place.inner_step, 0 if figures is None else figures.inner_step
     )

@@ -74,6 +74,19 @@ def test_the_newest_process_of_a_replica_counts() -> None:
     assert found["diloco_rounds_created", "r", "1"] == BEGAN + 5
 
 
+def test_a_run_that_has_ended_keeps_its_figures_and_is_not_judged() -> None:
+    world = World((0, 1), elastic=False)
+    world.go(30)
+    world.host.posts.clear()
+    world.silent = {0, 1}
+    world.go(20)
+    found = samples(world.state)
+    assert found["diloco_rounds_total", "r", "1"] == 3
+    assert ("diloco_silence_seconds", "r", "1") not in found
+    assert ("diloco_heard_replicas", "r", "") not in found
+    assert found["diloco_host_runs", "", ""] == 0
+
+
 def test_labels_are_escaped() -> None:
     host = SimulatedHost()
     run = 'a"b\\n\n\\{},\u2028\r\x00é'

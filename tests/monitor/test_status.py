@@ -18,6 +18,7 @@ from diloco_comm.monitor.status import (
     COUNTERS,
     MAX_EVENTS,
     MAX_POINTS,
+    MAX_PROCESSES,
     Snapshot,
     State,
     advance,
@@ -370,6 +371,35 @@ def test_a_replica_that_goes_is_an_event() -> None:
     world.silent = {1}
     world.go(5)
     assert world.events()[1:] == ["replica 1 has ended"]
+
+
+def test_a_run_whose_last_post_is_taken_back_has_ended_for_a_minute() -> None:
+    world = World((0, 1), elastic=False)
+    world.figures = {0: {"waits_for": (1,), "waits_s": 9.0}}
+    world.go(30)
+    world.host.posts.clear()
+    world.silent = {0, 1}
+    run = world.go(20)
+    assert run["has_ended"] and run["alerts"] == []
+    assert world.events() == ["the run has ended"]
+    assert [row["stage"] for row in run["members"]] == ["ended", "ended"]
+    assert (run["rounds"], run["members"][1]["figures"]["rounds"]) == (3, 3)
+    world.silent = {1}
+    assert not world.go(5)["has_ended"]
+    world.host.posts.clear()
+    world.silent = {0, 1}
+    assert world.go(55)["has_ended"]
+    world.now += 10
+    assert advance(world.state, world.host.snapshot(), world.now).runs == {}
+
+
+def test_a_run_that_has_ended_makes_room_for_others() -> None:
+    world = World((0, 1), elastic=False)
+    world.go(10)
+    world.host.posts.clear()
+    for number in range(MAX_PROCESSES - 1):
+        world.host.post("new", key_of(number))
+    assert advance(world.state, world.host.snapshot(), world.now).runs.keys() == {"new"}
 
 
 def test_a_member_that_was_never_heard_is_silent_since_the_host_began() -> None:
