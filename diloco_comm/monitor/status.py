@@ -14,7 +14,7 @@ from functools import cached_property
 from statistics import median_high
 from typing import Any, NamedTuple, Protocol
 
-from ..group.beats import Beat, Way, evicted, name_of
+from ..group.beats import TRAINING, Beat, Way, evicted, name_of
 from ..group.records import Key, Record, cause_of
 from ..group.signs import EXCHANGE
 from .figures import MOST_NAMED, Figures
@@ -495,17 +495,20 @@ def _with_speed(process: Process, former: Process | None, now: float) -> Process
     figures, samples = process.figures, former.samples if former is not None else ()
     if figures is None:
         return process
+    beat, speed = process.beat, math.nan if former is None else former.speed
+    if beat is not None and (beat.stage, beat.place.entered) != (TRAINING, figures.view):
+        # The figures count the seconds of a change only once the change has ended.
+        return replace(process, samples=samples, speed=speed)
     idle_s = figures.waited_s + _or_zero(figures.changing_s) + figures.waits_s
     sample = Sample(now - process.figures_s, figures.view, figures.inner_step, idle_s)
     if samples and abs(samples[-1].at - sample.at) < 0.5:
         # The same message as before.
-        return replace(process, samples=samples, speed=former.speed if former else math.nan)
+        return replace(process, samples=samples, speed=speed)
     # A newcomer, and a member that was thrown back, go on from the inner step of the others.
     kept = [
         one for one in samples if one.view == figures.view and one.inner_step <= sample.inner_step
     ]
     kept = [one for one in kept if sample.at - SPEED_S <= one.at < sample.at]
-    speed = math.nan if former is None else former.speed
     if kept and sample.inner_step - kept[0].inner_step >= MIN_STEPS:
         whole_s = sample.at - kept[0].at
         busy_s = whole_s - max(sample.idle_s - kept[0].idle_s, 0.0)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.support.simulated_host import BEGAN, SimulatedHost, key_of, record_of
-from diloco_comm.group.beats import PULLING, name_of
+from diloco_comm.group.beats import CHANGING, PULLING, TRAINING, name_of
 from diloco_comm.monitor.figures import Figures
 from diloco_comm.monitor.status import (
     COUNTERS,
@@ -38,7 +38,7 @@ class World:
         self.silent: set[int] = set()
         self.figures: dict[int, dict[str, Any]] = {}
         self.places: dict[int, dict[str, Any]] = {}
-        self.elastic = elastic
+        self.elastic, self.stage = elastic, TRAINING
         if elastic:
             self.host.swap("r", record_of(1, list(numbers)))
 
@@ -58,7 +58,7 @@ class World:
         values |= self.figures.get(number, {})
         self.host.post("r", key_of(number), **values)
         if self.elastic:
-            self.host.beat("r", key_of(number), **self.places.get(number, {}))
+            self.host.beat("r", key_of(number), self.stage, **self.places.get(number, {}))
 
     def report(self) -> dict[str, Any]:
         report = json.loads(json.dumps(status(self.state, "1"), allow_nan=False))
@@ -195,6 +195,30 @@ def test_rounds_are_those_of_the_replica_with_the_most(elastic: bool) -> None:
             world.host.post("r", key_of(one, 2), **again)
         world.go(1)
     assert world.report()["rounds"] == 30
+
+
+def test_a_change_of_the_group_is_no_slowness() -> None:
+    """A wait of 20 s, a change of 40 s, and a new view; each replica posts at another moment."""
+    world = World()
+    world.go(60)
+    for second in range(1, 100):
+        is_over, waited = second > 60, float(second if second <= 20 else second - 20)
+        world.stage = CHANGING if 20 < second <= 60 else TRAINING
+        for one in range(3):
+            world.places[one] = {"entered": 1 + is_over}
+            world.figures[one] = {
+                "view": 1 + is_over,
+                "inner_step": 600 + 10 * max(second - 60, 0),
+                "changing_s": 40.0 * is_over,
+                "waits_s": 0.0 if is_over else waited,
+            }
+            world.host.beat("r", key_of(one), world.stage, **world.places[one])
+        if second == 61:
+            world.host.swap("r", record_of(2, [0, 1, 2]))
+        world.silent = {one for one in range(3) if (second - 2 * one) % 5}
+        world.go(1)
+        assert world.row(0)["speed"] == pytest.approx(10)
+    assert not [text for text in world.events() if "slow" in text]
 
 
 def test_a_wait_in_a_new_view_is_no_slowness() -> None:
