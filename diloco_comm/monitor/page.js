@@ -230,7 +230,9 @@ function show(status) {
     put(item.lastElementChild, name.endsWith("_bytes") ? bytes(value) : number(value));
   });
   const more = status.num_runs - status.runs.length;
-  put(document.getElementById("version"), `version ${status.version}${more ? `, and ${more} more runs` : ""}`);
+  document.getElementById("more").hidden = more === 0;
+  put(document.getElementById("more-line"), more === 1 ? "1 more run is in" : `${more} more runs are in`);
+  put(document.getElementById("version"), `version ${status.version}`);
 }
 
 function showConnection() {

@@ -11,6 +11,7 @@ from test_http_server import HERE
 from benchmarks.support.browser import Browser, browser, find
 from benchmarks.support.simulated_host import SimulatedHost, key_of, record_of
 from diloco_comm.monitor.http_server import HttpServer, Monitor
+from diloco_comm.monitor.status import MAX_SHOWN
 
 pytestmark = pytest.mark.skipif(find() is None, reason="there is no Chromium")
 
@@ -67,6 +68,16 @@ def test_a_page_without_runs_says_so(chromium: Browser) -> None:
     with server.running():
         chromium.show(server.address, 800, 600)
         assert "No run has sent a message" in chromium.value("document.body.innerText")
+
+
+def test_the_page_says_how_many_runs_it_leaves_out(chromium: Browser) -> None:
+    host = SimulatedHost()
+    for number in range(MAX_SHOWN + 2):
+        host.post(f"run-{number}", key_of(0))
+    server = HttpServer(HERE, Monitor(host.snapshot))
+    with server.running():
+        chromium.show(server.address, 800, 600)
+        chromium.wait_for("document.body.innerText.includes('2 more runs are in /metrics.')")
 
 
 def test_the_events_and_rounds_are_shown(chromium: Browser) -> None:
