@@ -29,6 +29,15 @@ SCHEMA = 1
 # Replicas for which another one waits, at most so many are named.
 MOST_NAMED = 8
 _MOST = 1 << 62
+# Counters are plausible up to so much per second of the age of the process, which counts as a year
+# at most; and as a day more, as clocks differ.
+_YEAR_S, _DAY_S = 365 * 86400.0, 86400.0
+MOST_PER_S = {
+    **dict.fromkeys(("rounds", "skipped", "discarded"), 1e3),
+    **dict.fromkeys(("sent_bytes", "received_bytes"), 1e11),
+    **dict.fromkeys(("waits_s", "exchange_s", "waited_s", "changing_s"), 1e3),
+    "retransmits": 1e8,
+}
 _LONGEST = 64
 
 
@@ -113,6 +122,15 @@ class Figures:
         if not values.keys() <= _KINDS.keys() or "replica" not in (values := _sound(values)):
             return None
         return cls(**{**values, "waits_for": tuple(values.get("waits_for", ()))})
+
+    def is_plausible(self, now: float) -> bool:
+        """Whether a process may have counted so much since ``created``, see ``MOST_PER_S``.
+
+        Args:
+            now: Unix time in seconds.
+        """
+        age_s = min(max(now - self.created, 0.0), _YEAR_S) + _DAY_S
+        return not any(getattr(self, name) > most * age_s for name, most in MOST_PER_S.items())
 
 
 _KINDS = {one.name: one.type for one in fields(Figures)}

@@ -404,7 +404,7 @@ def _next_run(
         seen = replace(Seen.of(b"", texts), view=before.seen.view)
     found = [
         _process(key, seen, beat, figures, before, began, now)
-        for key, beat, figures in _messages(seen, beats, posted)
+        for key, beat, figures in _messages(seen, beats, posted, now)
     ]
     found = _with_cuts(found, seen, before.processes)
     # A member that is heard counts first, then the newest message; a member that says nothing
@@ -434,7 +434,10 @@ def _next_run(
 
 
 def _messages(
-    seen: Seen, beats: Mapping[str, tuple[bytes, float]], posted: Mapping[str, tuple[bytes, float]]
+    seen: Seen,
+    beats: Mapping[str, tuple[bytes, float]],
+    posted: Mapping[str, tuple[bytes, float]],
+    now: float,
 ) -> Iterable[tuple[Key, tuple[Beat | None, float], tuple[Figures | None, float]]]:
     """Yield all processes with their beat, their figures and the ages of both in seconds."""
     none: tuple[None, float] = (None, math.inf)
@@ -443,7 +446,7 @@ def _messages(
     for name, (text, age_s) in posted.items():
         match, one = _NAME.fullmatch(name), Figures.from_bytes(text)
         # Nobody speaks for another replica.
-        if match and one is not None and one.replica == int(match[1]):
+        if match and one and one.replica == int(match[1]) and one.is_plausible(now):
             figures[Key(one.replica, bytes.fromhex(match[2]))] = (one, age_s)
     for key in sorted({*seen.members, *last, *figures}):
         yield key, last.get(key, none), figures.get(key, none)
