@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import time
 import weakref
 from dataclasses import asdict, dataclass, fields
@@ -102,9 +103,12 @@ class Figures:
     def to_bytes(self) -> bytes:
         """Return the message, at most ``MAX_BYTES`` long, without the values that are not sound.
 
-        Such values are NaN, infinity, negative numbers, and numbers of ``2**62`` and above.
+        An infinite norm is sent as the largest float: the replica diverges.
+        Such values are NaN, infinity, negative numbers, and integers of ``2**62`` and above.
         """
-        values = _sound({**asdict(self), "waits_for": list(self.waits_for[:MOST_NAMED])})
+        norm = min(self.norm, sys.float_info.max)
+        waits_for = list(self.waits_for[:MOST_NAMED])
+        values = _sound({**asdict(self), "waits_for": waits_for, "norm": norm})
         return json.dumps({"schema": SCHEMA, **values}).encode()
 
     @classmethod
@@ -144,7 +148,8 @@ def _is_sound(kind: Any, value: object) -> bool:
     if kind == "int":
         return type(value) is int and 0 <= value < _MOST
     if kind == "float":
-        return type(value) is not bool and isinstance(value, int | float) and 0 <= value < _MOST
+        is_number = type(value) is not bool and isinstance(value, int | float)
+        return is_number and 0 <= value <= sys.float_info.max
     if kind == "str":
         is_text = isinstance(value, str) and len(value) <= _LONGEST
         return is_text and re.fullmatch(r"[\x20-\x7e]*", str(value)) is not None

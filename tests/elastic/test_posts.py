@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -417,9 +418,15 @@ def test_all_figures_fit_into_a_post() -> None:
     assert Figures.from_bytes(b'{"schema": 1, "rate": 1}') is None
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 2.0**62, 1e300, -1.0])
+@pytest.mark.parametrize("norm", [2.0**62, 1e300, math.inf])
+def test_the_norm_of_a_replica_that_diverges_is_sent(norm: float) -> None:
+    found = Figures.from_bytes(Figures(3, norm=norm).to_bytes())
+    assert found is not None and found.norm == min(norm, sys.float_info.max)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -1.0])
 def test_one_value_that_is_not_sound_does_not_hide_a_replica(value: float) -> None:
-    for name in ("norm", "rate", "exchange_s", "created"):
+    for name in ("rate", "exchange_s", "created"):
         sent = Figures(3, rounds=7, phase="steps", **{name: value}).to_bytes()
         assert b"Infinity" not in sent and b"NaN" not in sent and name.encode() not in sent
         assert repr(Figures.from_bytes(sent)) == repr(Figures(3, rounds=7, phase="steps"))
