@@ -317,7 +317,7 @@ class State:
     Attributes:
         began: Unix time in seconds at which the host's own counters began.
         now: Unix time in seconds of the snapshot.
-        runs: By name.
+        runs: By name, as ``printable`` shows the name.
     """
 
     began: float
@@ -334,11 +334,12 @@ def advance(before: State, snapshot: Snapshot, now: float) -> State:
         now: Unix time in seconds.
     """
     posted, beats = _by_run(snapshot.posted), _by_run(snapshot.beats)
-    names = sorted({*posted, *beats, *snapshot.records})
+    records = {printable(run): record for run, record in snapshot.records.items()}
+    names = sorted({*posted, *beats, *records})
     runs = {
         name: _next_run(
             before.runs.get(name, Run(Seen(), {})),
-            snapshot.records.get(name, b""),
+            records.get(name, b""),
             beats.get(name, {}),
             posted.get(name, {}),
             before.began,
@@ -384,8 +385,21 @@ def _ended(run: Run, seconds: float, now: float) -> Run:
 def _by_run(texts: Iterable[Text]) -> dict[str, dict[str, tuple[bytes, float]]]:
     found: dict[str, dict[str, tuple[bytes, float]]] = {}
     for run, member, text, age_s in texts:
-        found.setdefault(run, {})[member] = (text, max(age_s, 0.0))
+        found.setdefault(printable(run), {})[member] = (text, max(age_s, 0.0))
     return found
+
+
+def printable(text: str) -> str:
+    """Return a text of a stranger, with escapes for backslashes and for all that does not print.
+
+    Line separators and controls of the direction of writing do not print.
+    """
+    if text.isprintable() and "\\" not in text:
+        return text
+    return "".join(
+        one if one.isprintable() and one != "\\" else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 def _next_run(
@@ -781,7 +795,7 @@ def _row(run: Run, process: Process) -> dict[str, Any]:
         "process": process.key.nonce.hex()[:8],
         "is_member": process.is_member or run.seen.view is None,
         "stage": stage,
-        "phase": process.phase[:_PHASE],
+        "phase": printable(process.phase[:_PHASE]),
         "inner_step": inner_step,
         "silent_s": _finite(process.silent_s),
         "waits_for": list(figures.waits_for) if figures and process.is_waiting else [],

@@ -365,6 +365,7 @@ def test_a_store_of_torch_is_sent_none(
         ([], "two-words"),
         (["a job/1"], "a-job-1-two-words"),
         (["a", "b"], "a-b-two-words"),
+        (["a\u202eb\x01"], "a-b--two-words"),
         (["default_pg", "0/", f"diloco_comm/{'0a' * 16}"], "two-words"),
         (["default_pg", "0/", "3/", "diloco_comm/named"], "3-two-words"),
         (["job", "default_pg", "0/", "diloco_comm/named"], "job-two-words"),

@@ -92,7 +92,8 @@ def test_labels_are_escaped() -> None:
     run = 'a"b\\n\n\\{},\u2028\r\x00é'
     host.post(run, key_of(0))
     found = samples(advance(State(BEGAN, BEGAN), host.snapshot(), BEGAN))
-    assert found["diloco_rounds_total", run, "0"] == 0
+    name = r"""a"b\\n\n\\{},\u2028\r\x00é"""
+    assert found["diloco_rounds_total", name, "0"] == 0
 
 
 @settings(max_examples=100, deadline=None)

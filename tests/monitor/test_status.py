@@ -441,6 +441,20 @@ def test_a_post_that_claims_more_than_its_age_allows_is_left_out(values: dict[st
     assert world.row(0)["figures"]["sent_bytes"] == 1 << 52
 
 
+def test_names_and_phases_that_turn_the_text_around_are_shown_as_escapes() -> None:
+    host = SimulatedHost()
+    names = ["run\u202eB", "run\\u202eB", "two\u2028lines", "läuft-1"]
+    for name in names:
+        host.swap(name, record_of(1, [0]))
+        host.post(name, key_of(0))
+        host.beat(name, key_of(0), phase="steps\u2066\n")
+    report = status(advance(State(BEGAN, BEGAN), host.snapshot(), BEGAN), "1")
+    shown = {run["run"]: run["members"][0] for run in report["runs"]}
+    assert shown.keys() == {r"run\u202eB", r"run\\u202eB", r"two\u2028lines", "läuft-1"}
+    assert all(row["is_member"] and row["figures"] for row in shown.values())
+    assert {row["phase"] for row in shown.values()} == {r"steps\u2066\n"}
+
+
 def test_a_member_that_was_never_heard_is_silent_since_the_host_began() -> None:
     world = World()
     world.silent = {2}

@@ -102,7 +102,8 @@ class StoreTable:
                 if key.endswith(end):
                     prefix = key.removesuffix(end).removesuffix(self._run)
                     words = [*filter(None, _OF_GROUPS.sub("/", prefix).split("/")), self._run]
-        return re.sub(r"[\s/]", "-", "-".join(words))[-_LONGEST_RUN:]
+        letters = [one if one.isprintable() and one not in " /" else "-" for one in "-".join(words)]
+        return "".join(letters)[-_LONGEST_RUN:]
 
     def close(self) -> None:
         """End the own connection; the store itself is the program's."""
