@@ -148,8 +148,9 @@ def _is_sound(kind: Any, value: object) -> bool:
     if kind == "int":
         return type(value) is int and 0 <= value < _MOST
     if kind == "float":
-        is_number = type(value) is not bool and isinstance(value, int | float)
-        return is_number and 0 <= value <= sys.float_info.max
+        if type(value) is bool or not isinstance(value, int | float):
+            return False
+        return 0 <= value <= sys.float_info.max
     if kind == "str":
         is_text = isinstance(value, str) and len(value) <= _LONGEST
         return is_text and re.fullmatch(r"[\x20-\x7e]*", str(value)) is not None

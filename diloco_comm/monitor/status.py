@@ -829,8 +829,8 @@ def _words(run: Run, process: Process) -> Iterable[str]:
             f"since {process.awaited_s:.0f} s"
         )
     if CUT in process.marks:
-        others = [run.replicas[one].cut_from for one in process.cut_from if one in run.replicas]
-        if all(number in one for one in others):
+        sides = [run.replicas[one].cut_from for one in process.cut_from if one in run.replicas]
+        if all(number in side for side in sides):
             names = _numbers(sorted({number, *process.cut_from}))
             yield f"cut off: {names} cannot reach each other"
         else:
