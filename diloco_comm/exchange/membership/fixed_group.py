@@ -407,12 +407,12 @@ class FixedGroup(Follower):
             return order
         now = time.monotonic()
         self._conflict_since = self._conflict_since or now
-        if order.other is None and now - self._conflict_since < _MISMATCH_PATIENCE_S:
+        is_over = order.other is not None or now - self._conflict_since >= _MISMATCH_PATIENCE_S
+        # The patience of the others ends later: they must hear of this demand until then.
+        for _ in range(round(_LINGER_S / PERIOD_S) if is_over else 1):
             time.sleep(PERIOD_S)
             driver.again(self._demand, may_found=not self._joins)
-            return None
-        time.sleep(_LINGER_S)
-        return Ended("mismatch", order.reason)
+        return Ended("mismatch", order.reason) if is_over else None
 
     def _end_of_wait(self, driver: Driver, began: float) -> Ended | None:
         assert isinstance(driver, FixedDriver)
