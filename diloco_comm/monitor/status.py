@@ -684,7 +684,7 @@ def _cause(before: Run, run: Run) -> str:
         return before.cause
     if old is None:
         return cause_of(new)
-    gone = sorted(before.seen.member_set - run.seen.member_set)
+    gone = sorted((before.seen.member_set - run.seen.member_set) & before.processes.keys())
     causes = [_end_of_member(before.processes[key], run) for key in gone[:MOST_NAMED]]
     causes += [f"{len(gone) - MOST_NAMED} more left"] * (len(gone) > MOST_NAMED)
     joined = _numbers_of(run.seen.member_set - before.seen.member_set)

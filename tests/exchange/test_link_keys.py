@@ -204,7 +204,7 @@ def test_a_replica_whose_key_is_not_allowed_is_named(fresh_workers: Fresh, tmp_p
 def _refused_late(rank: int, world: int, address: Address, root: str) -> Any:
     """The wait ends before a process counts as cut off."""
     signs._REACH_AGAIN_S = 60.0
-    with pytest.raises(SyncError) as caught, member(address, rank, world, root, timeout=3.0):
+    with pytest.raises(SyncError) as caught, member(address, rank, world, root, timeout=6.0):
         pass
     return str(caught.value), caught.value.stage
 
