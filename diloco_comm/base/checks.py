@@ -1,13 +1,15 @@
-"""Checks of single arguments, and warnings. Checked values are plain ones, which JSON can hold.
+"""Checks of single arguments, which return plain values as JSON has; warnings; and loggers.
 
 This module imports nothing of the package, so every other module may import it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -145,6 +147,28 @@ def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
     while frame is not None and _package(frame) in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(sentence, category, stacklevel=2 if frame is None else level)
+
+
+def logger_of(module: str) -> logging.Logger:
+    """Return the logger of a module.
+
+    The handlers of Python's library keep their errors to themselves; the handlers of a program need
+    not. Such an error goes to stderr, as ``logging.Handler.handleError`` shows one, and never to
+    the code that logs: that code may be in the middle of a step, which the other replicas take.
+    """
+    logger = logging.getLogger(module)
+    handle = logger.handle
+
+    def guarded(record: logging.LogRecord) -> None:
+        try:
+            handle(record)
+        except Exception:
+            if logging.raiseExceptions:
+                with suppress(Exception):
+                    traceback.print_exc()
+
+    logger.handle = guarded  # type: ignore[method-assign]
+    return logger
 
 
 def _package(frame: FrameType) -> str:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
-import logging
 import os
 import re
 import secrets
@@ -42,8 +41,9 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .checks import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MAX_HEAD = 1 << 24
 _MAX_META = 1 << 16

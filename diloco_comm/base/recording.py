@@ -8,7 +8,6 @@ writes ``rank<r>.json.gz``.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.hooks import RemovableHandle
 
 from . import env
+from .checks import logger_of
 from .files import whole_file
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Holds the recorder of this process, once it has one.
 _started: list[Recorder] = []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from ..base.checks import logger_of
 from ..group import driver as group
 from ..group.beats import PULLING, READY, Beat, name_of
 from ..group.records import Key, Record
@@ -19,7 +19,7 @@ from .exits import is_asked_to_leave
 from .happenings import Fenced, Suspected, Waiting
 from .state_folder import StateFolder
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _open: weakref.WeakSet[Driver] = weakref.WeakSet()
 

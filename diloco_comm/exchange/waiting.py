@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,12 +9,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..base.checks import logger_of
 from ..base.service.addresses import tcp_address
 from ..base.store_host import place_of_store
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 FIRST_S = 10.0
 _MOST_S = 300.0
 # What cures the loss of a store.

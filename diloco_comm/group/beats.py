@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+from ..base.checks import logger_of
 from ..base.extension import GROUP as VERSION
 from ..base.extension import RefusedVersions, refusal
 from .records import Key
@@ -25,7 +25,7 @@ _EVICT = "evict."
 _MOVING = ("counter", "phase", "inner_step")
 # The text of a beat that asks a process to leave.
 EVICT = b"evict"
-_refused = RefusedVersions(logging.getLogger(__name__), "the beat of another replica")
+_refused = RefusedVersions(logger_of(__name__), "the beat of another replica")
 
 # A newcomer that copies the outer state from the members, who do not let it in yet.
 PULLING = "pulling"

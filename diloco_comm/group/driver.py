@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..base.background import batch_threads
+from ..base.checks import logger_of
 from . import messages as ms
 from . import state as st
 from .agreement import step
@@ -26,7 +27,7 @@ from .records import NO_RECORD, Key, Record
 from .signs import EXCHANGE, Signs
 from .table import Look, Seen, Swapped, Table, TableAway, TableThread, UnreadableRecord
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # A poll that comes this many periods after the last one says nothing about other processes.
 _LATE = 3.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -11,9 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ..base.checks import logger_of
 from .state import Outcome
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Seconds between two posts of a process at least, and from its begin to its first post.
 POST_S, _FIRST_POST_S = 5.0, 1.0

@@ -8,7 +8,6 @@ If a checkpoint's model has the local parameters, DiLoCo's state in the checkpoi
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.checks import logger_of
 from ..options import check_names, choices_of, with_defaults
 from ..replica.sharding import is_sharded, local
 from ..rounds.handshake import gather_json
@@ -33,7 +33,7 @@ from ..training.arguments import (
 )
 from ..training.diloco import DiLoCo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 Make = Callable[..., DiLoCo]
 # Further arguments of a function in this module are arguments of ``DiLoCo``.
 _PRESETS = "diloco_comm.training.presets"

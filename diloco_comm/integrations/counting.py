@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ..base.checks import logger_of
 from ..training.diloco import DiLoCo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 def move_schedule(schedule: Any, num_steps: int) -> None:

@@ -11,7 +11,6 @@ Source: transformers 5.23, ``trainer_callback.py`` and ``trainer.py``.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..base.checks import choice, flag
+from ..base.checks import choice, flag, logger_of
 from ..base.files import load_state, save_state
 from ..training.diloco import DiLoCo
 from .attaching import (
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
     from ..training.arguments import Arguments
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _REMEDY = (
     "write `replicas = replica_per_process()` (of diloco_comm.integrations.launch) before "
     "TrainingArguments and the Trainer are made, and DiLoCoCallback(..., **replicas)"

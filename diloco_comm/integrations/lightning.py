@@ -10,7 +10,6 @@ Source: lightning 2.6, ``callbacks/callback.py`` and ``trainer/trainer.py``.
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 import sys
@@ -31,7 +30,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..base.checks import choice, flag
+from ..base.checks import choice, flag, logger_of
 from ..rounds import handshake
 from ..training.diloco import DiLoCo
 from .attaching import (
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
     from ..training.arguments import Arguments
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _REMEDY = (
     "write `replicas = replica_per_process()` (of diloco_comm.integrations.launch) before the "
     "Trainer is made, DiLoCoCallback(..., **replicas) and Trainer(..., devices=1)"

@@ -15,7 +15,6 @@ import contextlib
 import hmac
 import http
 import json
-import logging
 import math
 import re
 import threading
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from .. import __version__
+from ..base.checks import logger_of
 from ..base.service.addresses import is_loopback, name_of_place, parse_address
 from ..base.service.keys import check_secret
 from ..base.store_host import listen_at
@@ -36,7 +36,7 @@ from .status import MAX_PROCESSES, SILENT_S, Snapshot, State, advance, status
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 MAX_CONNECTIONS = 16
 DEADLINE_S = 5.0

@@ -17,7 +17,6 @@ ahead of the iterate by lr * mu * m. ``docs/measurements/end-of-training.md`` ha
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.checks import logger_of
 from ..base.errors import ReplicaMismatch, difference, named
 from ..base.memory import device_of
 from ..exchange.exchange import Exchange
@@ -33,7 +33,7 @@ from ..ops.wire import WireFormat
 from .handshake import gather_json
 from .part import SyncedFragment, SyncedPart, mixed
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def mean_state(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
@@ -18,7 +17,7 @@ from torch.distributed.nn import functional
 
 from .. import _C
 from ..base import launch
-from ..base.checks import MOST_INT32, first_of, integer, timeout_seconds, warn
+from ..base.checks import MOST_INT32, first_of, integer, logger_of, timeout_seconds, warn
 from ..base.errors import ReplicaMismatch
 from ..base.service.addresses import Proxy, parse_address, proxy_of, tcp_address
 from ..base.service.keys import LinkKeys, link_keys
@@ -31,7 +30,7 @@ from ..replica import sharding
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 _MOST_UNEXCHANGED_BYTES = 64 << 20
 
 # The first optimizer imports these functions, which keep the default group of that time as an

@@ -10,7 +10,6 @@ run did not exchange begins without momentum.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.checks import first_of, warn
+from ..base.checks import first_of, logger_of, warn
 from ..base.memory import memory_order
 from ..replica import sharding
 from . import history
 from .part import SyncedFragment, SyncedPart, mixed
 from .state_dict import Run, Saved, Scope, chain_key, read_run, set_numbers, unpack
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 _ADVICE = (
     "call flush() on all replicas before the save, or load the state with the arguments of the "
     "save, call flush(), and save again"

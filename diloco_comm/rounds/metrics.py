@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from ..base.checks import warn
+from ..base.checks import logger_of, warn
 from ..base.memory import CPU, Reading, current, rounded_norm
 from ..exchange.round import Mean
 from ..methods.overlap import Overlap
 from ..replica.workers import ReplicaWorkers
 from .part import NormReading, RoundInFlight, SyncedPart
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 NUM_KEPT = 4096
 

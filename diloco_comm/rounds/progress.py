@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -97,7 +96,7 @@ class Progress:
         self._recorder, self._group, self._clock = recorder, group, clock
         self._num_parts, self._parameter_bytes = num_parts, parameter_bytes
         self._prefix = "" if name == "default" else f"{name}: "
-        self._worker, self._has_begun, self._has_failed = worker, False, False
+        self._worker, self._has_begun = worker, False
         self.inner_step, self.level = 0, logging.INFO
         self._data_parallel_bytes, self._began = 0.0, clock()
         self._bucket = Bucket(self._began)
@@ -118,10 +117,7 @@ class Progress:
         self._log(logging.INFO, f"{place} begins: {settings}; {speaker}")
 
     def tell(self) -> None:
-        """Log the rounds since the last line, unless there were many lines before.
-
-        An error of a handler of the log goes to stderr, and does not stop the training.
-        """
+        """Log the rounds since the last line, unless there were many lines before."""
         members = self._group.members
         self._count_steps(members)
         if not logger.isEnabledFor(self._level(members)):
@@ -181,14 +177,7 @@ class Progress:
         self._log(self._level(members), text)
 
     def _log(self, level: int, text: str) -> None:
-        try:
-            logger.log(level, "%s%s", self._prefix, text)
-        except Exception:
-            # A handler fails: like ``logging.Handler.handleError``, show its error on stderr, once.
-            if logging.raiseExceptions and not self._has_failed:
-                self._has_failed = True
-                with contextlib.suppress(Exception):
-                    traceback.print_exc()
+        logger.log(level, "%s%s", self._prefix, text)
 
 
 def ring_bytes(num_bytes: int, world: int) -> float:

@@ -7,7 +7,6 @@ The results of ``StepTimed`` are due some inner steps after their send, and the 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 
 from ..base import checks
+from ..base.checks import logger_of
 from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError, named
 from ..base.interrupts import Uninterruptible, deferred_interrupts
 from ..base.memory import Reading
@@ -36,7 +36,7 @@ from .nonfinite import OnReset, Resets, Streaks
 from .part import Measure, NormReading, RoundInFlight, SyncedFragment, SyncedPart, mean_of
 from .round_log import RoundLog
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # This replica's weight, or the function that returns it at each step that sends.
 Weight = float | Callable[[], float]

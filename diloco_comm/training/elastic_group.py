@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ..base.checks import logger_of
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
 from ..elastic.driver import Driver
 from ..elastic.exits import LEFT_STAGE, end_with_status, forget_sigterm, heed_sigterm
@@ -40,7 +40,7 @@ from ..rounds.runner import RoundRunner
 if TYPE_CHECKING:
     from .state_transfer import StateTransfer
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Stages of the errors for which a replica waits in vain, by the kind of its driver's end.
 _STAGES = {"waited": "quorum", "failed": "registry"}

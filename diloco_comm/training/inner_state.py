@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import io
-import logging
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ..base.checks import logger_of
 from ..base.errors import SyncError
 from ..base.memory import memory_order
 from ..exchange.exchange import Exchange
@@ -28,7 +28,7 @@ from ..replica import sharding
 from ..replica.fragments import Named, is_dense
 from ..rounds.handshake import gather_json
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Bytes that travel at once: tensors on a GPU need so much host memory meanwhile.
 _PIECE_BYTES = 1 << 25

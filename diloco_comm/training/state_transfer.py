@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import _C
+from ..base.checks import logger_of
 from ..base.errors import ReplicaMismatch
 from ..elastic.driver import Driver
 from ..elastic.happenings import JoinProgress
@@ -24,7 +24,7 @@ from ..rounds.part import SyncedFragment
 from ..rounds.round_log import RoundLog, Standing, state_tensors
 from ..rounds.state_dict import set_numbers
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Bytes of the log for each parameter: seven rounds of int8 among three replicas and more, which
 # have one payload each, and three rounds among two replicas, which have two.

@@ -7,19 +7,19 @@ does not grow with the number of workers.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ...base.checks import logger_of
 from ...base.memory import empty_pages
 from ...ops.wire import Layout, WireFormat
 from ..protocol.payloads import Payload, payload_files, write_run
 from .shared import SharedModel, decode
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def make_room(sizes: Sequence[int]) -> list[Payload]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -11,9 +10,10 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from ...base import launch
+from ...base.checks import logger_of
 from .messages import MAX_NAME, MAX_NUMBER, Kind, Message
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Room for a rank or a process and a number.
 _MAX_HOST = MAX_NAME - 24

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ...base.checks import logger_of
 from ...replica.fragments import same_memory
 from ..protocol.connections import Connections
 from ..protocol.messages import NAME_TAKEN, Kind, Message, ProtocolError
@@ -14,7 +14,7 @@ from .sessions import Session, Sessions
 from .status import Status
 from .transfer.receiving import Send
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Host(Protocol):

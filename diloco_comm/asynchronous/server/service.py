@@ -7,7 +7,6 @@ nothing, so lost connections and restarts need no special case.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from typing import Any
 
 import zmq
 
+from ...base.checks import logger_of
 from ...base.extension import RefusedVersions
 from ...base.service.keys import REVOKED
 from ...base.service.sockets import receive, send_to_peer
@@ -27,7 +27,7 @@ from .attendance import Attendance, Host
 from .listener import Listener
 from .sessions import Session
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _POLL_MS = 100
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import secrets
 import tempfile
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...base.checks import logger_of
 from ...ops.wire import WireFormat
 from ..model.rules import ServerRule
 from ..model.shared import SharedModel
@@ -26,7 +26,7 @@ from .storage.keeper import Keeper
 from .storage.snapshots import restoring
 from .uploads import PayloadMemory
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MAX_READERS = 8
 # Memory of a process with sockets and threads, without its tensors.

@@ -7,13 +7,13 @@ buffers to the last bit: both apply the same operators to the same bytes in the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...base.checks import logger_of
 from ...base.memory import empty_pages
 from ...methods.outer import SGD
 from ...ops.wire import Layout, WireFormat
@@ -23,7 +23,7 @@ from ..protocol.messages import Kind, Message
 from ..protocol.window import Position
 from .downloads import Download
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # If the server has released updates that the worker needs, the worker fetches parameters in this
 # many rounds before it fetches all buffers again.

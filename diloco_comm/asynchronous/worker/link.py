@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import zmq
 from torch import Tensor
 
+from ...base.checks import logger_of
 from ...base.errors import SyncError
 from ...base.service.addresses import parse_address, tcp_address
 from ...base.service.keys import WORKER, protect_worker
@@ -32,7 +32,7 @@ from ..protocol.names import Identity
 from ..protocol.window import bodies, is_within
 from .downloads import Download
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 RETRY_S, BLOCKED_S = 1.0, 0.02
 # Seconds after which a worker logs, once, that the server has no room for its update.

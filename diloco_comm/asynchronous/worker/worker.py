@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from ...base import env, recording
-from ...base.checks import choice, refuse_copy, timeout_seconds, warn
+from ...base.checks import choice, logger_of, refuse_copy, timeout_seconds, warn
 from ...base.errors import NonFiniteError
 from ...base.trace import span
 from ...ops.wire import WireFormat, WireName, parse
@@ -28,7 +27,7 @@ from .link import Link as ServerLink
 from .link import ServerLost
 from .local import LocalModel, beside_layout
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # The choices of the groups of options that a worker has, and their defaults.
 _CHOICES = {

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import socket
 import weakref
 from pathlib import Path
 
+from ..checks import logger_of
 from ..log import expect_regular
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Error numbers of file systems without locks.
 _WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)

@@ -16,7 +16,6 @@ A running process reads ``allowed`` again: a key that is added or removed counts
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import secrets
@@ -31,13 +30,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..background import batch_threads
-from ..checks import MOST_INT32, integer
+from ..checks import MOST_INT32, integer, logger_of
 from ..errors import named
 
 if TYPE_CHECKING:
     import zmq
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 SERVER, WORKER, ALLOWED, READERS = "server", "worker", "allowed", "readers"
 # Answer to a client whose key was removed.

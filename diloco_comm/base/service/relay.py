@@ -16,7 +16,6 @@ import contextlib
 import enum
 import errno
 import itertools
-import logging
 import os
 import secrets
 import socket
@@ -30,9 +29,10 @@ from typing import Any
 
 from ... import _C
 from ..background import batch_threads
+from ..checks import logger_of
 from .addresses import Proxy, name_of_place, parse_address, tcp_address
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 # Magic, version, kind, and the nonce or the number of a call; little endian.
 RECORD = struct.Struct("<8sII16s")

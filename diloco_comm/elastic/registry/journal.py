@@ -6,18 +6,18 @@ each as name of the run and new record.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ...base.checks import logger_of
 from ...base.log import RESTORE, DamagedLog, Log, truncate
 from ...base.service.folder_lock import FolderLock
 from .protocol import MAX_NAME_BYTES, check_swap
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # The name of a run and its new record, b"" for none.
 Change = tuple[str, bytes]

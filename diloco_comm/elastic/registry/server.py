@@ -6,7 +6,6 @@ that have come, with one fsync for all of them, and lets the host answer these s
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...base.checks import number
+from ...base.checks import logger_of, number
 from ...base.log import DoubtfulWrite
 from ...base.service.addresses import address_to_bind, name_of_place, parse_address
 from ...base.service.keys import link_keys
@@ -22,7 +21,7 @@ from ...base.store_host import listen_at, serve_store
 from .journal import Change, Journal
 from .protocol import DROP_AFTER_S
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 _POLL_S = 0.1
 _MIN_DROP_S, _MAX_DROP_S = 1.0, 30 * 86400.0

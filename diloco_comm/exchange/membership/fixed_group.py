@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import socket
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from ...base import extension
 from ...base.background import batch_threads
+from ...base.checks import logger_of
 from ...base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError, difference, named
 from ...group import driver as group
 from ...group import state as st
@@ -40,7 +40,7 @@ from .own_link import LinkShare
 from .stores import Names, StoreTable
 from .verdict import Verdict, judge, with_told_cuts, words_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Seconds between two polls of the driver.
 PERIOD_S = 0.25

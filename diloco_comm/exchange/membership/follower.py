@@ -7,7 +7,6 @@ its orders together: they seal their rounds, connect to their peers, and enter t
 from __future__ import annotations
 
 import contextlib
-import logging
 import struct
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 
 from ... import _C
+from ...base.checks import logger_of
 from ...base.errors import NonFiniteError, SyncError
 from ...group import state as st
 from ...group.beats import MAX_BEAT_BYTES, Way, most_workers
@@ -31,7 +31,7 @@ from .change import Agreed
 from .member import Epoch
 from .own_link import LinkShare
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 # Takes part in an attempt to enter a record.

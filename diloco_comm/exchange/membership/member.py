@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ... import _C
 from ...base import env
-from ...base.checks import timeout_seconds
+from ...base.checks import logger_of, timeout_seconds
 from ...base.errors import NonFiniteError, SyncError
 from ...base.memory import memory_order
 from ...base.service import keys
@@ -28,7 +27,7 @@ from ..buffers import ExchangeBuffers
 from ..round import END, TO_BEGIN, Header, error_from, wait_for_job
 from .own_link import OwnLink
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import weakref
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import _C
+from ...base.checks import logger_of
 from ...base.errors import SyncError
 from ...base.memory import GIVEN_UP, current, page_locked
 from .group import HelperThread
@@ -27,7 +27,7 @@ END_S = 5.0
 # The share of the time for closing that stays for ending the group.
 _END_SHARE = 0.25
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 
 class Watched(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from ....base import env, recording
-from ....base.checks import choice, integer, refuse_copy, timeout_seconds, warn
+from ....base.checks import choice, integer, logger_of, refuse_copy, timeout_seconds, warn
 from ....base.errors import NonFiniteError
 from ....base.interrupts import deferred_interrupts
 from ....ops.wire import WireName
@@ -34,7 +33,7 @@ from .joining import Shard, addresses_of, check_shards, describe, open_shard, pa
 from .metrics import DecoupledMetrics
 from .postbox import Arrival
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # The choices of the groups of options that a learner has, and their defaults.
 _CHOICES = {"wire": None, "rounding": "nearest", "seed": 0, "timeout": None}

@@ -6,7 +6,6 @@ courier touches no parameter of the model.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from ....base.background import batch_threads
+from ....base.checks import logger_of
 from ....ops.wire import Layout
 from ...protocol.messages import NAME_TAKEN, Kind, Message
 from ...protocol.window import WINDOW_FRAGMENTS
@@ -25,7 +25,7 @@ from ..settings import DecoupledSettings
 from .fetching import Fetch
 from .postbox import Arrival, Outgoing, PartBox, Postbox
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Seconds of silence after which the courier asks whether the server is there.
 _ASK_S = 5.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....base.checks import logger_of
 from ....ops.wire import Layout
 from ...model.shared import decode, layout_of
 from ...protocol.messages import Kind, Message, ProtocolError
@@ -21,7 +21,7 @@ from ..fragment_round import Report
 from ..settings import FP32
 from .state import SyncerState
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # The upload of parameters to start from, in place of a fragment.
 _START = -1

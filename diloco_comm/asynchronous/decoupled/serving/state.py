@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections import Counter, deque
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....base.checks import logger_of
 from ....methods.outer import OuterOptimizer
 from ...protocol.messages import MAX_NUMBER, Kind, Message, ProtocolError
 from ...server.sessions import Session, Sessions
@@ -23,7 +23,7 @@ from ..syncer import Call, Commit
 from .model import KEPT_MODELS, MAX_OLDER, Published, ServedModel, pieces_from
 from .storage import CommitStorage
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Least memory for reports on their way, beside those that make the quorum.
 SMALL_BYTES = 8 * 2**20

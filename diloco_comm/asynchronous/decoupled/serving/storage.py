@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....base.checks import logger_of
 from ....methods.outer import OuterOptimizer
 from ....ops.digests import chained, each_digest
 from ....ops.wire import Layout
@@ -26,7 +26,7 @@ from ..settings import DecoupledSettings
 from ..syncer import Commit
 from .model import Published, ServedModel
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # The format of snapshot and tape. Raise the number when a record has other fields, or when a merge
 # or a digest gives other bits for the same reports.

@@ -7,7 +7,6 @@ stays valid and older than the model, until a snapshot can be written.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ....base.checks import logger_of
 from ....base.log import DamagedLog
 from ....base.service.folder_lock import FolderInUse
 from ...protocol.payloads import Payload, PayloadFile
 from .snapshots import Storage
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Seconds until the next attempt, doubled after each failure.
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,12 @@ import torch
 from torch import Tensor
 
 from ....base import log as logs
+from ....base.checks import logger_of
 from ....base.log import DamagedLog, DoubtfulWrite, Log
 from ....base.service.folder_lock import FolderLock
 from ...protocol.payloads import Payload, PayloadFile, blocks
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 SNAPSHOT, JOURNAL = "server-snapshot", "server-journal"
 _REMEDY = (
