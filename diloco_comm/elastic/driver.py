@@ -100,7 +100,11 @@ class Driver(group.Driver):
     def _poll(self) -> None:
         is_asked = self._folder is not None and self._folder.is_asked_to_leave
         if (is_asked or is_asked_to_leave()) and not self.state.is_leaving:
-            logger.warning("this replica was asked to leave, and leaves at its next boundary")
+            where = "leaves at its next boundary"
+            if self.loss is not None:
+                table = self.state.settings.table_name
+                where = f"cannot before the {table} answers: a second SIGTERM ends it at once"
+            logger.warning("this replica was asked to leave, and %s", where)
             self._step(Leave())
         super()._poll()
 

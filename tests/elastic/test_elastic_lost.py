@@ -312,6 +312,38 @@ def test_a_group_trains_on_while_its_registry_is_another_one(
     assert "the registry answers again" in lines
 
 
+def outlive_registry(rank: int, world: int, store: tuple[str, int], registry: str) -> list[str]:
+    """Train until this replica has left; a sign for each warning that the test waits for."""
+    signs, lines = connect(store), Lines()
+    logging.getLogger("diloco_comm").addHandler(lines)
+    diloco, model, optimizer = attach(registry, rank)
+    signs.set("begun", "now")
+    while not diloco.is_done:
+        take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+        time.sleep(0.01)
+        for sign in ("nobody can come or go", "was asked to leave"):
+            if any(sign in line for line in lines.lines):
+                signs.set(sign, "now")
+    diloco.close()
+    return lines.lines
+
+
+def test_the_first_signal_says_that_the_registry_is_away(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(1, init_group=False)
+    pool.submit(outlive_registry, pool.store, registry.address)
+    wait_for(pool, ["begun"])
+    registry.kill()
+    wait_for(pool, ["nobody can come or go"])
+    pool.kill(0, signal.SIGTERM)
+    wait_for(pool, ["was asked to leave"])
+    registry.start()
+    (lines,) = pool.collect(timeout=60)
+    asked = "this replica was asked to leave, and cannot before the registry answers: a second "
+    assert sum(line.startswith(asked) for line in lines) == 1
+
+
 def test_a_replica_whose_key_is_removed_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
