@@ -103,7 +103,7 @@ class Driver(group.Driver):
             where = "leaves at its next boundary"
             if self.loss is not None:
                 table = self.state.settings.table_name
-                where = f"cannot before the {table} answers: a second SIGTERM ends it at once"
+                where = f"cannot before the {table} answers: a second SIGTERM ends this process"
             logger.warning("this replica was asked to leave, and %s", where)
             self._step(Leave())
         super()._poll()
