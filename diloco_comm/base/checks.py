@@ -125,6 +125,13 @@ def timeout_seconds(timeout: float | timedelta, name: str = "timeout") -> float:
     return min(value, _MAX_TIMEOUT_S)
 
 
+def class_of(value: object) -> str:
+    """Return the name of a value's class behind its article, such as "an AdamW" and "an SGD"."""
+    name = type(value).__name__
+    is_spelled = name[:1] in "FHLMNRSX" and name[1:2].isupper()
+    return f"{'an' if is_spelled or name[:1] in 'AEIOaeio' else 'a'} {name}"
+
+
 def refuse_copy(what: object, remedy: str) -> NoReturn:
     """Raise TypeError for an attempt to pickle or copy what holds connections and threads.
 
@@ -132,8 +139,7 @@ def refuse_copy(what: object, remedy: str) -> NoReturn:
         remedy: The sentence that says what to save instead.
     """
     raise TypeError(
-        f"a {type(what).__name__} holds connections and threads, and cannot be pickled or copied: "
-        f"{remedy}"
+        f"{class_of(what)} holds connections and threads, and cannot be pickled or copied: {remedy}"
     )
 
 

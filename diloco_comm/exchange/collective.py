@@ -292,7 +292,7 @@ def all_reduce(
 
 def _check(tensor: Tensor, is_written: bool) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"all_reduce takes a tensor, got a {type(tensor).__name__}")
+        raise TypeError(f"all_reduce takes a tensor, got {checks.class_of(tensor)}")
     if tensor.layout != torch.strided:
         raise TypeError(f"all_reduce takes strided tensors, got one with layout {tensor.layout}")
     if tensor.dtype not in _DTYPES:

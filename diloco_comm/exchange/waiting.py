@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..base.checks import logger_of
+from ..base.checks import class_of, logger_of
 from ..base.service.addresses import tcp_address
 from ..base.store_host import place_of_store
 
@@ -87,4 +87,4 @@ def store_advice(error: dist.DistError) -> str:
 def describe_store(store: dist.Store) -> str:
     """Say where a store is: ``tcp://host:port``, or of what kind it is."""
     store, place = place_of_store(store)
-    return f"a {type(store).__name__}" if place is None else tcp_address(*place)
+    return class_of(store) if place is None else tcp_address(*place)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
+from ..base.checks import class_of
 from ..rounds.metrics import SyncMetrics
 from ..training.diloco import DiLoCo
 
@@ -125,7 +126,7 @@ def _function_of(writer: Any, prefix: str) -> Write:
         return writer
     raise TypeError(
         "writer must have add_scalar (TensorBoard) or log (Weights & Biases), or be a function of "
-        f"a dictionary and a step, got a {type(writer).__name__}"
+        f"a dictionary and a step, got {class_of(writer)}"
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, ops
-from ..base.checks import integer, not_negative, number
+from ..base.checks import class_of, integer, not_negative, number
 from ..base.memory import persistent_like
 from ..ops.offload import CHUNK_ELEMENTS, Offloaded, chunks_of
 from ..ops.wire import Layout
@@ -557,7 +557,7 @@ class _TorchState(OuterState):
         self.optimizer = factory([self.param])
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"outer={name_of(factory)} made a {type(self.optimizer).__name__}: "
+                f"outer={name_of(factory)} made {class_of(self.optimizer)}: "
                 "a torch.optim.Optimizer is expected"
             )
 

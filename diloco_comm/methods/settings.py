@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base import env
-from ..base.checks import MOST_INT32, UNSET, choice, flag, integer, not_negative
+from ..base.checks import MOST_INT32, UNSET, choice, class_of, flag, integer, not_negative
 from ..ops.wire import ELEMENT_WIRES, WireFormat, parse
 from ..ops.wire_options import check_training
 from ..replica.fragments import FragmentSpec, fragment_spec, inner_steps
@@ -292,6 +292,6 @@ def _read(name: str, path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{name} {path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(
-            f"{name} {path} must hold a JSON object of arguments, got a {type(found).__name__}"
+            f"{name} {path} must hold a JSON object of arguments, got {class_of(found)}"
         )
     return found

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.checks import MOST_INT32, first_of, integer
+from ..base.checks import MOST_INT32, class_of, first_of, integer
 from ..ops.implementations import obstacle
 from . import sharding
 
@@ -380,7 +380,7 @@ def _check_parameter(name: str, param: Tensor) -> None:
     param = held(param)
     if type(param.data) is not Tensor or param.layout != torch.strided:
         raise TypeError(
-            f"parameter {name!r} is a {type(param.data).__name__} with layout {param.layout}: "
+            f"parameter {name!r} is {class_of(param.data)} with layout {param.layout}: "
             "only plain strided tensors can be exchanged"
         )
     if reason := obstacle(param.device):

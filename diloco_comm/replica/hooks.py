@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
+from ..base.checks import class_of
 from ..base.memory import memory_order
 from . import sharding
 
@@ -64,11 +65,11 @@ def _unwrap(optimizer: Any, attach: bool) -> Optimizer:
         inner = getattr(inner, "optimizer", inner)
     if attach:
         raise TypeError(
-            f"cannot hook the step of a {type(optimizer).__name__}: give the torch.optim.Optimizer "
+            f"cannot hook the step of {class_of(optimizer)}: give the torch.optim.Optimizer "
             "inside it as optimizer=, or use attach=False and call diloco.step() after each step"
         )
     if not hasattr(inner, "param_groups"):
-        raise TypeError(f"optimizer must have param_groups, got a {type(optimizer).__name__}")
+        raise TypeError(f"optimizer must have param_groups, got {class_of(optimizer)}")
     return inner
 
 
@@ -367,7 +368,7 @@ class UncountedSteps:
             return
         report, self._report = self._report, None
         report(
-            f"a {type(optimizer).__name__} that was not given has stepped parameters that are "
+            f"{class_of(optimizer)} that was not given has stepped parameters that are "
             "exchanged, and its steps are not counted: give that optimizer as optimizer=, on all "
             "replicas; one that is made anew, also by a trainer, is another optimizer"
         )

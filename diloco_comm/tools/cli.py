@@ -14,6 +14,10 @@ EXTENSION = "diloco_comm._C"
 
 def main() -> None:
     """Run the command line, or print one sentence about a wrong option or a missing package."""
+    # Beside an error that a command tells in one sentence, torch would print the stack of its C++
+    # code. The programs that launch and profile start keep torch's default.
+    if sys.argv[1:2] not in (["launch"], ["profile"]):
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         import typer
 

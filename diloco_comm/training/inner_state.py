@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..base.checks import logger_of
+from ..base.checks import class_of, logger_of
 from ..base.errors import SyncError
 from ..base.memory import memory_order
 from ..exchange.exchange import Exchange
@@ -227,7 +227,7 @@ class InnerStates:
                     row.append((key, _described(owner.param, value)))
                 elif not refusal:
                     refusal = (
-                        f"{owner.kind} keeps {key!r} of {name!r}, a {type(value).__name__}, and "
+                        f"{owner.kind} keeps {key!r} of {name!r}, {class_of(value)}, and "
                         "inner_state=True gives dense tensors and numbers under names"
                     )
             entries[name] = owner.kind, row

@@ -12,6 +12,7 @@ from problems import Regression, batch
 from torch import nn
 
 from diloco_comm import DiLoCo
+from diloco_comm.base.checks import class_of
 
 
 def line_here(offset: int = 0) -> str:
@@ -86,3 +87,20 @@ def test_a_thread_without_a_line_of_the_program_warns_all_the_same() -> None:
         thread = threading.Thread(target=warn, args=("nobody's line",))
         thread.start()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("AdamW", "an AdamW"),
+        ("SGD", "an SGD"),
+        ("NAdam", "an NAdam"),
+        ("int", "an int"),
+        ("Tensor", "a Tensor"),
+        ("Muon", "a Muon"),
+        ("HashStore", "a HashStore"),
+        ("NoneType", "a NoneType"),
+    ],
+)
+def test_a_class_stands_behind_its_article(name: str, expected: str) -> None:
+    assert class_of(type(name, (), {})()) == expected

@@ -232,7 +232,7 @@ def test_an_optimizer_made_anew_is_told(door: str) -> None:
     with attached(door, model, optimizer, "raise"):
         train_step(model, optimizer, 0, 0, WIDTH)
         other = torch.optim.Adam(model.parameters(), lr=0.1)
-        with pytest.raises(RuntimeError, match="a Adam that was not given has stepped parameters"):
+        with pytest.raises(RuntimeError, match="an Adam that was not given has stepped parameters"):
             train_step(model, other, 0, 1, WIDTH)
 
 

@@ -382,6 +382,23 @@ def test_example_under_torchrun_speaks_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert report["self_test"] is None
 
 
+@pytest.mark.fresh_interpreter
+@pytest.mark.nightly("a fresh interpreter; the test below has the sentence")
+def test_a_rank_that_is_not_there_leaves_no_stack() -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(workers.free_port())}
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", "doctor", "--timeout", "1"]
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | place | {"RANK": "1", "WORLD_SIZE": "2"},
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("diloco-comm: rank 1 of 2 did not get through to the others (--timeout")
+
+
 def test_missing_rank_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
