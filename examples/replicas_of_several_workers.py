@@ -3,10 +3,13 @@
     torchrun --nproc-per-node 4 examples/replicas_of_several_workers.py                 FSDP2
     torchrun --nproc-per-node 4 examples/replicas_of_several_workers.py --inside ddp
     torchrun --nproc-per-node 6 examples/replicas_of_several_workers.py --replicas 3
+    torchrun --nproc-per-node 2 examples/replicas_of_several_workers.py --store ADDRESS --replica 0
 
 The processes form a mesh of replicas by workers. FSDP2 and DDP are given the workers of one
 replica, never the whole mesh, or they would average gradients over the replicas at every step.
 DiLoCo is given the other dimension: who holds the same parameters, or the same shards, elsewhere.
+With --store, the address that `diloco-comm store` prints, all processes are the workers of one
+replica, and each other replica has a launcher of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco_comm import DiLoCo
+from diloco_comm import DiLoCo, StorePeers
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--inside", choices=["fsdp2", "ddp"], default="fsdp2")
 parser.add_argument("--replicas", type=int, default=2)
+parser.add_argument("--store")
+parser.add_argument("--replica", type=int, default=0)  # with --store
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--sync-every", type=int, default=25)
 options = parser.parse_args()
@@ -33,13 +38,17 @@ is_launched = not dist.is_initialized()
 if is_launched:
     dist.init_process_group("gloo")
 torch.set_num_threads(1)
-shape = (options.replicas, dist.get_world_size() // options.replicas)
+num_launched = 1 if options.store else options.replicas
+shape = (num_launched, dist.get_world_size() // num_launched)
 mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "worker"))
 replica, worker = mesh["replica"].get_local_rank(), mesh["worker"].get_local_rank()
+arguments = {"peers": mesh["replica"]}
+if options.store:
+    replica = options.replica
+    arguments["peers"] = StorePeers(options.store, replica=replica, of=options.replicas)
 
 torch.manual_seed(0)
 model: nn.Module = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
-arguments = {"peers": mesh["replica"]}
 if options.inside == "fsdp2":
     for module in [*model, model]:
         fully_shard(module, mesh=mesh["worker"])
@@ -50,7 +59,7 @@ else:
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 diloco = DiLoCo(model, optimizer, sync_every=options.sync_every, **arguments)
 
-data = torch.Generator().manual_seed(1 + dist.get_rank())
+data = torch.Generator().manual_seed(1 + replica * shape[1] + worker)
 for _ in range(options.steps):
     x = torch.randn(32, 8, generator=data)
     loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))

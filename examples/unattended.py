@@ -26,6 +26,7 @@ parser.add_argument("--steps", type=int, default=20_000)
 parser.add_argument("--sync-every", type=int, default=25)
 parser.add_argument("--pause", type=float, default=0.05)  # seconds that each step takes longer
 parser.add_argument("--listen", metavar="HOST:PORT")  # of the link; by default any free port
+parser.add_argument("--relay", metavar="ADDRESS")  # of the link, where nobody can dial this machine
 parser.add_argument("--keys", metavar="FOLDER")  # of the link, or a file NAME.key_secret in it
 parser.add_argument("--pid-file", type=Path)  # for the kill of the tutorial
 parser.add_argument("--alive-file", type=Path)  # touched at each step, for a liveness probe
@@ -50,7 +51,7 @@ def tell(happening: Happening) -> None:
 
 
 peers = Elastic(total_steps=options.steps, suspect_after=10, on_event=tell)
-link = Link("tcp", listen=options.listen, keys=options.keys)
+link = Link("tcp", listen=options.listen, relay=options.relay, keys=options.keys)
 diloco = DiLoCo(model, optimizer, sync_every=options.sync_every, peers=peers, link=link)
 own = diloco.members[diloco.replica_index]
 data = torch.Generator().manual_seed(1 + own)  # data of its own for each replica

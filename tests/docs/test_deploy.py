@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -24,6 +25,13 @@ KUBERNETES = {
     for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
     for one in yaml.safe_load_all(path.read_text())
 }
+JOBSET, TRAINJOB = (
+    yaml.safe_load((DEPLOY / "operators" / f"{name}.yaml").read_text())
+    for name in ("jobset", "trainjob")
+)
+SKYPILOT = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+# By kind, without descriptions and without the fields of pods; "sources" says where they are from.
+SCHEMAS = json.loads((ROOT / "tests" / "data" / "deploy-schemas.json").read_text())
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 # The words of a command after `diloco-comm`, by the place where the command stands.
 Commands = Iterator[tuple[str, list[str]]]
@@ -34,6 +42,18 @@ def pods() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, one in KUBERNETES.items():
         if "template" in one["spec"]:
             yield name, one["spec"]["template"]["spec"]
+
+
+def jobset_container(name: str) -> dict[str, Any]:
+    (job,) = [one for one in JOBSET["spec"]["replicatedJobs"] if one["name"] == name]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def torchrun_script(words: list[str]) -> list[str]:
+    """Return the script behind the options of torchrun or of the launcher, with its arguments."""
+    (at,) = [i for i, word in enumerate(words) if word.startswith("examples/")]
+    return words[at:]
 
 
 def probes(container: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -68,11 +88,23 @@ def in_units() -> Commands:
         yield unit.name, shlex.split(line)
 
 
-COMMANDS = {"kubernetes": in_kubernetes, "compose": in_compose, "systemd": in_units}
+def in_operators() -> Commands:
+    store = jobset_container("store")
+    yield "store of the JobSet", store["args"]
+    for line in SKYPILOT["run"].splitlines():
+        if "diloco-comm" in line:
+            yield "skypilot", shlex.split(line.partition("diloco-comm ")[2])
+
+
+COMMANDS = {
+    **{"kubernetes": in_kubernetes, "compose": in_compose, "systemd": in_units},
+    "operators": in_operators,
+}
 
 
 @pytest.mark.parametrize(
-    ("where", "number"), [("kubernetes", 4), ("compose", 17), ("systemd", len(UNITS))]
+    ("where", "number"),
+    [("kubernetes", 4), ("compose", 17), ("systemd", len(UNITS)), ("operators", 2)],
 )
 def test_each_command_has_options_that_exist(where: str, number: int) -> None:
     commands = list(COMMANDS[where]())
@@ -90,12 +122,13 @@ def option(words: list[str], name: str) -> str:
 def test_the_options_of_the_scripts_exist() -> None:
     lines = [shlex.split(COMPOSE["services"][name]["command"]) for name in ("paris", "tokyo")]
     lines = [["examples/two_machines.py", *words] for words in lines]
-    for place, words in [*in_kubernetes(), *in_compose()]:
+    lines += [torchrun_script(jobset_container("replica")["command"])]
+    lines += [torchrun_script(TRAINJOB["spec"]["trainer"]["args"])]
+    for place, words in [*in_kubernetes(), *in_compose(), *in_operators()]:
         if words[0] == "launch":
-            (at,) = [i for i, word in enumerate(words) if word.startswith("examples/")]
-            lines.append(words[at:])
+            lines.append(torchrun_script(words))
             assert place
-    assert len(lines) == 5
+    assert len(lines) == 8
     for script, *words in lines:
         known = re.findall(r'add_argument\("(--[a-z-]+)"', (ROOT / script).read_text())
         given = [word.partition("=")[0] for word in words if word.startswith("--")]
@@ -141,6 +174,45 @@ def test_a_replica_has_a_worker_for_each_gpu_and_a_number_of_its_own() -> None:
         runs.add(option(container["args"], "--run"))
     assert len(runs) == 1
     assert KUBERNETES["replicas/Job"]["spec"]["completions"] <= 1000
+
+
+CHECKED = [("JobSet", JOBSET), ("TrainJob", TRAINJOB), ("SkyPilot", SKYPILOT)]
+CHECKED += [(one["kind"], one) for one in KUBERNETES.values() if one["kind"] in SCHEMAS]
+
+
+@pytest.mark.parametrize(("kind", "one"), CHECKED)
+def test_fields_exist(kind: str, one: dict[str, Any]) -> None:
+    """Services and workloads of Kubernetes were validated by hand, as the page says."""
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(SCHEMAS[kind])
+    assert [error.message for error in validator.iter_errors(one)] == []
+    (error,) = validator.iter_errors(one | {"sepc": {}})
+    assert "sepc" in error.message
+
+
+def test_the_nodes_of_a_jobset_find_each_other() -> None:
+    name, spec = JOBSET["metadata"]["name"], JOBSET["spec"]
+    (replica,) = [one for one in spec["replicatedJobs"] if one["name"] == "replica"]
+    words, job = jobset_container("replica")["command"], replica["template"]["spec"]
+    assert option(words, "--nnodes") == str(job["completions"]) == str(job["parallelism"])
+    assert option(words, "--replicas") == str(replica["replicas"])
+    # JobSet names the pods so, and makes a headless service of its own name.
+    assert option(words, "--master-addr") == f"{name}-replica-$(REPLICA)-0.{name}"
+    port = port_of(jobset_container("store")["args"])
+    assert option(words, "--store") == f"tcp://{name}-store-0-0.{name}:{port}"
+    assert spec["successPolicy"]["targetReplicatedJobs"] == ["replica"]
+
+
+def test_policies_name_the_pods_of_the_run() -> None:
+    labels = [KUBERNETES[name]["spec"]["template"]["metadata"]["labels"] for name, _ in pods()]
+    selectors = [
+        (one["spec"].get("podSelector") or one["spec"]["selector"])["matchLabels"]
+        for name, one in KUBERNETES.items()
+        if name.endswith(("/NetworkPolicy", "/PodDisruptionBudget"))
+    ]
+    assert len(selectors) == 3
+    for selector in selectors:
+        assert any(selector.items() <= one.items() for one in labels), selector
 
 
 def test_the_keys_that_a_command_reads_are_mounted() -> None:

@@ -13,6 +13,7 @@ import pytest
 from cli_helpers import check_arguments
 
 from diloco_comm.base.store_host import open_store
+from diloco_comm.tools.common.workers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "examples" / "slurm"
@@ -46,12 +47,22 @@ def test_the_commands_have_options_that_exist() -> None:
 
 
 @pytest.mark.nightly("20 s; test_faults_store has jobs of their own that meet at a store")
-def test_each_replica_is_a_job_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "name", "num_workers", "most"),
+    [
+        ("replica.sbatch", "replica {}", 1, 1.0),
+        ("replica_nodes.sbatch", "replica {} worker {}", 2, 6.0),
+    ],
+)
+def test_each_replica_is_a_job_of_its_own(
+    script: str, name: str, num_workers: int, most: float, tmp_path: Path
+) -> None:
     stand_in(tmp_path, "srun", 'exec "$@"')
+    stand_in(tmp_path, "scontrol", "echo 127.0.0.1")
     store = open_store("127.0.0.1", 0)
     jobs = [
         subprocess.Popen(
-            ["bash", str(SLURM / "replica.sbatch")],
+            ["bash", str(SLURM / script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -63,26 +74,33 @@ def test_each_replica_is_a_job_of_its_own(tmp_path: Path) -> None:
                 REPLICAS="2",
                 GLOO_SOCKET_IFNAME="lo",
                 SLURM_NTASKS="1",
+                SLURM_NNODES="1",
+                SLURM_JOB_ID=str(replica),
+                SLURM_JOB_NODELIST="node",
+                RENDEZVOUS_PORT=str(free_port()),
+                WORKERS_PER_NODE=str(num_workers),
             ),
         )
         for replica in range(2)
     ]
-    hashes = set()
+    hashes: list[list[str]] = []
     for replica, job in enumerate(jobs):
         output, errors = job.communicate(timeout=100)
         assert job.returncode == 0, errors
-        found = re.fullmatch(rf"replica {replica}: loss (\d\.\d{{3}})  (\w{{16}})\n", output)
-        assert found is not None, output
-        # The sum of eight standard normal numbers has variance 8.
-        assert float(found[1]) < 1.0
-        hashes.add(found[2])
-    assert len(hashes) == 1
+        hashes.append([])
+        for worker, line in enumerate(sorted(output.splitlines())):
+            form = rf"{name.format(replica, worker)}: loss (\d\.\d{{3}})  (\w{{16}})"
+            found = re.fullmatch(form, line)
+            assert found is not None, output
+            # The sum of eight standard normal numbers has variance 8.
+            assert float(found[1]) < most
+            hashes[-1].append(found[2])
+    assert hashes[0] == hashes[1] and len(hashes[0]) == num_workers
 
 
-def test_a_job_without_its_variables_says_which(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        ["bash", str(SLURM / "replica.sbatch")], capture_output=True, text=True, cwd=ROOT
-    )
+@pytest.mark.parametrize("script", ["replica.sbatch", "replica_nodes.sbatch"])
+def test_a_job_without_its_variables_says_which(script: str) -> None:
+    ended = subprocess.run(["bash", str(SLURM / script)], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode != 0
     assert "STORE: the address that diloco-comm store printed" in ended.stderr
 
