@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +92,16 @@ def keys_documented(what: str) -> set[str]:
     return {
         name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
+
+
+def test_a_rank_without_the_others_is_one_sentence(ranks: Callable[[int], Pool]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ["exchange", "-b", "64K", "-e", "64K"]
+        port = taken.getsockname()[1]
+        ((status, output),) = ranks(1).run(run_rank, port, words, "torchrun")
+    assert status == 1
+    (line,) = output.splitlines()
+    assert line.startswith("diloco-comm: rank 0 of 1 did not get through to the others: ")
 
 
 @pytest.mark.nightly("4 s; they differ in the launcher", but=["2-torchrun"])

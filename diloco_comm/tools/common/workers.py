@@ -57,6 +57,9 @@ def init_workers(timeout_s: float = 120.0, backend: str = "gloo") -> tuple[int, 
     """Join the group that `run_workers`, torchrun or srun prepared; one thread a process.
 
     The process dies with its launcher, so that a killed benchmark leaves nothing behind.
+
+    Raises:
+        ConnectionError: If rank 0, or another rank, is not there in time.
     """
     die_with_launcher()
     # Import before the group exists. Some modules of torch, imported late by the first optimizer,
@@ -69,7 +72,14 @@ def init_workers(timeout_s: float = 120.0, backend: str = "gloo") -> tuple[int, 
     if found is not None:
         os.environ.update(found.variables())
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    try:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    except dist.DistError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConnectionError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not get through to the "
+            f"others: {reason}"
+        ) from None
     return dist.get_rank(), dist.get_world_size()
 
 
