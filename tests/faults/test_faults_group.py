@@ -46,6 +46,24 @@ def grow(rank: int, world: int, address: tuple[str, int], setup: Setup, first: i
     return finish(replica, 4 * H)
 
 
+def join_after_the_end(rank: int, world: int, address: tuple[str, int], setup: Setup) -> str:
+    replica = Replica(address, rank, range(world), setup)
+    finish(replica, H)
+    replica.store.set(f"ended/{rank}", "")
+    replica.store.wait([f"ended/{other}" for other in range(world)])
+    if rank == 0:
+        return ""
+    with pytest.raises(SyncError) as caught:
+        Replica(address, rank, range(world), setup, init="join", join_timeout=2.0)
+    return str(caught.value)
+
+
+def test_a_joiner_hears_that_the_training_has_ended(workers: Callable[[int], Pool]) -> None:
+    pool = workers(2)
+    _, sentence = pool.run(join_after_the_end, pool.store, Setup("int8", 1, H), timeout=60)
+    assert "the training of replicas [0, 1] has ended, and no process has its state" in sentence
+
+
 @pytest.mark.nightly("2 s each; the quantised wire is the general case", but=["2-3-int8-3"])
 @pytest.mark.parametrize(
     ("first", "world", "wire", "fragments"),

@@ -436,9 +436,20 @@ class FixedGroup(Follower):
         late = self._attendance.end(driver, self._subject())
         if late is None:
             return None
-        why = self._key_refused(driver)
+        why = self._key_refused(driver) or (self._training_has_ended(driver) if self._joins else "")
         text = f"{self._subject()} cannot form a group: {why}" if why else late.reason
         return replace(late, reason=text)
+
+    def _training_has_ended(self, driver: FixedDriver) -> str:
+        """Return in a sentence that all members of the last group have ended; "" if not."""
+        record = driver.state.in_table
+        gone = {key for key, beat in (driver.beats or {}).items() if beat.is_gone}
+        if record is None or not {*record.members} <= gone:
+            return ""
+        return (
+            f"the training of replicas {list(record.numbers)} has ended, and no process has its "
+            "state: start all replicas without joining, on another store, from a checkpoint"
+        )
 
     def _store_is_away(self, driver: FixedDriver) -> Ended:
         loss = driver.loss
