@@ -8,10 +8,11 @@ function of the round; all replicas use the rate that the lowest replica sent wi
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -213,8 +214,16 @@ class OuterState(ABC):
             if tensor is not tensors[name]:
                 tensor.copy_(tensors[name])
 
-    def check(self, names: set[str]) -> None:
-        """Raise ValueError unless ``load`` can take buffers of these names."""
+    def without(self, buffer: str) -> Collection[str]:
+        """Return the parameters, by name, for which the optimizer keeps no such buffer."""
+        return ()
+
+    def check(self, names: set[str], extra: Mapping[str, Any] | None) -> None:
+        """Raise ValueError unless ``load`` can take buffers of these names, and ``extra``.
+
+        Args:
+            extra: None for a state without an outer step.
+        """
         own = set(self.tensors())
         if own != names:
             raise ValueError(
@@ -501,19 +510,28 @@ class _AdamState(OuterState):
 # --------------------------------------------------------------------- any torch.optim.Optimizer
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+# Cuts a flat fragment into views by the names of its parameters; see ``Fragment.cut``.
+Cut = Callable[[Tensor], dict[str, Tensor]]
 # The class of an outer optimizer, in lower case too.
 OuterName = Literal["SGD", "HeavyBall", "Nesterov", "Adam", "sgd", "heavyball", "nesterov", "adam"]
 
 
 @dataclass
 class FromTorch(OuterOptimizer):
-    """Any ``torch.optim.Optimizer`` over the flat outer parameters, one for each fragment.
+    """Any ``torch.optim.Optimizer`` over the outer parameters, one for each fragment.
 
-    Slower than the fused operators: the mean pseudo-gradient is decoded into ``.grad`` first.
+    Slower than the fused operators: the mean pseudo-gradient is decoded into ``.grad`` first. When
+    the optimizer is made, one step with a gradient of zeros shows which tensors the optimizer
+    keeps; then that step is taken back.
 
     Args:
-        factory: Called with a list of one fp32 parameter, returns its optimizer.
-        lr: None leaves the learning rate to the optimizer's own groups.
+        factory: Called once for each fragment, with a list of fp32 parameters, which share the
+            memory of the outer parameters; returns their optimizer. The parameters have the shapes
+            of the model's parameters, but for three cases: a parameter of no dimensions has the
+            shape [1]; of a parameter that several workers share (FSDP2, ``shard_group``), this
+            worker's part is a vector; and a parameter without elements is left out.
+        lr: Rate of the first group; each other group keeps its ratio to the first one. None leaves
+            the learning rate to the optimizer's own groups.
     """
 
     factory: Factory
@@ -522,13 +540,19 @@ class FromTorch(OuterOptimizer):
     def __post_init__(self) -> None:
         self._made: dict[str, Any] = {}
 
-    def make_state(self, outer: Tensor) -> OuterState:
-        state = _TorchState(outer, self.factory)
-        group = state.optimizer.param_groups[0]
-        self._made = {
-            "optimizer": type(state.optimizer).__name__,
-            **{name: _plain(value) for name, value in group.items() if name != "params"},
-        }
+    def make_state(self, outer: Tensor, cut: Cut | None = None) -> OuterState:
+        """Make the optimizer of one fragment.
+
+        Args:
+            cut: Cuts ``outer`` into the parameters of the optimizer; None: one vector.
+        """
+        state = _TorchState(outer, self.factory, cut or (lambda flat: {"": flat}))
+        first, *others = (
+            {name: _plain(value) for name, value in group.items() if name != "params"}
+            for group in state.optimizer.param_groups
+        )
+        groups = {"groups": others} if others else {}
+        self._made = {"optimizer": type(state.optimizer).__name__, **first, **groups}
         return state
 
     def shared_config(self) -> dict[str, Any]:
@@ -546,35 +570,82 @@ class FromTorch(OuterOptimizer):
 
 
 class _TorchState(OuterState):
-    def __init__(self, outer: Tensor, factory: Factory) -> None:
+    """An optimizer of torch, whose tensors of the parameters' shapes lie in flat buffers.
+
+    Attributes:
+        params: Views of ``outer``, by the names of the parameters.
+        values: The optimizer's state for each parameter; before the first step, what one step with
+            a gradient of zeros has left.
+    """
+
+    def __init__(self, outer: Tensor, factory: Factory, cut: Cut) -> None:
         super().__init__(outer)
-        self.factory = factory
-        self.param = nn.Parameter(outer)
+        self._cut = cut
+        self.params = {name: nn.Parameter(view) for name, view in cut(outer).items()}
         # Outer parameters before the last step less the mean pseudo-gradient, for ``take_mean``. It
         # is kept at each step, because a step of an optimizer of torch cannot be undone, and only
         # a later flush says which step was the last.
         self.mean = persistent_like(outer)
-        self.optimizer = factory([self.param])
+        self.optimizer = factory(list(self.params.values()))
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"outer={name_of(factory)} made {class_of(self.optimizer)}: "
                 "a torch.optim.Optimizer is expected"
             )
+        self._flats: dict[str, Tensor] = {}
+        self._views: dict[str, dict[str, Tensor]] = {}
+        self._fresh = {p: copy.deepcopy(values) for p, values in self.optimizer.state.items()}
+        before = outer.clone()
+        self._descend(torch.zeros_like(outer))
+        outer.copy_(before)
+        self._restart()
+
+    def _descend(self, gradient: Tensor) -> None:
+        """Take a step of the optimizer, and move what it keeps into the flat buffers."""
+        for name, grad in self._cut(gradient).items():
+            self.params[name].grad = grad
+        self.optimizer.step()
+        for param in self.params.values():
+            param.grad = None
+        self._keep()
+        self.values = {name: self.optimizer.state.get(p, {}) for name, p in self.params.items()}
+
+    def _keep(self) -> None:
+        for name, param in self.params.items():
+            values = self.optimizer.state.get(param, {})
+            for key, value in values.items():
+                if not self._is_elementwise(name, value):
+                    continue
+                if key not in self._flats:
+                    self._flats[key] = persistent_like(self.outer)
+                    self._views[key] = self._cut(self._flats[key])
+                home = self._views[key][name]
+                if value is not home:
+                    values[key] = home.copy_(value.detach())
+
+    def _restart(self) -> None:
+        """Set the optimizer's state to the state in which the optimizer was made."""
+        self.optimizer.state.clear()
+        for flat in self._flats.values():
+            flat.zero_()
+        self.optimizer.state.update({p: copy.deepcopy(v) for p, v in self._fresh.items()})
+        self._keep()
 
     def step(self, update: Update) -> None:
         gradient, count = torch.empty_like(self.outer), update.layout.num_elements
         ops.decode(outs=[gradient], begin=0, end=count, **update.payloads())
         groups = [group for group in self.optimizer.param_groups if "lr" in group]
-        for group in groups:
-            group["lr"] = update.lr
+        before = [float(group["lr"]) for group in groups]
+        during = _led(before, update.lr)
+        for group, rate in zip(groups, during, strict=True):
+            group["lr"] = rate
         torch.sub(self.outer, gradient, alpha=update.penalty, out=self.mean)
-        self.param.grad = gradient
-        self.optimizer.step()
-        self.param.grad = None
-        for group in groups:
+        self._descend(gradient)
+        if update.base_lr is not None:
             # The next round does not inherit the factor. The optimizer may have set another rate.
-            if update.base_lr is not None and group["lr"] == update.lr:
-                group["lr"] = update.base_lr
+            for group, rate, base in zip(groups, during, _led(before, update.base_lr), strict=True):
+                if group["lr"] == rate:
+                    group["lr"] = base
         ops.merge(self.outer, update.params, alpha=update.alpha, impl=update.impl)
         ahead = self.look_ahead()
         self.count_step(update, None if ahead is None else ahead[1])
@@ -584,37 +655,86 @@ class _TorchState(OuterState):
         ops.merge(self.outer, params)
 
     def look_ahead(self) -> tuple[Tensor, float] | None:
-        group = self.optimizer.param_groups[0]
-        momentum = self.optimizer.state.get(self.param, {}).get("momentum_buffer")
-        is_ahead = type(self.optimizer) is torch.optim.SGD and group["nesterov"]
-        return (momentum, group["momentum"]) if is_ahead and momentum is not None else None
+        first, *others = self.optimizer.param_groups
+        is_ahead = type(self.optimizer) is torch.optim.SGD and first["nesterov"] and not others
+        if not is_ahead or not self.optimizer.state:
+            return None
+        return self._flats["momentum_buffer"], first["momentum"]
 
-    def _values(self) -> dict[str, Any]:
-        """Return the optimizer's state; before its first step, the state of a fresh optimizer."""
-        if self.optimizer.state:
-            return self.optimizer.state[self.param]
-        probe = nn.Parameter(torch.zeros_like(self.outer))
-        probe.grad = torch.zeros_like(self.outer)
-        optimizer = self.factory([probe])
-        optimizer.step()
-        return optimizer.state[probe]
-
-    def _is_elementwise(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape == self.outer.shape
+    def _is_elementwise(self, name: str, value: Any) -> bool:
+        param = self.params[name]
+        return isinstance(value, Tensor) and (value.shape, value.dtype) == (
+            param.shape,
+            param.dtype,
+        )
 
     def tensors(self) -> dict[str, Tensor]:
-        return {k: v for k, v in self._values().items() if self._is_elementwise(v)}
+        return dict(self._flats)
+
+    def without(self, buffer: str) -> Collection[str]:
+        return [
+            name
+            for name, values in self.values.items()
+            if not self._is_elementwise(name, values.get(buffer))
+        ]
 
     def extra(self) -> dict[str, Any]:
-        return {k: v for k, v in self._values().items() if not self._is_elementwise(v)}
+        """Return numbers that all parameters share, and other values by the parameters' names."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, values in self.values.items():
+            for key, value in values.items():
+                if not self._is_elementwise(name, value):
+                    found.setdefault(key, {})[name] = value
+        return {key: _shared(by_name) for key, by_name in found.items()}
+
+    def check(self, names: set[str], extra: Mapping[str, Any] | None) -> None:
+        super().check(names, extra)
+        for key, own in self.extra().items() if extra is not None else ():
+            for name, value in own.items() if isinstance(own, Mapping) else [("", own)]:
+                saved = _of(extra.get(key), name)
+                shape = value.shape if isinstance(value, Tensor) else ()
+                if key not in extra or getattr(saved, "shape", ()) != shape:
+                    raise ValueError(
+                        f"the saved outer optimizer lacks {key!r} of shape {list(shape)} for "
+                        f"parameter {name!r}: it is from another function, or from a version that "
+                        "gave the function one vector for each fragment"
+                    )
 
     def load(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
         if self.num_steps == 0:
-            self.optimizer.state.clear()
+            self._restart()
             return
-        values = {**tensors, **extra}
-        copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-        self.optimizer.state[self.param] = copies
+        super().load(tensors, extra)
+        for name, param in self.params.items():
+            loaded = {}
+            for key, value in self.values[name].items():
+                if self._is_elementwise(name, value):
+                    loaded[key] = self._views[key][name]
+                elif key in extra:
+                    saved = _of(extra[key], name)
+                    is_on = isinstance(saved, Tensor) and isinstance(value, Tensor)
+                    loaded[key] = saved.to(value.device, copy=True) if is_on else saved
+            self.optimizer.state[param] = self.values[name] = loaded
+
+
+def _led(rates: Sequence[float], first: float) -> list[float]:
+    """Return the learning rates of groups when the first one becomes ``first``."""
+    lead = rates[0] if rates else 0.0
+    return [first if rate == lead or not lead else rate * (first / lead) for rate in rates]
+
+
+def _shared(by_name: dict[str, Any]) -> Any:
+    """Return the one number that all parameters have; without one, the values by name."""
+    first = next(iter(by_name.values()))
+    for value in by_name.values():
+        if (isinstance(value, Tensor) and value.ndim) or value != first:
+            return by_name
+    return first
+
+
+def _of(saved: Any, name: str) -> Any:
+    """Return one parameter's value of what ``_shared`` gave."""
+    return saved.get(name) if isinstance(saved, Mapping) else saved
 
 
 def _add(outer: Tensor, momentum: Tensor, factor: float) -> None:

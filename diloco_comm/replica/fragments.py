@@ -148,6 +148,24 @@ class Fragment:
             offset += self.gaps[name].numel() if name in self.gaps else 0
         return views
 
+    def cut(self, flat: Tensor) -> dict[str, Tensor]:
+        """Cut ``flat`` ([num_elements]) into views for an outer optimizer of torch, by name.
+
+        A view has the shape of its parameter, but of a part of a parameter, and of a parameter
+        without dimensions, the view is a vector. Padding and tensors without elements have no view.
+        Where that leaves no view, the name "" has all of ``flat``, such as the filler.
+        """
+        whole = {n for n, p in zip(self.names, self.params, strict=True) if sharding.is_whole(p)}
+        views, offset = {}, 0
+        for name, piece in self.pieces():
+            vector = flat[offset : offset + piece.numel()]
+            offset += piece.numel()
+            if name in whole and piece.ndim:
+                views[name] = vector.as_strided(piece.shape, piece.stride())
+            elif name:
+                views[name] = vector
+        return {name: view for name, view in views.items() if view.numel()} or {"": flat}
+
     @property
     def placement(self) -> str:
         """Say which elements are exchanged here, if the parameters do not show it."""

@@ -27,6 +27,15 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_whole(tensor: Tensor) -> bool:
+    """Whether each worker holds all elements of the tensor."""
+    if not is_sharded(tensor):
+        return True
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements = enumerate(tensor.placements)  # type: ignore[attr-defined]
+    return all(one.is_replicate() or mesh.size(dim) == 1 for dim, one in placements)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return what this worker holds of a tensor, detached; writing to it writes to the tensor."""
     with torch.no_grad():

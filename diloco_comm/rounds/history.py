@@ -8,7 +8,7 @@ the headers, before a payload is added to anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +49,8 @@ def digest_of_state(part: SyncedPart) -> int:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
     return value.tolist() if isinstance(value, Tensor) else value
 
 

@@ -475,18 +475,25 @@ def _plan_tensors(
     current = {name: param.detach() for name, param in _named(part) if name in new}
     saved_outer = {**_need(home, "outer"), **current}
     fragment.check(saved_outer)
-    buffers = _need(home, "buffers")
-    part.state.check(set(buffers))
-    for saved in buffers.values():
-        fragment.check({**saved, **current})
+    old, buffers = set(fragment.names).difference(new), _need(home, "buffers")
+    # An optimizer may keep other buffers for the parameters of other fragments.
+    buffers = {name: saved for name, saved in buffers.items() if not old.isdisjoint(saved)}
+    if not old:
+        buffers = {name: {} for name in part.state.tensors()}
     extra = dict(numbers.get("extra", {}))
+    part.state.check(set(buffers), extra if numbers["num_steps"] else None)
+    empty = {}
+    for name, saved in buffers.items():
+        absent = {*new, *part.state.without(name)}
+        empty[name] = {name: param.detach() for name, param in _named(part) if name in absent}
+        fragment.check({**saved, **empty[name]})
 
     def load_buffers() -> None:
         flats = {}
         for name, saved in buffers.items():
             # The one element that stands for an empty shard is in no saved tensor.
             flats[name] = torch.zeros_like(part.outer)
-            fragment.load(flats[name], {**saved, **_zeros(current)})
+            fragment.load(flats[name], {**saved, **_zeros(empty[name])})
         part.state.load(flats, extra)
 
     return [partial(fragment.load, part.outer, saved_outer), load_buffers]
@@ -704,9 +711,19 @@ def _merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "last_sent": min(int(one["last_sent"]) for one in sources),
         "weight_sum": furthest["weight_sum"],
         "num_steps": max(steps),
-        "extra": furthest.get("extra", {}),
+        "extra": _merged_extra([*sources, furthest]),
         "last_lr": furthest.get("last_lr"),
         "last_momentum": furthest.get("last_momentum"),
         "ended_at": max(steps) if has_ended else -1,
         "is_mean": has_ended and all(one.get("is_mean", False) for one in sources),
     }
+
+
+def _merged_extra(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all parameters' values; a number that parameters share is the last source's."""
+    merged: dict[str, Any] = {}
+    for one in sources:
+        for key, value in one.get("extra", {}).items():
+            both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+            merged[key] = {**merged[key], **value} if both else value
+    return merged

@@ -20,7 +20,7 @@ from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
 from ..exchange.membership.change import Repair
 from ..exchange.round import Kind, Mean, Round, decode_terms
-from ..methods.outer import OuterOptimizer, Update
+from ..methods.outer import FromTorch, OuterOptimizer, Update
 from ..methods.overlap import Own
 from ..ops.implementations import obstacle
 from ..ops.offload import CHUNK_ELEMENTS, slices
@@ -377,7 +377,10 @@ class SyncedFragment(SyncedPart):
             pages = persistent((self.num_elements,), torch.float32, self.device)
         else:
             pages = page_locked((self.num_elements,), torch.float32)
-        self.state = optimizer.make_state(pages)
+        if isinstance(optimizer, FromTorch):
+            self.state = optimizer.make_state(pages, fragment.cut)
+        else:
+            self.state = optimizer.make_state(pages)
         self.takes_verdict = self.state.takes_verdict
         self.counted: list[tuple[int, int]] | None = None
         if loader is not None:

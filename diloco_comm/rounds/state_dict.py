@@ -309,7 +309,9 @@ def _collect_shared(part: SyncedPart, view: _View, scope: Scope, home: dict[str,
     if isinstance(part, SyncedFragment):
         home["outer"].update(part.fragment.views(part.outer))
         for name, flat in part.state.tensors().items():
-            home["buffers"].setdefault(name, {}).update(part.fragment.views(flat))
+            views, absent = part.fragment.views(flat), part.state.without(name)
+            kept = {param: view for param, view in views.items() if param not in absent}
+            home["buffers"].setdefault(name, {}).update(kept)
 
 
 def _collect_own(part: SyncedPart, view: _View, scope: Scope, own: dict[str, Any]) -> bool:

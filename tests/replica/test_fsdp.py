@@ -130,6 +130,23 @@ def test_the_run_is_that_of_whole_parameters(world: int, chosen: list[int], work
     assert workers(world).run(equals_unsharded, chosen) == [expected] * world
 
 
+def shapes_of_shards(rank: int, world: int) -> tuple[list[bool], list[set[int]]]:
+    """Return the numbers of dimensions that an optimizer of torch gets, without and with shards."""
+    dimensions: list[set[int]] = []
+
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        dimensions.append({param.ndim for param in params})
+        return torch.optim.Adam(params, lr=0.1)
+
+    before, flushed, sharded, sharded_flushed = run_both(make_mesh(world), outer=make)
+    return [equal(before, sharded), equal(flushed, sharded_flushed)], dimensions
+
+
+def test_an_optimizer_of_torch_gets_shards_as_vectors(workers) -> None:
+    expected = [{1, 2}, {1}, {1, 2}, {1}, {1}, {1}]
+    assert workers(4).run(shapes_of_shards) == [([True, True], expected)] * 4
+
+
 def one_round_apart(rank: int, world: int) -> tuple[float, float, float]:
     """Return the largest difference after one round, the largest pseudo-gradient, and 1/S."""
     mesh = make_mesh(world)

@@ -64,7 +64,13 @@ def test_survivors_go_on_without_a_restart(workers) -> None:
     assert first == third == ((0, 2), first[1], 6)
 
 
-def join_later(rank: int, world: int, address: tuple[str, int]) -> tuple[str, int, bool]:
+def nesterov_of_torch(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9, nesterov=True)
+
+
+def join_later(
+    rank: int, world: int, address: tuple[str, int], outer: Any
+) -> tuple[str, int, bool]:
     """Replica 2 comes when the others have trained two rounds."""
     store = dist.TCPStore(*address, is_master=False)
     arguments = {"store": store, "replica": rank, "timeout": 60, "error_feedback": True}
@@ -73,7 +79,7 @@ def join_later(rank: int, world: int, address: tuple[str, int]) -> tuple[str, in
         arguments |= {"members": [0, 1, 2], "init": "join", "model_seed": 5}
     else:
         arguments |= {"num_replicas": 2}
-    model, optimizer, diloco = attach(fragments=2, outer=Nesterov(0.5), wire="int8", **arguments)
+    model, optimizer, diloco = attach(fragments=2, outer=outer, wire="int8", **arguments)
     with diloco:
         for step in range(diloco.inner_step, 4):
             train_step(model, optimizer, rank, step)
@@ -81,7 +87,7 @@ def join_later(rank: int, world: int, address: tuple[str, int]) -> tuple[str, in
             diloco.change_group([0, 1, 2])
         joined = diloco.outer_hash()
         assert diloco.inner_step == 4 and diloco.exchange.members == (0, 1, 2)
-        momenta = [part.state.tensors()["momentum"].norm().item() for part in diloco.parts]
+        momenta = [t.norm().item() for part in diloco.parts for t in part.state.tensors().values()]
         assert all(norm > 0 for norm in momenta)
         for step in range(4, 8):
             train_step(model, optimizer, rank, step)
@@ -95,9 +101,10 @@ def join_later(rank: int, world: int, address: tuple[str, int]) -> tuple[str, in
         return f"{joined} {diloco.outer_hash()}", diloco.parts[0].round, matches
 
 
-def test_a_newcomer_is_identical_from_its_first_sync(fresh_workers) -> None:
+@pytest.mark.parametrize("outer", [Nesterov(0.5), nesterov_of_torch], ids=["fused", "torch"])
+def test_a_newcomer_is_identical_from_its_first_sync(outer: Any, fresh_workers) -> None:
     pool = fresh_workers(3, init_group=False)
-    results = pool.run(join_later, pool.store)
+    results = pool.run(join_later, pool.store, outer)
     assert results[0] == results[1] == results[2]
     assert results[0][1:] == (4, True)
 
