@@ -689,7 +689,9 @@ class _TorchState(OuterState):
 
     def check(self, names: set[str], extra: Mapping[str, Any] | None) -> None:
         super().check(names, extra)
-        for key, own in self.extra().items() if extra is not None else ():
+        if extra is None:
+            return
+        for key, own in self.extra().items():
             for name, value in own.items() if isinstance(own, Mapping) else [("", own)]:
                 saved = _of(extra.get(key), name)
                 shape = value.shape if isinstance(value, Tensor) else ()
