@@ -33,6 +33,10 @@ ALIGNED = {
 }
 
 
+def adam_of_torch(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.1)
+
+
 def make_mesh(world: int, num_replicas: int = 2) -> DeviceMesh:
     shape = (num_replicas, world // num_replicas)
     return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
@@ -127,6 +131,11 @@ def test_the_run_is_that_of_one_worker_a_replica(
     for results in workers(world).run(equals_unsharded, num_replicas, variants):
         assert [matches for matches, _ in results] == [True] * len(variants)
         assert all(abs(share - 1 / num_workers) < 0.05 for _, share in results)
+
+
+def test_an_optimizer_of_torch_has_a_share_too(workers) -> None:
+    variants = [{**ALIGNED, "outer": adam_of_torch}]
+    assert [run[0][0] for run in workers(4).run(equals_unsharded, 2, variants)] == [True] * 4
 
 
 @pytest.mark.nightly("3 s; the first tier has small blocks")
