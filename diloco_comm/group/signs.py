@@ -22,7 +22,7 @@ _REACH_AGAIN_S = 3.0
 # Seconds without a beat, after a round has lost the connection to the process.
 _UNHEARD_S = 2.0
 # The phase of a process that does not hear its table, and of one that waits for the others.
-CUT_OFF, EXCHANGE = "cut off", "exchange"
+CUT_OFF, EXCHANGE, STEPS = "cut off", "exchange", "steps"
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..group.beats import TRAINING, Beat, Way, evicted, name_of
 from ..group.records import Key, Record, cause_of
-from ..group.signs import EXCHANGE
+from ..group.signs import EXCHANGE, STEPS
 from .figures import MOST_NAMED, Figures
 
 SCHEMA = 1
@@ -254,6 +254,9 @@ class Process:
     def is_waiting(self) -> bool:
         """Whether this process waits for replicas by name, and not only for a moment."""
         if self.figures is None or self.figures_s >= SILENT_S:
+            return False
+        if self.silent_s < self.figures_s and self.phase == STEPS:
+            # The wait has ended since, as the newer beat says.
             return False
         return bool(self.figures.waits_for) and self.figures.waits_s >= AWAITED_S
 
@@ -620,9 +623,16 @@ def _judged(run: Run, former: Mapping[Key, Process]) -> dict[int, Process]:
     return {
         number: _marked(process, waits.get(number, {}), middle, former)
         if not run.is_finished and (process.is_member or run.seen.view is None)
-        else replace(process, marks=frozenset({CUT} if process.cut_from else ()))
+        else replace(process, marks=_marks_outside(run, process))
         for number, process in run.replicas.items()
     }
+
+
+def _marks_outside(run: Run, process: Process) -> frozenset[str]:
+    """Return the marks of a process that is no member; a replica that was lost stays an alarm."""
+    is_over = process.is_gone or run.is_finished or _has_left(process, run)
+    is_silent = process.silent_s > SILENT_S and not is_over
+    return frozenset((CUT,) * bool(process.cut_from) + (SILENT,) * is_silent)
 
 
 def _marked(
@@ -698,9 +708,15 @@ def _end_of_member(old: Process, run: Run) -> str:
         return f"replica {number} is left out, cut off from {_numbers(old.cut_from)}"
     if run.seen.is_evicted(old.key):
         return f"replica {number} left when asked"
-    if any(one.is_gone or (one.beat and one.beat.place.is_leaving) for one in (old, now)):
+    if old.is_gone or now.is_gone or _has_left(old, run) or _has_left(now, run):
         return f"replica {number} left by itself"
     return f"replica {number} is left out, last heard {now.silent_s:.0f} s ago"
+
+
+def _has_left(process: Process, run: Run) -> bool:
+    """Whether a process goes because its program, or an operator, has asked for that."""
+    is_leaving = process.beat is not None and process.beat.place.is_leaving
+    return is_leaving or run.seen.is_evicted(process.key)
 
 
 def _view_events(before: Run, run: Run) -> Iterable[str]:

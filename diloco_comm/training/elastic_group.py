@@ -33,7 +33,7 @@ from ..group import state as st
 from ..group.driver import Driver as GroupDriver
 from ..group.driver import Ended
 from ..group.records import Record, cause_of
-from ..group.signs import EXCHANGE, Signs
+from ..group.signs import EXCHANGE, STEPS, Signs
 from ..replica.workers import WORKMATE_STAGE, ReplicaWorkers
 from ..rounds.runner import RoundRunner
 
@@ -187,7 +187,7 @@ class ElasticGroup(Follower):
             return False
         driver.warn_if_ended()
         driver.inner_step = inner_step
-        self._note("steps")
+        self._note(STEPS)
         # A change would wait for a registry that does not answer.
         rounds.announces_change = driver.is_change_wanted and driver.loss is None
         # Several workers could not stop at the same step without a message in each step.
@@ -329,7 +329,7 @@ class ElasticGroup(Follower):
             seconds = time.monotonic() - began
             step = max(view.inner_step, self.first_step) if before is None else view.inner_step
             self._driver.inner_step = step
-            self._note("steps")
+            self._note(STEPS)
             who = view.number, view.numbers, view.joined, view.left_out
             self._emit(ViewChanged(*who, cause_of(view), seconds, step, self.copied_bytes))
 

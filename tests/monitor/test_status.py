@@ -106,6 +106,22 @@ def test_a_stopped_replica_is_silent_and_awaited(elastic: bool) -> None:
     }  # fmt: skip
 
 
+def test_a_wait_is_over_where_a_newer_beat_says_so() -> None:
+    world = World()
+    world.go(10)
+    world.figures[0] = {"waits_for": (1,), "waits_s": 7.0, "phase": "exchange"}
+    world.go(5)
+    assert world.row(0)["words"] == ["waits for 1, since 7 s"]
+    world.silent = {0}
+    world.host.beat("r", key_of(0), phase="steps")
+    world.go(5)
+    assert world.row(0)["words"] == ["waits for 1, since 12 s"]
+    world.now += 1.0
+    world.host.beat("r", key_of(0), phase="steps")
+    world.state = advance(world.state, world.host.snapshot(), world.now)
+    assert (world.row(0)["words"], world.row(1)["awaited_by"]) == ([], [])
+
+
 def test_a_slow_replica_is_slow_without_the_waits_of_the_others() -> None:
     """All make the same number of steps in the long run: the fast ones wait."""
     world = World()
@@ -300,9 +316,11 @@ def test_a_view_tells_a_replica_that_left_from_one_that_was_killed() -> None:
     assert world.events()[1:] == [
         "replica 1 is silent", f"view 2: {cause}", "replica 3 has ended",
     ]  # fmt: skip
+    # A replica that is lost stays an alarm.
+    assert world.report()["alerts"] == ["replica 1: silent for 20 s", "replica 1: is no member"]
     world.host.swap("r", record_of(3, [0, 1], joined=(1,)))
     world.go(5)
-    assert world.events()[-2] == "view 3: replicas [1] join"
+    assert world.events()[4:] == ["view 3: replicas [1] join"]
 
 
 def test_of_two_replicas_none_is_the_one_that_is_cut_off() -> None:
