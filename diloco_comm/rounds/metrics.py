@@ -155,7 +155,9 @@ class Recorder:
         exchange_s = seconds.get("total", 0.0)
         # On streams the training stands still for other times than the host waits.
         exposed_s = seconds.get("exposed", flight.exposed_s)
-        can_hide = exchange_s > 0 and not flight.is_at_once
+        # The call that sends a round may apply the result, too.
+        is_at_once = flight.kind == "flush" or flight.apply_step == flight.sent_step
+        can_hide = exchange_s > 0 and not is_at_once
         metrics = SyncMetrics(
             round=flight.number,
             fragment=flight.part.index,

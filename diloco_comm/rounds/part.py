@@ -96,11 +96,6 @@ class RoundInFlight:
     outer_step_s: float = 0.0
 
     @property
-    def is_at_once(self) -> bool:
-        """Whether the call that sends the round applies the result too."""
-        return self.kind == "flush" or self.apply_step == self.sent_step
-
-    @property
     def senders(self) -> tuple[int, ...]:
         """The replicas whose payloads are the terms of the mean, in order; none if owners made it.
 

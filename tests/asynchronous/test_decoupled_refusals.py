@@ -78,7 +78,7 @@ def test_what_is_copied_names_what_to_save(copied: Callable[[Any], Any]) -> None
         _, learner = attach(server.address, "a")
         _, worker = attach_async(async_server.address, "a")
         for one in (learner, worker):
-            sentence = f"a {type(one).__name__} holds connections.* under the same name"
+            sentence = f"an? {type(one).__name__} holds connections.* under the same name"
             with pytest.raises(TypeError, match=sentence):
                 copied(one)
             one.close()
