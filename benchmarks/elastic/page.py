@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support import common
 from benchmarks.support.browser import browser
 from benchmarks.support.simulated_host import BEGAN, SimulatedHost, key_of, record_of
 from diloco_comm.monitor import openmetrics
@@ -183,9 +184,12 @@ def main() -> None:
     parser.add_argument("what", choices=("cost", "pictures", "replica"))
     parser.add_argument("rest", nargs="*", help="pictures: the folder")
     parser.add_argument("-n", "--replicas", type=int, default=1000)
+    common.add_output(parser)
     given = parser.parse_args()
     if given.what == "cost":
-        print(json.dumps({"replicas": given.replicas, **cost(given.replicas)}))
+        report, found = common.Report("elastic.page", workers=given.replicas), cost(given.replicas)
+        report.print(json.dumps(found))
+        common.save(report, given.json, found)
     elif given.what == "pictures":
         pictures(Path(given.rest[0]))
     else:

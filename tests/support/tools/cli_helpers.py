@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import re
 import shlex
 import sys
@@ -37,6 +38,8 @@ def run_cli(*arguments: object) -> Ended:
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(typer.main, "get_command", command_of),
+        # The command chooses what torch says.
+        mock.patch.dict(os.environ),
         mock.patch.object(sys, "argv", ["diloco-comm", *map(str, arguments)]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
