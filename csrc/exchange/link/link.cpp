@@ -656,7 +656,10 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
 void Link::linger(Lock& lock) {
     const auto deadline = Clock::now() + kLinger;
     listener_.reset();
-    dials_.clear();
+    // A peer and its dial name each other.
+    for (const auto& dial : std::vector(dials_)) {
+        stop_dial(lock, dial->peer->lanes[static_cast<size_t>(dial->lane)]);
+    }
     for (const auto& [id, connection] : std::unordered_map(connections_)) {
         if (connection->state != State::kOpen) disconnect(lock, connection, "");
     }
