@@ -55,9 +55,10 @@ _LINGER_S, _LINGER_BYTES = 1.0, 1 << 18
 # Connections that the kernel has and the server's thread has not seen yet.
 _BACKLOG = 256
 _END = b"\r\n\r\n"
-# The target may begin with "http://host:port", as a proxy sends it.
+# The target may begin with "http://host:port", as a proxy sends it. No byte can belong to two of
+# the parts, so that a target of any length costs one pass.
 _REQUEST = re.compile(
-    rb"([A-Z]{1,16}) (?:(?i:http)://([!-.0->@-~]+)|(?=/))([\x21-\x7e]*) HTTP/1\.[01]"
+    rb"([A-Z]{1,16}) (?:(?i:http)://([!-.0->@-~]+)|(?=/))((?:[/?][\x21-\x7e]*)?) HTTP/1\.[01]"
 )
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\x20-\x7e\x80-\xff\t]*)")
 # Headers that decide, so that a request may not have two of them.

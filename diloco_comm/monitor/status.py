@@ -845,8 +845,8 @@ def _words(run: Run, process: Process) -> Iterable[str]:
             f"since {process.awaited_s:.0f} s"
         )
     if CUT in process.marks:
-        sides = [run.replicas[one].cut_from for one in process.cut_from if one in run.replicas]
-        if all(number in side for side in sides):
+        other = run.replicas.get(process.cut_from[0])
+        if len(process.cut_from) == 1 and other is not None and other.cut_from == (number,):
             names = _numbers(sorted({number, *process.cut_from}))
             yield f"cut off: {names} cannot reach each other"
         else:

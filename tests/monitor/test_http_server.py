@@ -434,3 +434,8 @@ def test_a_token_that_others_may_read_is_refused(token: Path) -> None:
         Place.of("0", token)
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         Place.of("0", token.with_name("other"))
+
+
+def test_a_target_is_read_in_one_pass() -> None:
+    """Parts that could take the same bytes would cost the square of the length: half an hour."""
+    assert http_server._REQUEST.fullmatch(b"GET http://" + b"a" * 500_000 + b" ") is None

@@ -334,6 +334,16 @@ def test_of_two_replicas_none_is_the_one_that_is_cut_off() -> None:
     assert world.go(15)["alerts"] == ["replica 1: silent for 15 s"]
 
 
+def test_two_sites_that_are_split_reach_the_replicas_of_their_own_site() -> None:
+    world = World((0, 1, 2, 3))
+    world.go(10)
+    world.places = {one: {"cut": (key_of(2).nonce, key_of(3).nonce)} for one in (0, 1)}
+    assert world.go(5)["alerts"] == [
+        *[f"replica {one}: cut off from 2, 3" for one in (0, 1)],
+        *[f"replica {one}: cut off from 0, 1" for one in (2, 3)],
+    ]
+
+
 def test_replicas_that_wait_for_each_other_in_one_exchange_are_cut_off() -> None:
     """Replica 1 is cut from 0 and 2, and each replica posts at a moment of its own."""
     world = World()
