@@ -221,6 +221,8 @@ def resources(pid: int, num_members: int) -> Resources:
     place = Path("/proc") / str(pid)
     lines = (place / "status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
+    if "VmRSS" not in status:
+        raise ProcessLookupError(f"process {pid} has ended, and its parent has not waited for it")
     rss_mib = int(status["VmRSS"].split()[0]) / 1024
     num_files = len(list((place / "fd").iterdir()))
     return Resources(num_members, num_files, int(status["Threads"]), round(rss_mib, 1))

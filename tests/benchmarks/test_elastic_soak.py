@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +195,15 @@ def test_a_leak_is_found() -> None:
     assert checks.check_flat("a replica", flat, 24.0) == []
     leaking = [Resources(3, 40 + i, 12 + i, 200.0 + 4 * i) for i in range(30)]
     assert len(checks.check_flat("a replica", leaking, 24.0)) == 3
+
+
+def test_a_process_that_has_ended_holds_nothing() -> None:
+    with subprocess.Popen(["true"], stdin=subprocess.DEVNULL) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        # Its parent has yet to wait for the process, whose folder in /proc stands therefore.
+        with pytest.raises(ProcessLookupError, match="has ended"):
+            checks.resources(ended.pid, 3)
+    assert checks.resources(os.getpid(), 3).rss_mib > 0
 
 
 # The parser refuses a fall in one text, and not from one text to the next.
