@@ -57,9 +57,7 @@ class Liar {
         std::thread connecting(
             [&, token = "lies" + std::to_string(++number)] { member.connect(token, 0, all); });
         EXPECT(socket_.greet(link->nonce()).status == static_cast<uint32_t>(Status::kWelcome));
-        Frame join;
-        EXPECT(socket_.read(&join, sizeof(join)));
-        token_ = join.token;
+        token_ = token_of_join([&](void* data, size_t size) { return socket_.read(data, size); });
         Frame answer = frame(FrameKind::kJoin);
         answer.total = 1;
         EXPECT(socket_.write(answer));

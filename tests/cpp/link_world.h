@@ -403,4 +403,17 @@ class Stranger {
     std::unique_ptr<TlsSession> session_{};
 };
 
+// Reads frames of a link until the one that says which group the link has begun, and returns the
+// group's token. Pings and signs of life may come before.
+template <typename Read>
+uint64_t token_of_join(const Read& read) {
+    while (true) {
+        diloco::link::Frame frame;
+        EXPECT(read(&frame, sizeof(frame)));
+        Bytes payload(frame.length);
+        EXPECT(payload.empty() || read(payload.data(), payload.size()));
+        if (frame.kind == static_cast<uint8_t>(diloco::link::FrameKind::kJoin)) return frame.token;
+    }
+}
+
 }  // namespace diloco_test

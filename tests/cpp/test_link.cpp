@@ -424,13 +424,10 @@ class Killed {
         std::thread connecting([&] { member.connect("group", 0, peers); });
         if (has_address) answer_dial();
         EXPECT(to_link_.greet(link->nonce()).status == static_cast<uint32_t>(Status::kWelcome));
-        Frame join;
-        if (has_address) {
-            EXPECT(recv(from_link_, &join, sizeof(join), MSG_WAITALL) == sizeof(join));
-        } else {
-            EXPECT(to_link_.read(&join, sizeof(join)));
-        }
-        token_ = join.token;
+        token_ = token_of_join([&](void* data, size_t size) {
+            if (!has_address) return to_link_.read(data, size);
+            return recv(from_link_, data, size, MSG_WAITALL) == static_cast<ssize_t>(size);
+        });
         Frame answer = frame_of(FrameKind::kJoin, token_);
         answer.total = 1;
         EXPECT(to_link_.write(answer));
