@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import math
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -271,13 +273,16 @@ class Metrics:
         self._last: dict[str, tuple[float, float]] = {}
 
     def read(self) -> None:
-        """Read all metrics once; nothing happens where the registry does not answer."""
+        """Read all metrics once; nothing happens where no whole answer comes from the registry."""
         try:
             with urllib.request.urlopen(self.url, timeout=2.0) as answer:
-                text = answer.read().decode()
-        except OSError:
+                content = answer.read()
+        except urllib.error.HTTPError as error:
+            self.wrong.append(f"metrics: the registry answers with status {error.code}")
             return
-        self.take(text)
+        except (OSError, http.client.HTTPException):
+            return
+        self.take(content.decode("utf-8", "backslashreplace"))
 
     def take(self, text: str) -> None:
         self.num_scrapes += 1

@@ -27,7 +27,8 @@ from benchmarks.support import common
 from benchmarks.support.browser import browser
 from benchmarks.support.simulated_host import BEGAN, SimulatedHost, key_of, record_of
 from diloco_comm.monitor import openmetrics
-from diloco_comm.monitor.status import State, advance, status
+from diloco_comm.monitor.report import status
+from diloco_comm.monitor.status import State, advance
 
 RUN, SYNC_EVERY, STEP_S = "llama-1b", 20, 0.05
 

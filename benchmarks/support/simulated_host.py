@@ -55,6 +55,17 @@ class SimulatedHost:
     def ask_to_leave(self, run: str, key: Key) -> None:
         self._beats[run, eviction_of(key)] = (EVICT, self._now())
 
+    def forget(self, run: str, name: str) -> None:
+        """Take back the beat with a name."""
+        self._beats.pop((run, name))
+
+    def drop(self, run: str) -> None:
+        """Forget all of a run, as a host does after a while."""
+        for texts in (self.posts, self._beats):
+            for name in [name for name in texts if name[0] == run]:
+                del texts[name]
+        self._records.pop(run, None)
+
     def swap(self, run: str, record: Record) -> None:
         self._records[run] = record.to_bytes()
 

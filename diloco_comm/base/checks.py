@@ -152,15 +152,21 @@ def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _package(frame) in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
-    warnings.warn(sentence, category, stacklevel=2 if frame is None else level)
+    try:
+        warnings.warn(sentence, category, stacklevel=2 if frame is None else level)
+    except category:
+        raise
+    except Exception:
+        # After logging.captureWarnings(True) the handlers of a program see warnings, too.
+        _show_error()
 
 
 def logger_of(module: str) -> logging.Logger:
     """Return the logger of a module.
 
     The handlers of Python's library keep their errors to themselves; the handlers of a program need
-    not. Such an error goes to stderr, as ``logging.Handler.handleError`` shows one, and never to
-    the code that logs: that code may be in the middle of a step, which the other replicas take.
+    not. Such an error goes to stderr, and never to the code that logs: that code may be in the
+    middle of a step, which the other replicas take.
     """
     logger = logging.getLogger(module)
     handle = logger.handle
@@ -169,12 +175,17 @@ def logger_of(module: str) -> logging.Logger:
         try:
             handle(record)
         except Exception:
-            if logging.raiseExceptions:
-                with suppress(Exception):
-                    traceback.print_exc()
+            _show_error()
 
     logger.handle = guarded  # type: ignore[method-assign]
     return logger
+
+
+def _show_error() -> None:
+    """Print the error of a handler, as ``logging.Handler.handleError`` prints one."""
+    if logging.raiseExceptions:
+        with suppress(Exception):
+            traceback.print_exc()
 
 
 def _package(frame: FrameType) -> str:

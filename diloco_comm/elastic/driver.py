@@ -51,6 +51,7 @@ class Driver(group.Driver):
         self._say, self._folder, self._registry_id = say, folder, registry_id
         before = None if folder is None else folder.last_process(state.settings.run)
         self._choice = NumberChoice(before) if chooses_number else None
+        self._told: set[str] = set()
 
     def start(self) -> None:
         super().start()
@@ -99,14 +100,22 @@ class Driver(group.Driver):
 
     def _poll(self) -> None:
         is_asked = self._folder is not None and self._folder.is_asked_to_leave
-        if (is_asked or is_asked_to_leave()) and not self.state.is_leaving:
-            where = "leaves at its next boundary"
-            if self.loss is not None:
-                table = self.state.settings.table_name
-                where = f"cannot before the {table} answers: a second SIGTERM ends this process"
-            logger.warning("this replica was asked to leave, and %s", where)
-            self._step(Leave())
+        if (is_asked or is_asked_to_leave()) and self.state.stage is not Stage.GONE:
+            words = self._way_out()
+            if words not in self._told:
+                self._told.add(words)
+                logger.warning("this replica was asked to leave, and %s", words)
+            if not self.state.is_leaving:
+                self._step(Leave())
         super()._poll()
+
+    def _way_out(self) -> str:
+        """Say when a replica leaves that was asked to, by a signal or by its launcher."""
+        if self.loss is None:
+            return "leaves at its next boundary"
+        own = "its own" if self.loss.is_other else "the"
+        words = f"cannot before {own} {self.state.settings.table_name} answers"
+        return words + ": a second SIGTERM ends this process" * is_asked_to_leave()
 
     def _is_new_number_taken(self, beats: Sequence[Beat], record: bytes) -> bool:
         own = self.state.key

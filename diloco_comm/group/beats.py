@@ -210,8 +210,8 @@ def _written(place: Place) -> dict[str, Any]:
 
 def _read(values: dict[str, Any]) -> Place:
     key = Key(values.pop("number"), _nonce(values.pop("nonce")))
-    settings, cut = _nonce(values.pop("settings")), tuple(map(_nonce, values.pop("cut")))
-    return Place(key, settings, cut=cut, **values)
+    settings, cut = _nonce(values.pop("settings")), values.pop("cut")[:_MOST_CUT]
+    return Place(key, settings, cut=tuple(map(_nonce, cut)), **values)
 
 
 def _nonce(text: str) -> bytes:

@@ -32,7 +32,8 @@ from ..base.service.addresses import is_loopback, name_of_place, parse_address
 from ..base.service.keys import check_secret
 from ..base.store_host import listen_at
 from . import openmetrics
-from .status import MAX_PROCESSES, SILENT_S, Snapshot, State, advance, status
+from .report import status
+from .status import MAX_PROCESSES, SILENT_S, Snapshot, State, advance, printable
 
 T = TypeVar("T")
 
@@ -214,7 +215,12 @@ def newest(snapshot: Snapshot, shown: Container[str]) -> Snapshot:
         ages[run] = min(age_s, ages.get(run, age_s))
     num_processes, kept = 0, set[str]()
     order = {
-        run: (ages.get(run, math.inf) > SILENT_S, run not in shown, ages.get(run, math.inf), run)
+        run: (
+            ages.get(run, math.inf) > SILENT_S,
+            printable(run) not in shown,
+            ages.get(run, math.inf),
+            run,
+        )
         for run in processes
     }
     for run in sorted(processes, key=order.__getitem__):

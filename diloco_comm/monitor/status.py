@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median_high
@@ -19,7 +19,6 @@ from ..group.records import Key, Record, cause_of
 from ..group.signs import EXCHANGE, STEPS
 from .figures import MOST_NAMED, Figures
 
-SCHEMA = 1
 # Seconds. A process sends a beat and its figures every five seconds.
 SILENT_S, AWAITED_S, FORGET_S = 12.0, 5.0, 60.0
 # A process that is awaited has said so long after the beginning of a wait that it does not wait.
@@ -27,22 +26,24 @@ SPOKEN_S = 2.0
 # The speed of a replica is measured over so many seconds at most, and so many inner steps at least;
 # and only where the replica has trained for so large a part of the seconds.
 SPEED_S, MIN_STEPS, MIN_BUSY = 60.0, 5, 0.2
+# So many seconds and inner steps suffice.
+QUICK_S, QUICK_STEPS = 14.0, 50
+# Inner steps per second; no training is faster.
+MOST_SPEED = 1e5
 # A replica is slow below this part of the median speed of the others, until above the second one.
 SLOW, NOT_SLOW = 0.6, 0.75
 MAX_EVENTS, MAX_POINTS, FIRST_STEP_S = 50, 120, 5.0
-# More runs are in the metrics, and not on the page.
-MAX_SHOWN = 32
 # The page and the metrics have so many processes.
 MAX_PROCESSES = 2048
 _NAME = re.compile(r"(0|[1-9][0-9]{0,9})\.([0-9a-f]{32})")
-_PHASE = 32
+# A backslash, and Default_Ignorable_Code_Point of Unicode 16 as far as Python prints it.
+_ESCAPED = re.compile(
+    r"[\\\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 COUNTERS = (
     "rounds", "skipped", "discarded", "sent_bytes", "received_bytes", "exchange_s", "waited_s",
     "changing_s", "retransmits",
 )  # fmt: skip
-
-# Figures that a row of the page has itself.
-_IN_ROW = ("replica", "phase", "waits_for", "waits_s", "inner_step")
 
 # Conditions of a replica that are events when they begin and end.
 SILENT, CUT, AWAITED, SLOW_ONE = "silent", "cut off", "awaited", "slow"
@@ -135,7 +136,7 @@ class Seen:
     def living(self) -> dict[bytes, int]:
         """The replicas' numbers of the processes that are members or may become some, by nonce."""
         newcomers = [one.key for one in self.beats if not (one.is_gone or one.place.entered)]
-        return {key.nonce: key.number for key in (*self.members, *newcomers)}
+        return {key.nonce: key.number for key in (*newcomers, *self.members)}
 
     @property
     def members(self) -> tuple[Key, ...]:
@@ -148,22 +149,6 @@ class Seen:
     def cut_from(self, beat: Beat) -> list[bytes]:
         """Return the nonces of the living processes that a process cannot reach."""
         return [nonce for nonce in beat.place.cut if nonce in self.living]
-
-    def view_report(self) -> dict[str, Any] | None:
-        """Return the last view as JSON types."""
-        view = self.view
-        if view is None:
-            return None
-        return {
-            "number": view.number,
-            "inner_step": view.inner_step,
-            "cause": cause_of(view),
-            "joined": list(view.joined),
-            "left": list(view.left_out),
-            "evicted": [key.number for key in view.members if self.is_evicted(key)],
-            "is_finished": view.is_finished,
-            "members": [{"id": key.number, "nonce": key.nonce.hex()} for key in view.members],
-        }
 
     def beat_report(self, beat: Beat) -> dict[str, Any]:
         """Return a beat as JSON types."""
@@ -380,7 +365,12 @@ def _ended(run: Run, seconds: float, now: float) -> Run:
         )
         for number, one in run.replicas.items()
     }
-    events = () if run.has_ended else (Event(now, "the run has ended"),)
+    # The last figures of a fixed group are taken back while they are new.
+    is_over = run.is_finished or all(
+        one.is_gone or (one.beat is None and one.silent_s <= SILENT_S) for one in replicas.values()
+    )
+    words = "the run has ended" if is_over else "nothing is heard of the run any more"
+    events = () if run.has_ended else (Event(now, words),)
     events = (*run.events, *events)[-MAX_EVENTS:]
     return replace(run, replicas=replicas, others=(), events=events, has_ended=True)
 
@@ -395,12 +385,15 @@ def _by_run(texts: Iterable[Text]) -> dict[str, dict[str, tuple[bytes, float]]]:
 def printable(text: str) -> str:
     """Return a text of a stranger, with escapes for backslashes and for all that does not print.
 
-    Line separators and controls of the direction of writing do not print.
+    Line separators and controls of the direction of writing do not print, nor do the letters and
+    marks that Unicode calls ignorable, such as a variation selector.
     """
-    if text.isprintable() and "\\" not in text:
+    if text.isprintable() and _ESCAPED.search(text) is None:
         return text
     return "".join(
-        one if one.isprintable() and one != "\\" else one.encode("unicode_escape").decode()
+        one.encode("unicode_escape").decode()
+        if _ESCAPED.match(one) or not one.isprintable()
+        else one
         for one in text
     )
 
@@ -423,7 +416,8 @@ def _next_run(
         _process(key, seen, beat, figures, before, began, now)
         for key, beat, figures in _messages(seen, beats, posted, now)
     ]
-    found = _with_cuts(found, seen, before.processes)
+    if seen.view is None or not seen.view.is_finished:
+        found = _with_cuts(found, seen, before.processes)
     # A member that is heard counts first, then the newest message; a member that says nothing
     # counts where no other process is.
     found.sort(
@@ -529,11 +523,19 @@ def _with_speed(process: Process, former: Process | None, now: float) -> Process
         one for one in samples if one.view == figures.view and one.inner_step <= sample.inner_step
     ]
     kept = [one for one in kept if sample.at - SPEED_S <= one.at < sample.at]
-    if kept and sample.inner_step - kept[0].inner_step >= MIN_STEPS:
-        whole_s = sample.at - kept[0].at
-        busy_s = whole_s - max(sample.idle_s - kept[0].idle_s, 0.0)
+    # Many steps tell the speed soon.
+    quick = [
+        one
+        for one in kept
+        if one.at <= sample.at - QUICK_S and one.inner_step <= sample.inner_step - QUICK_STEPS
+    ]
+    first = quick[-1] if quick else kept[0] if kept else sample
+    if sample.inner_step - first.inner_step >= MIN_STEPS:
+        whole_s = sample.at - first.at
+        busy_s = whole_s - max(sample.idle_s - first.idle_s, 0.0)
         if busy_s >= MIN_BUSY * whole_s:
-            speed = (sample.inner_step - kept[0].inner_step) / busy_s
+            speed = (sample.inner_step - first.inner_step) / busy_s
+            speed = speed if speed <= MOST_SPEED else math.nan
     return replace(process, samples=(*kept, sample), speed=speed)
 
 
@@ -545,28 +547,31 @@ def _with_cuts(
     The beat of a process names these once a change of the group has failed. Before that, the
     figures of two processes show that neither hears the other.
     """
-    heard = {
-        one.key.nonce: one
+    heard = [
+        one
         for one in found
         if one.silent_s <= SILENT_S
         and not one.is_gone
-        and (seen.view is None or one.key.nonce in seen.living)
-    }
-    members = {one.key.number: one for one in heard.values() if one.is_member or not seen.view}
-    apart: dict[Key, set[Key]] = {one.key: set() for one in heard.values()}
-    missed: dict[Key, set[Key]] = {one.key: set() for one in heard.values()}
-    for one in heard.values():
+        and (seen.view is None or seen.living.get(one.key.nonce) == one.key.number)
+    ]
+    by_nonce = {one.key.nonce: one for one in heard}
+    members = {one.key.number: one for one in heard if one.is_member or not seen.view}
+    apart: dict[Key, set[Key]] = {one.key: set() for one in heard}
+    missed: dict[Key, set[Key]] = {one.key: set() for one in heard}
+    for one in heard:
         old = former.get(one.key)
         were = set() if old is None else {*old.cut_from, *old.cannot_reach}
         waits = set(() if one.figures is None else one.figures.waits_for)
-        others = [heard[nonce] for nonce in one.cut if nonce in heard]
+        others = [by_nonce[nonce] for nonce in one.cut if nonce in by_nonce]
         for number in (waits | were) & members.keys():
             if _are_deaf(one, members[number], old if number in were else None):
                 others.append(members[number])
         for other in others:
-            if other is not one:
-                apart[one.key].add(other.key)
-                apart[other.key].add(one.key)
+            # Where a newcomer and a member are cut off from each other, the newcomer is.
+            is_new = one.is_member is not other.is_member
+            for this, that in ((one, other), (other, one)) if other is not one else ():
+                if not (is_new and this.is_member):
+                    apart[this.key].add(that.key)
         if one.is_waiting:
             missed[one.key] = {members[number].key for number in waits & members.keys()}
     most = {key: len(apart[key] | missed[key]) for key in apart}
@@ -695,22 +700,23 @@ def _cause(before: Run, run: Run) -> str:
     if old is None:
         return cause_of(new)
     gone = sorted((before.seen.member_set - run.seen.member_set) & before.processes.keys())
-    causes = [_end_of_member(before.processes[key], run) for key in gone[:MOST_NAMED]]
+    causes = [_end_of_member(before.processes[key], before, run) for key in gone[:MOST_NAMED]]
     causes += [f"{len(gone) - MOST_NAMED} more left"] * (len(gone) > MOST_NAMED)
     joined = _numbers_of(run.seen.member_set - before.seen.member_set)
-    causes += [f"replicas [{_numbers(joined)}] join"] * bool(joined)
+    causes += [f"replicas [{numbers_of(joined)}] join"] * bool(joined)
     return ", ".join(causes) or cause_of(new)
 
 
-def _end_of_member(old: Process, run: Run) -> str:
+def _end_of_member(old: Process, before: Run, run: Run) -> str:
     number, now = old.key.number, run.processes.get(old.key, old)
     if old.cut_from:
-        return f"replica {number} is left out, cut off from {_numbers(old.cut_from)}"
-    if run.seen.is_evicted(old.key):
+        return f"replica {number} is left out, cut off from {numbers_of(old.cut_from)}"
+    asked = () if run.seen.view is None else run.seen.view.evicted
+    if number in asked or any(one.seen.is_evicted(old.key) for one in (before, run)):
         return f"replica {number} left when asked"
     if old.is_gone or now.is_gone or _has_left(old, run) or _has_left(now, run):
         return f"replica {number} left by itself"
-    return f"replica {number} is left out, last heard {now.silent_s:.0f} s ago"
+    return f"replica {number} is left out after {now.silent_s:.0f} s of silence"
 
 
 def _has_left(process: Process, run: Run) -> bool:
@@ -729,7 +735,6 @@ def _view_events(before: Run, run: Run) -> Iterable[str]:
 
 
 def _process_events(before: Run, run: Run) -> Iterable[str]:
-    numbers = {key.number for key in run.seen.members} or set(run.replicas)
     for number, process in run.replicas.items():
         old = before.replicas.get(number)
         if old is None:
@@ -742,141 +747,26 @@ def _process_events(before: Run, run: Run) -> Iterable[str]:
             yield f"replica {number} has ended"
         for mark in BEGINS:
             if mark in process.marks - old.marks:
-                yield BEGINS[mark].format(number, _numbers(process.cut_from))
-            elif mark in old.marks - process.marks and _is_news(mark, old, process, numbers):
+                yield BEGINS[mark].format(number, numbers_of(process.cut_from))
+            elif mark in old.marks - process.marks and _is_news(mark, old, process, run):
                 yield ENDS[mark].format(number)
     for number in sorted(before.replicas.keys() - run.replicas.keys()):
         if not before.replicas[number].is_gone:
             yield f"replica {number} is there no more"
 
 
-def _is_news(mark: str, old: Process, process: Process, members: Container[int]) -> bool:
-    """Whether the end of a mark is neither the end of a membership nor a mark of another one."""
-    if process.key.number not in members or mark != CUT:
-        return process.key.number in members
-    return not process.cannot_reach and any(number in members for number in old.cut_from)
+def _is_news(mark: str, old: Process, process: Process, run: Run) -> bool:
+    """Whether the end of a mark is neither an end of the replica nor a mark of another one."""
+    members = {key.number for key in run.seen.members} or set(run.replicas)
+    if process.key.number not in members or process.is_gone or run.is_finished:
+        return False
+    if mark in (CUT, SLOW_ONE) and process.silent_s > SILENT_S:
+        return False
+    is_reached = not process.cannot_reach and any(one in members for one in old.cut_from)
+    return mark != CUT or is_reached
 
 
-# ------------------------------------------------------------------------------ for the page
-
-
-def status(state: State, version: str) -> dict[str, Any]:
-    """Return all that the page shows, as JSON types.
-
-    Args:
-        version: The version of the package.
-    """
-    order = {name: (run.has_ended, run.silent_s, name) for name, run in state.runs.items()}
-    shown = sorted(sorted(order, key=order.__getitem__)[:MAX_SHOWN])
-    return {
-        "schema": SCHEMA,
-        "version": version,
-        "at": round(state.now, 3),
-        "facts": dict(state.facts),
-        "report": state.report,
-        "num_runs": len(state.runs),
-        "runs": [{"run": name, **_run_report(state.runs[name])} for name in shown],
-    }
-
-
-def _run_report(run: Run) -> dict[str, Any]:
-    rows = [_row(run, one) for one in sorted(run.processes.values(), key=lambda one: one.key)]
-    view = run.seen.view_report()
-    if view is not None:
-        view |= {"cause": run.cause, "members": [one["id"] for one in view["members"]]}
-    return {
-        "view": view,
-        "has_ended": run.has_ended,
-        "members": rows,
-        "alerts": [
-            f"replica {row['id']}: {words}"
-            for row in rows
-            if row["marks"]
-            for words in row["words"]
-        ],
-        "rounds": run.rounds,
-        "rounds_over_time": [list(point) for point in run.points],
-        "events": [event._asdict() for event in reversed(run.events)],
-    }
-
-
-def _row(run: Run, process: Process) -> dict[str, Any]:
-    beat, figures = process.beat, process.figures
-    stage = "ended" if run.has_ended else "" if beat is None else beat.stage
-    inner_step = max(
-        0 if beat is None else beat.place.inner_step, 0 if figures is None else figures.inner_step
-    )
-    return {
-        "id": process.key.number,
-        "process": process.key.nonce.hex()[:8],
-        "is_member": process.is_member or run.seen.view is None,
-        "stage": stage,
-        "phase": printable(process.phase[:_PHASE]),
-        "inner_step": inner_step,
-        "silent_s": _finite(process.silent_s),
-        "waits_for": list(figures.waits_for) if figures and process.is_waiting else [],
-        "waits_s": _finite(process.waited_s),
-        "awaited_by": list(process.awaited_by),
-        "awaited_s": _finite(process.awaited_s),
-        "cut_from": list(process.cut_from),
-        "cannot_reach": list(process.cannot_reach),
-        "speed": _finite(process.speed),
-        "marks": sorted(process.marks),
-        "words": list(_words(run, process)),
-        "figures": None if figures is None else _figures_report(figures),
-    }
-
-
-def _words(run: Run, process: Process) -> Iterable[str]:
-    """Yield what a person should know of a process, in short clauses."""
-    number, figures = process.key.number, process.figures
-    if process.is_gone and process.beat is not None:
-        yield process.beat.stage
-        return
-    is_left = not (process.is_member or run.seen.view is None or run.is_finished)
-    if SILENT in process.marks or (is_left and process.silent_s > SILENT_S):
-        yield f"silent for {process.silent_s:.0f} s"
-    if AWAITED in process.marks:
-        others = run.replicas.keys() - {number}
-        everyone = len(process.awaited_by) > 1 and others <= set(process.awaited_by)
-        few = f"{_numbers(process.awaited_by)} wait{'s' * (len(process.awaited_by) == 1)}"
-        yield (
-            f"{'the others wait' if everyone else few} for replica {number}, "
-            f"since {process.awaited_s:.0f} s"
-        )
-    if CUT in process.marks:
-        other = run.replicas.get(process.cut_from[0])
-        if len(process.cut_from) == 1 and other is not None and other.cut_from == (number,):
-            names = _numbers(sorted({number, *process.cut_from}))
-            yield f"cut off: {names} cannot reach each other"
-        else:
-            yield f"cut off from {_numbers(process.cut_from)}"
-    if process.cannot_reach:
-        ending = "s" * (len(process.cannot_reach) > 1)
-        yield f"cannot reach replica{ending} {_numbers(process.cannot_reach)}"
-    if SLOW_ONE in process.marks:
-        part = process.speed / process.median
-        yield (f"slow: {process.speed:.3g} inner steps per second, {part:.0%} of the median")
-    if figures is not None and process.is_waiting:
-        yield f"waits for {_numbers(figures.waits_for)}, since {process.waited_s:.0f} s"
-    if run.seen.is_evicted(process.key):
-        yield "is asked to leave"
-    if is_left:
-        yield "is no member"
-
-
-def _numbers(numbers: Sequence[int]) -> str:
+def numbers_of(numbers: Sequence[int]) -> str:
     """Return replicas in words; where they are many, the first of them."""
     shown, more = ", ".join(map(str, numbers[:MOST_NAMED])), len(numbers) - MOST_NAMED
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _figures_report(figures: Figures) -> dict[str, Any]:
-    return {name: _finite(value) for name, value in vars(figures).items() if name not in _IN_ROW}
-
-
-def _finite(value: Any) -> Any:
-    """Return a number for JSON, which knows no infinity and no NaN: None for those."""
-    if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
-    return value

@@ -21,6 +21,7 @@ import torch
 from torch.library import Library
 
 from ..base import env
+from ..base.checks import warn
 
 # The place of each implementation in the sources, by the type of device that its tensors are on.
 # "reference" is plain PyTorch. The other implementations for the CPU are chosen in C++, which
@@ -96,7 +97,7 @@ def default_on_cuda(operator: str, index: int | None = None) -> str:
     if wanted in names:
         return wanted
     if wanted == "cuda" and _has_built_kernels():
-        warnings.warn(f"Triton serves the GPU, because {cuda_obstacle(index)}", stacklevel=2)
+        warn(f"Triton serves the GPU, because {cuda_obstacle(index)}")
     return names[-1]
 
 

@@ -156,7 +156,7 @@ class Recorder:
         # On streams the training stands still for other times than the host waits.
         exposed_s = seconds.get("exposed", flight.exposed_s)
         # The call that sends a round may apply the result, too.
-        is_at_once = flight.kind == "flush" or flight.apply_step == flight.sent_step
+        is_at_once = flight.kind == "flush" or flight.sent_step in (flight.apply_step, inner_step)
         can_hide = exchange_s > 0 and not is_at_once
         metrics = SyncMetrics(
             round=flight.number,

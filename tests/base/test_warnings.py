@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -41,6 +43,37 @@ def test_a_warning_of_the_optimizers_hook_shows_the_step() -> None:
         backward(model)
         optimizer.step()
         assert told(caught, "have gradients but") == [line_here(-1)]
+
+
+class Broken(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("this handler is broken")
+
+
+@pytest.mark.parametrize("is_error", [False, True])
+def test_an_error_of_a_handler_of_warnings_stops_no_step(
+    is_error: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warning that the program has made an error is one, and a handler's error is shown."""
+    model = Regression()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    handler = Broken()
+    with DiLoCo(model, optimizer, sync_every=1, peers="alone"), warnings.catch_warnings():
+        warnings.simplefilter("error" if is_error else "always")
+        logging.getLogger("py.warnings").addHandler(handler)
+        logging.captureWarnings(True)
+        try:
+            backward(model)
+            with (
+                pytest.raises(RuntimeWarning, match="have gradients but")
+                if is_error
+                else nullcontext()
+            ):
+                optimizer.step()
+        finally:
+            logging.captureWarnings(False)
+            logging.getLogger("py.warnings").removeHandler(handler)
+    assert ("RuntimeError: this handler is broken" in capsys.readouterr().err) is not is_error
 
 
 def test_a_check_that_warns_shows_the_step_behind_a_schedule() -> None:

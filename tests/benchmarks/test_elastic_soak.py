@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,6 +214,39 @@ EXPOSED = """# TYPE sent_bytes counter
 sent_bytes_total{{replica="1"}} {value}
 {created}# EOF
 """
+
+
+@pytest.mark.parametrize(
+    ("answer", "violations"),
+    [
+        (b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n", ["with status 500"]),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n# E", []),
+        (b"HTTP/1.1 2", []),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n\xff\xfe\xfd\n",
+            ["the parser refuses them"],
+        ),
+        (b"", []),
+    ],
+)
+def test_an_answer_that_breaks_off_is_no_violation_and_a_wrong_one_is(
+    answer: bytes, violations: list[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        metrics = Metrics(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics")
+        metrics.read()
+        server.join()
+    assert len(metrics.wrong) == len(violations)
+    assert all(text in wrong for text, wrong in zip(violations, metrics.wrong, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -312,8 +312,12 @@ def test_a_group_trains_on_while_its_registry_is_another_one(
     assert "the registry answers again" in lines
 
 
-def outlive_registry(rank: int, world: int, store: tuple[str, int], registry: str) -> list[str]:
+def outlive_registry(
+    rank: int, world: int, store: tuple[str, int], registry: str, state_dir: str = ""
+) -> list[str]:
     """Train until this replica has left; a sign for each warning that the test waits for."""
+    if state_dir:
+        os.environ["DILOCO_COMM_STATE_DIR"] = state_dir
     signs, lines = connect(store), Lines()
     logging.getLogger("diloco_comm").addHandler(lines)
     diloco, model, optimizer = attach(registry, rank)
@@ -321,7 +325,7 @@ def outlive_registry(rank: int, world: int, store: tuple[str, int], registry: st
     while not diloco.is_done:
         take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
         time.sleep(0.01)
-        for sign in ("nobody can come or go", "was asked to leave"):
+        for sign in ("nobody can come or go", "leaves at its next", "cannot before"):
             if any(sign in line for line in lines.lines):
                 signs.set(sign, "now")
     diloco.close()
@@ -337,11 +341,35 @@ def test_the_first_signal_says_that_the_registry_is_away(
     registry.kill()
     wait_for(pool, ["nobody can come or go"])
     pool.kill(0, signal.SIGTERM)
-    wait_for(pool, ["was asked to leave"])
+    wait_for(pool, ["cannot before"])
     registry.start()
     (lines,) = pool.collect(timeout=60)
     asked = "this replica was asked to leave, and cannot before the registry answers: a second "
     assert sum(line.startswith(asked) for line in lines) == 1
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["away", "another"])
+def test_a_launcher_that_asks_to_leave_promises_no_second_signal(
+    is_other: bool, fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
+) -> None:
+    """No signal has come to this process: the next one would be its first."""
+    folder = StateFolder(tmp_path / "state")
+    pool = fresh_workers(1, init_group=False)
+    pool.submit(outlive_registry, pool.store, registry.address, str(tmp_path / "state"))
+    wait_for(pool, ["begun"])
+    registry.kill()
+    other = Host(address=registry.address, journal=tmp_path / "other") if is_other else None
+    wait_for(pool, ["nobody can come or go"])
+    folder.ask_to_leave()
+    wait_for(pool, ["cannot before"])
+    if other is not None:
+        other.kill()
+    registry.start()
+    (lines,) = pool.collect(timeout=60)
+    own = "its own" if is_other else "the"
+    asked = [line for line in lines if line.startswith("this replica was asked to leave, and ")]
+    assert asked[0].endswith(f", and cannot before {own} registry answers")
+    assert not [line for line in asked if "SIGTERM" in line]
 
 
 def test_a_replica_whose_key_is_removed_ends(

@@ -11,7 +11,7 @@ from test_http_server import HERE
 from benchmarks.support.browser import Browser, browser, find
 from benchmarks.support.simulated_host import SimulatedHost, key_of, record_of
 from diloco_comm.monitor.http_server import HttpServer, Monitor
-from diloco_comm.monitor.status import MAX_SHOWN
+from diloco_comm.monitor.report import MAX_SHOWN
 
 pytestmark = pytest.mark.skipif(find() is None, reason="there is no Chromium")
 

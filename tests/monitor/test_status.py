@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.support.simulated_host import BEGAN, SimulatedHost, key_of, record_of
-from diloco_comm.group.beats import CHANGING, PULLING, TRAINING, name_of
+from diloco_comm.group.beats import CHANGING, PULLING, TRAINING, Beat, eviction_of, name_of
+from diloco_comm.group.records import Key
+from diloco_comm.group.state import Place
 from diloco_comm.monitor.figures import Figures
+from diloco_comm.monitor.report import status
 from diloco_comm.monitor.status import (
     COUNTERS,
     MAX_EVENTS,
@@ -22,7 +25,6 @@ from diloco_comm.monitor.status import (
     Snapshot,
     State,
     advance,
-    status,
 )
 
 
@@ -309,7 +311,7 @@ def test_a_view_tells_a_replica_that_left_from_one_that_was_killed() -> None:
     world.host.swap("r", record_of(2, [0], left_out=(1, 2, 3, 4)))
     world.go(5)
     cause = (
-        "replica 1 is left out, last heard 20 s ago, replica 2 left by itself, "
+        "replica 1 is left out after 20 s of silence, replica 2 left by itself, "
         "replica 3 left by itself, replica 4 left when asked"
     )
     assert world.report()["view"]["cause"] == cause
@@ -321,6 +323,75 @@ def test_a_view_tells_a_replica_that_left_from_one_that_was_killed() -> None:
     world.host.swap("r", record_of(3, [0, 1], joined=(1,)))
     world.go(5)
     assert world.events()[4:] == ["view 3: replicas [1] join"]
+
+
+def test_a_replica_that_was_asked_to_leave_is_told_without_its_eviction() -> None:
+    """The registry has dropped the request by then, or the record alone names the replica."""
+    for record_names_it in (True, False):
+        world = World()
+        world.host.ask_to_leave("r", key_of(1))
+        world.go(10)
+        world.host.forget("r", eviction_of(key_of(1)))
+        if record_names_it:
+            world.go(5)
+        evicted = (1,) * record_names_it
+        world.host.swap("r", record_of(2, [0, 2], left_out=(1,), evicted=evicted))
+        world.go(5)
+        assert world.events()[-1] == "view 2: replica 1 left when asked"
+
+
+@pytest.mark.parametrize("end", ["killed", "gone", "finished"])
+def test_a_replica_that_was_cut_off_and_has_ended_reaches_nobody_again(end: str) -> None:
+    world = World()
+    world.go(10)
+    world.places = {one: {"cut": (key_of(1).nonce,)} for one in (0, 2)}
+    world.go(5)
+    world.silent = {1}
+    if end == "gone":
+        world.host.beat("r", key_of(1), "gone")
+    elif end == "finished":
+        world.host.swap("r", record_of(2, [0, 1, 2], is_finished=True))
+    run = world.go(20)
+    assert not [text for text in world.events() if "others again" in text]
+    if end == "finished":
+        assert run["alerts"] == []
+        assert all(row["cut_from"] == row["cannot_reach"] == [] for row in run["members"])
+
+
+def test_a_newcomer_that_reaches_no_member_is_the_one_that_is_cut_off() -> None:
+    world = World()
+    world.go(10)
+    nonces = tuple(key_of(one).nonce for one in range(3))
+    for cuts in ({}, {0: {"cut": (key_of(7).nonce,)}}):
+        world.places = cuts
+        world.host.post("r", key_of(7))
+        world.host.beat("r", key_of(7), PULLING, entered=0, cut=nonces)
+        run = world.go(5)
+        assert world.row(7)["cut_from"] == [0, 1, 2]
+        assert [row["cut_from"] + row["cannot_reach"] for row in run["members"][:3]] == [[]] * 3
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_stranger_with_the_nonce_of_a_member_hides_nothing(beats: bool) -> None:
+    world = World()
+    world.go(10)
+    stranger = Key(99, key_of(1).nonce)
+    world.places = {one: {"cut": (key_of(1).nonce,)} for one in (0, 2)}
+    for _ in range(2):
+        world.host.post("r", stranger)
+        if beats:
+            world.host.beat("r", stranger, PULLING, entered=0)
+        world.go(5)
+    assert world.row(1)["words"] == ["cut off from 0, 2"]
+
+
+def test_a_beat_names_no_more_than_a_process_would() -> None:
+    beat = Beat(Place(key_of(0), b"s" * 16, cut=(b"x" * 16,) * 24), 1)
+    text = beat.to_bytes()
+    longer = text.replace(b'"cut": [', b'"cut": [' + f'"{"0" * 32}", '.encode() * 400)
+    read = Beat.from_bytes(longer)
+    assert read is not None and len(read.place.cut) == 24
+    assert Beat.from_bytes(text) == beat
 
 
 def test_of_two_replicas_none_is_the_one_that_is_cut_off() -> None:
@@ -385,7 +456,7 @@ def test_a_replica_that_comes_back_is_a_newcomer_beside_the_member() -> None:
     record = record_of(2, [0, 1, 2], joined=(2,))
     world.host.swap("r", record_of(2, [0, 1], left_out=(2,)))
     world.go(1)
-    assert world.events()[-1] == "view 2: replica 2 is left out, last heard 22 s ago"
+    assert world.events()[-1] == "view 2: replica 2 is left out after 22 s of silence"
     members = (*record.members[:2], again)
     world.host.swap("r", record_of(3, [0, 1], joined=(2,), members=members))
     run = world.go(1)
@@ -445,6 +516,25 @@ def test_a_run_whose_last_post_is_taken_back_has_ended_for_a_minute() -> None:
     assert advance(world.state, world.host.snapshot(), world.now).runs == {}
 
 
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_run_that_was_killed_has_not_ended(elastic: bool) -> None:
+    world = World(elastic=elastic)
+    world.go(10)
+    world.silent = {0, 1, 2}
+    world.go(0 if elastic else 15)
+    world.host.drop("r")
+    assert world.go(5)["has_ended"]
+    assert world.events()[-1] == "nothing is heard of the run any more"
+    if elastic:
+        world.silent = set()
+        world.host.swap("r", record_of(2, [0, 1, 2], is_finished=True))
+        world.go(5)
+        world.silent = {0, 1, 2}
+        world.host.drop("r")
+        world.go(5)
+        assert world.events()[-1] == "the run has ended"
+
+
 def test_a_run_that_has_ended_makes_room_for_others() -> None:
     world = World((0, 1), elastic=False)
     world.go(10)
@@ -470,16 +560,44 @@ def test_a_post_that_claims_more_than_its_age_allows_is_left_out(values: dict[st
     assert world.row(0)["figures"]["sent_bytes"] == 1 << 52
 
 
+def test_no_training_is_so_fast_that_honest_replicas_are_slow() -> None:
+    world = World()
+    for step in (1 << 40, 1 << 50, 1 << 60):
+        world.figures = {one: {"inner_step": step} for one in (1, 2)}
+        world.go(15)
+    assert [row["speed"] for row in world.report()["members"]] == [10.0, None, None]
+    assert world.report()["alerts"] == []
+
+
+def test_a_silent_replica_has_no_speed() -> None:
+    world = World()
+    world.go(30)
+    world.silent = {1}
+    world.go(15)
+    assert [row["speed"] for row in world.report()["members"]] == [10.0, None, 10.0]
+
+
 def test_names_and_phases_that_turn_the_text_around_are_shown_as_escapes() -> None:
     host = SimulatedHost()
-    names = ["run\u202eB", "run\\u202eB", "two\u2028lines", "läuft-1"]
+    names = [
+        "run\u202eB",
+        "run\\u202eB",
+        "two\u2028lines",
+        "läuft-1",
+        "a\u3164",
+        "a\u115f",
+        "a\ufe0f",
+    ]
     for name in names:
         host.swap(name, record_of(1, [0]))
         host.post(name, key_of(0))
         host.beat(name, key_of(0), phase="steps\u2066\n")
     report = status(advance(State(BEGAN, BEGAN), host.snapshot(), BEGAN), "1")
     shown = {run["run"]: run["members"][0] for run in report["runs"]}
-    assert shown.keys() == {r"run\u202eB", r"run\\u202eB", r"two\u2028lines", "läuft-1"}
+    assert shown.keys() == {
+        r"run\u202eB", r"run\\u202eB", r"two\u2028lines", "läuft-1",
+        r"a\u3164", r"a\u115f", r"a\ufe0f",
+    }  # fmt: skip
     assert all(row["is_member"] and row["figures"] for row in shown.values())
     assert {row["phase"] for row in shown.values()} == {r"steps\u2066\n"}
 

@@ -259,6 +259,42 @@ def test_each_replica_logs_its_begin_and_end_and_the_lowest_its_rounds(
     assert second[0][1].endswith("; replica 0 logs the rounds")
 
 
+def shares(rank: int, world: int, choices: dict[str, Any]) -> list[tuple[bool, float]]:
+    """Return of each round whether the call that sent it has applied it, and its hidden share.
+
+    The model is so large that the exchange begins before the encoding has ended.
+    """
+    model = torch.nn.Linear(2000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sent: set[tuple[int, int]] = set()
+    with DiLoCo(model, optimizer, sync_every=4, wire="int4", **choices) as diloco:
+        for _ in range(12):
+            model(torch.ones(2000)).sum().backward()
+            optimizer.step()
+            for part in diloco._look_at_parts():
+                sent |= {(part.index, flight.number) for flight in part.in_flight}
+        metrics = [one for one in diloco.metrics() if one.inner_step < 12]
+    # A round that no step has seen on its way was applied by the call that sent it.
+    return [((one.fragment, one.round) not in sent, one.overlap_fraction) for one in metrics]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"overlap": Eager(first="sync"), "fragments": 2},
+        {"overlap": Streaming(0), "fragments": 2},
+    ],
+    ids=["blocking", "eager", "streaming"],
+)
+def test_a_round_that_is_applied_by_the_call_that_sends_it_hides_nothing(
+    choices: dict[str, Any], workers
+) -> None:
+    (first, _) = workers(2).run(shares, choices)
+    assert first[0] == (True, 0.0)
+    assert all(share == 0.0 for at_once, share in first if at_once)
+
+
 @pytest.mark.parametrize("choices", [{}, {"overlap": CO2()}], ids=["blocking", "co2"])
 def test_the_summary_names_the_replica_that_was_waited_for(
     choices: dict[str, Any], workers

@@ -91,13 +91,15 @@ def report(registry: Registry, run: str) -> dict[str, Any]:
         RegistryUnavailable: If the registry does not answer.
         ValueError: If the registry's record is none of this version.
     """
+    from ...monitor.report import view_report
+
     seen = _look(registry)
     return {
         "schema": 2,
         "run": run,
         "registry_id": registry.registry_id,
         "is_durable": registry.is_durable,
-        "view": seen.view_report(),
+        "view": view_report(seen),
         "processes": [seen.beat_report(beat) for beat in seen.beats],
     }
 
@@ -151,7 +153,9 @@ def _table(title: str, seen: Seen, silence: dict[Key, float]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(_plain(f"{title}: {_headline(seen)}")))
+    from ...monitor.status import printable
+
+    table = Table(title=Text(printable(f"{title}: {_headline(seen)}")))
     names = ["replica", "process", "member", "stage", "view", "inner step", "address"]
     for name in names + ["silent for"] * bool(silence):
         table.add_column(name, justify="right" if name in ("view", "inner step") else "left")
@@ -162,7 +166,7 @@ def _table(title: str, seen: Seen, silence: dict[Key, float]) -> Any:
         cells += [stage, str(row["view"] or ""), str(row["inner_step"]), row["address"]]
         if silence:
             cells.append(f"{silence[beat.key]:.0f} s")
-        table.add_row(*[Text(_plain(cell)) for cell in cells])
+        table.add_row(*[Text(printable(cell)) for cell in cells])
     heard = {beat.key for beat in seen.beats}
     for key in seen.members:
         if key not in heard:
@@ -170,15 +174,10 @@ def _table(title: str, seen: Seen, silence: dict[Key, float]) -> Any:
     return table
 
 
-def _plain(text: str) -> str:
-    """Return words of another process so that a terminal shows them, and obeys none."""
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
-    )
-
-
 def _headline(seen: Seen) -> str:
-    view = seen.view_report()
+    from ...monitor.report import view_report
+
+    view = view_report(seen)
     if view is None:
         return "no view has been formed yet"
     parts = [f"view {view['number']}", f"inner step {view['inner_step']}", view["cause"]]
