@@ -1,4 +1,5 @@
 // decode, merge, norms, and the upload of long lists.
+#include <algorithm>
 #include <cstring>
 
 #include "cuda/by_format.h"
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 
 // The same for whole tiles alone: it leaves the others.
 template <Format kFormat>
-__global__ void __launch_bounds__(kThreads, kDecodeBlocks<kFormat>)
+__global__ void __launch_bounds__(kThreads, std::min(kDecodeBlocks<kFormat>, kMostBlocks))
     decode_whole_kernel(const __grid_constant__ DecodeArgs args) {
     const WarpLanes lanes(nullptr);
     each_group(args.runs, [&](uint32_t& index, uint32_t end) {

@@ -22,6 +22,14 @@ constexpr bool kIsSm8x = false;
 
 constexpr int kThreads = kWarps * kLanes;
 
+// Blocks that a multiprocessor of the device has room for.
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kMostBlocks = 48 / kWarps;
+#else
+constexpr int kMostBlocks = 64 / kWarps;
+#endif
+
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
     throw std::runtime_error(std::string("CUDA could not ") + what + ": " +

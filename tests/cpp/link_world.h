@@ -403,7 +403,7 @@ class Stranger {
     std::unique_ptr<TlsSession> session_{};
 };
 
-// Reads frames of a link until the one that says which group the link has begun, and returns the
+// Reads frames of a link until a join, which names the group that the link has begun; returns the
 // group's token. Pings and signs of life may come before.
 template <typename Read>
 uint64_t token_of_join(const Read& read) {
