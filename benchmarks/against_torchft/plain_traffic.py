@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from benchmarks.operators.operator_table import PATTERN, buffer
 from benchmarks.support import common
-from diloco_comm.tools.bench.operators import PATTERN, buffer
 
 # Elements; ranges of the loops are multiples of it.
 _UNIT = 1024

@@ -12,9 +12,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from benchmarks.support import common
+from benchmarks.support.interface import INTERFACE, transmitted_bytes
 from diloco_comm.tools.bench import exchange as bench_exchange
+from diloco_comm.tools.bench import methods
 from diloco_comm.tools.bench.exchange import DTYPES, Settings
 
 
@@ -58,11 +65,36 @@ def settings_of(args: argparse.Namespace) -> Settings:
             chunk_bytes=args.chunk,
             impl=args.impl,
             link=bench_exchange.parse_link(args.emulate_link),
-            count_bytes=args.count_bytes,
-            drain_bytes=args.drain,
         )
     except ValueError as error:
         raise SystemExit(str(error)) from None
+
+
+def interface_bits(method: Any, source: torch.Tensor) -> dict[str, float]:
+    """Return the bits that left the network interface for each element, as a mean over ranks.
+
+    The figure is the median of three batches of four operations, since TCP may send a segment of
+    one batch twice. On loopback the counter includes all ranks and all other programs.
+    """
+    world = dist.get_world_size()
+    repeats = 4
+    method.load(source)
+    batches = []
+    for _ in range(3):
+        dist.barrier()
+        time.sleep(0.1)
+        before = transmitted_bytes()
+        for _ in range(repeats):
+            method.run()
+        time.sleep(0.1)
+        batches.append(float(transmitted_bytes() - before))
+        dist.barrier()
+    sent = torch.tensor(batches, dtype=torch.float64)
+    dist.all_reduce(sent)
+    if INTERFACE == "lo":
+        sent /= world
+    per_rank = float(sent.median()) / world / repeats
+    return {"interface_bits": 8 * per_rank / (source.numel() * methods.bus_factor(world))}
 
 
 def main() -> int:
@@ -81,7 +113,9 @@ def main() -> int:
         wire=f"{args.wire}, block {args.block_size}",
         engine=f"{args.lanes} lanes, chunk {args.chunk or 'auto'}",
     )
-    rows = bench_exchange.run(report, settings, chosen)
+    drain = torch.zeros(args.drain // 4) if args.drain else None
+    also = {"also": interface_bits} if args.count_bytes else {}
+    rows = bench_exchange.run(report, settings, chosen, drain=drain, **also)
     bench_exchange.close(chosen)
     common.finish(report, rows, args.json)
     return 1 if bench_exchange.count_wrong(rows) else 0

@@ -20,9 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.operators import plain_operators as plain
-from benchmarks.support import common
-from diloco_comm import ops
-from diloco_comm.tools.bench.operators import (
+from benchmarks.operators.operator_table import (
     BLOCK,
     FLOOR_BYTES,
     Data,
@@ -34,6 +32,8 @@ from diloco_comm.tools.bench.operators import (
     floors,
     rows,
 )
+from benchmarks.support import common
+from diloco_comm import ops
 
 
 def plain_twins(data: Data, compiled: bool) -> dict[str, Callable]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.support import common
-from diloco_comm.tools.bench.exchange import transmitted_bytes
+from benchmarks.support.interface import transmitted_bytes
 
 
 def make_model() -> nn.Sequential:

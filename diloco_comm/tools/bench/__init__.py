@@ -1,1 +1,1 @@
-"""``diloco-comm bench``: operators, exchange, outer step, and the choice of settings."""
+"""``diloco-comm bench``: exchange, outer step, and the choice of settings."""

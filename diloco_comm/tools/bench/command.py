@@ -1,4 +1,4 @@
-"""``diloco-comm bench``: measure the exchange, the operators and the outer step; tune for a link.
+"""``diloco-comm bench``: measure the exchange and the outer step; tune for a link.
 
 Each command runs under torchrun or srun, or starts local processes itself (``-g N``).
 """
@@ -16,10 +16,10 @@ import typer
 
 from ...base.files import whole_file
 from ..common.exits import FAILED, fail, in_options, misuse
-from ..common.sizes import format_size, parse_count, parse_size
+from ..common.sizes import parse_count, parse_size
 
 app = typer.Typer(
-    help="Measure the exchange, the operators and the outer step; tune for a link.",
+    help="Measure the exchange and the outer step; tune for a link.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -150,43 +150,10 @@ def exchange(
         raise typer.Exit(FAILED)
 
 
-@app.command()
-@one_sentence
-def ops(
-    size: Annotated[Size, typer.Option("-b", "--size", help="Bytes of fp32 parameters.")] = "64M",
-    rounds: Annotated[int, typer.Option("-n", "--rounds", help="Timed rounds.")] = 9,
-    threads: Annotated[int, typer.Option(help="Intra-op threads.")] = 1,
-    impl: Impl = "",
-    json_path: Json = None,
-) -> None:
-    """Time every operator against plain loops that move the same bytes through memory.
-
-    diloco-comm bench ops --size 256M
-    """
-    import torch
-
-    from ... import ops as operators
-    from ..common import reports
-    from . import operators as bench
-
-    reports.check_output("--json", json_path)
-    size_bytes = parse_size(size)
-    for name, value, least in (
-        ("--size", size_bytes, 65536),
-        ("--rounds", rounds, 1),
-        ("--threads", threads, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    resolved = operators.resolve_impl(impl) or operators.available_impls()[-1]
-    torch.set_num_threads(threads)
-    data = bench.Data(size_bytes, resolved)
-    table = bench.rows(data, bars_only=False)
-    report = reports.Report("ops", size=format_size(size_bytes), threads=threads)
-    seconds = bench.measure(data, table, rounds=rounds)
-    rows = bench.report_rows(report, table, seconds, data.num_elements, resolved)
-    if json_path is not None:
-        report.save(json_path, rows)
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
+def ops(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Say where the measurement of the operators is."""
+    misuse("bench ops is python -m benchmarks.operators.roofline, in a checkout of the sources")
 
 
 @app.command("outer-step")

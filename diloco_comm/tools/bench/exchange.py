@@ -6,12 +6,10 @@ docs/reference/bench.md derives every column. The columns and JSON names are tho
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,8 +53,6 @@ class Settings:
     backend: str = "gloo"
     collectives: str = "gloo"
     link: tuple[float, float] | None = None
-    count_bytes: bool = False
-    drain_bytes: int = 0
 
     def __post_init__(self) -> None:
         known = (*WIRES, "gloo_bf16")
@@ -163,9 +159,9 @@ def make_methods(settings: Settings) -> list[Any]:
 class Sampler:
     """Time methods: after a barrier, on an idle link, with repetitions to fill a sample."""
 
-    def __init__(self, drain_bytes: int = 0, device: str = "cpu") -> None:
-        self.drain = torch.zeros(drain_bytes // 4, device=device) if drain_bytes else None
-        self.wait = torch.cuda.synchronize if device == "cuda" else _nothing
+    def __init__(self, device: str = "cpu", drain: torch.Tensor | None = None) -> None:
+        self.drain = drain
+        self.wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def sample(self, method: Any, source: torch.Tensor, repeats: int) -> float:
         """Return the seconds of one operation on this rank."""
@@ -203,26 +199,31 @@ class Sampler:
         return [measuring.slowest_of_ranks(times) for times in seconds]
 
 
-def _nothing() -> None:
-    """Wait for the device: on a CPU there is no wait."""
+def measure_size(
+    settings: Settings,
+    chosen: list[Any],
+    size: int,
+    drain: torch.Tensor | None = None,
+    also: Callable[[Any, torch.Tensor], Row] = lambda method, source: {},
+) -> list[Row]:
+    """Measure all methods at one size and return a row for each; a collective call.
 
-
-def measure_size(settings: Settings, chosen: list[Any], size: int) -> list[Row]:
-    """Measure all methods at one size and return a row for each; a collective call."""
+    Args:
+        drain: Averaged before each sample, to empty a shaper of the link.
+        also: Returns more figures of a method and what it averages.
+    """
     count = size // 4
     source = methods.source_of(dist.get_rank(), count, settings.dtype)
     for method in chosen:
         method.prepare(count)
     checks = [check(settings, method, source) if settings.check else {} for method in chosen]
-    sampler = Sampler(settings.drain_bytes, settings.device)
+    sampler = Sampler(settings.device, drain)
     repeats = sampler.repeats(chosen[0], source)
     seconds = sampler.interleaved(chosen, source, repeats, settings.iters, settings.warmup_iters)
     rows = []
     for method, times, checked in zip(chosen, seconds, checks, strict=True):
-        row = describe(method, size, times, seconds[0], settings.datatype) | checked
-        if settings.count_bytes:
-            row |= interface_bits(method, source, count)
-        rows.append(row)
+        row = describe(method, size, times, seconds[0], settings.datatype)
+        rows.append(row | checked | also(method, source))
     return rows
 
 
@@ -307,48 +308,11 @@ def _bound(
     return bound
 
 
-def interface_bits(method: Any, source: torch.Tensor, count: int) -> dict[str, float]:
-    """Return the bits that left the network interface for each element, as a mean over ranks.
-
-    The figure is the median of three batches of four operations, since TCP may send a segment of
-    one batch twice. On loopback the counter includes all ranks and all other programs.
-    """
-    world = dist.get_world_size()
-    repeats = 4
-    method.load(source)
-    batches = []
-    for _ in range(3):
-        dist.barrier()
-        time.sleep(0.1)
-        before = transmitted_bytes()
-        for _ in range(repeats):
-            method.run()
-        time.sleep(0.1)
-        batches.append(float(transmitted_bytes() - before))
-        dist.barrier()
-    sent = torch.tensor(batches, dtype=torch.float64)
-    dist.all_reduce(sent)
-    if os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo":
-        sent /= world
-    per_rank = float(sent.median()) / world / repeats
-    return {"interface_bits": 8 * per_rank / (count * methods.bus_factor(world))}
-
-
-def transmitted_bytes() -> int:
-    """Return the transmit counter of gloo's interface, in this process's network namespace."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        device, _, counters = line.partition(":")
-        if device.strip() == name:
-            return int(counters.split()[8])
-    raise RuntimeError(f"no network interface {name!r}")
-
-
 # ------------------------------------------------------------------------------------- the table
 
 
-def run(report: reports.Report, settings: Settings, chosen: list[Any]) -> list[Row]:
-    """Measure all sizes and print a line for each; a collective call."""
+def run(report: reports.Report, settings: Settings, chosen: list[Any], **more: Any) -> list[Row]:
+    """Measure all sizes and print a line for each, as ``measure_size``; a collective call."""
     against = "vs fp32" if settings.link else f"vs {settings.backend}"
     report.print("#")
     names = ("size", "count", "wire", "impl", "time", "algbw", "busbw", "wirebw", "#wrong", against)
@@ -357,7 +321,7 @@ def run(report: reports.Report, settings: Settings, chosen: list[Any]) -> list[R
     report.print(_COLUMNS.format(*units))
     rows: list[Row] = []
     for size in settings.sizes():
-        for row in measure_size(settings, chosen, size):
+        for row in measure_size(settings, chosen, size, **more):
             row["in_place"]["nwrong"] = row.pop("wrong", None)
             rows.append(row)
             report.print(_line(row))

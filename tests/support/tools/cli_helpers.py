@@ -81,8 +81,8 @@ def help_examples(*path: str) -> dict[str, list[str]]:
         lines = [line.strip() for line in text.splitlines()]
         starts = ("diloco-comm ", "torchrun ")
         found[" ".join(path)] = [line for line in lines if line.startswith(starts)]
-    for name in getattr(command, "commands", ()):
-        found |= help_examples(*path, name)
+    for name, below in getattr(command, "commands", {}).items():
+        found |= {} if below.hidden else help_examples(*path, name)
     return found
 
 

@@ -1,23 +1,23 @@
 """Time each operator against *floors*: plain loops that move the same bytes through memory.
 
 A ratio is taken in each round, and the median of the ratios is reported: on a shared machine ratios
-vary less than times. ``benchmarks/operators/roofline.py`` adds plain PyTorch and ``torch.compile``.
+vary less than times. ``roofline`` adds plain PyTorch and ``torch.compile``.
 """
 
 from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import ops
-from ...ops.wire import ELEMENT_WIRES, ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
-from ..common import measuring, reports
+from benchmarks.support import common
+from diloco_comm import ops
+from diloco_comm.ops.wire import ELEMENT_WIRES, ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
 
 Run = Callable[[], object]
 Seconds = dict[str, list[float]]
@@ -174,7 +174,7 @@ def block_rows(data: Data, *, bars_only: bool) -> list[Row]:
 
 
 def rows(data: Data, *, bars_only: bool) -> list[Row]:
-    """List the operators to time; the first ones are those of the bars."""
+    """List the operators to time, first the operators of the bars."""
     feedback = {"residual": data.residual, "new_residual": data.rest}
     wire_bytes = {w: WireFormat(w, BLOCK).bits_per_element / 8 for w in ELEMENT_WIRES}
     w8, w4 = wire_bytes["int8"], wire_bytes["int4"]
@@ -242,7 +242,7 @@ def floors(data: Data) -> dict[str, Run]:
 def best_floor(seconds: Seconds, start: str) -> list[float]:
     """Return the seconds of a floor's fastest variant, by the median."""
     variants = [times for name, times in seconds.items() if name.startswith(f"floor {start}")]
-    return min(variants, key=lambda times: measuring.summary(times)["median"])
+    return min(variants, key=lambda times: common.summary(times)["median"])
 
 
 # Bytes that a floor moves for each element.
@@ -263,58 +263,3 @@ def floor_rows(seconds: Seconds) -> list[Row]:
         for name in seconds
         if name.startswith("floor")
     ]
-
-
-def measure(data: Data, table: Sequence[Row], *, rounds: int) -> Seconds:
-    """Time operators and floors in turns; the keys are rows' names and ``floor X``."""
-    functions: dict[str, Run] = {f"floor {name}": run for name, run in floors(data).items()}
-    functions |= {row.name: row.run for row in table}
-    with torch.no_grad():
-        return measuring.interleave(functions, rounds=rounds, warmup=2)
-
-
-def report_rows(
-    report: reports.Report, table: Sequence[Row], seconds: Seconds, num_elements: int, impl: str
-) -> list[dict[str, Any]]:
-    """Print a line for each operator and return the figures."""
-    heads = ["time", "fp32", "moved", "memcpy", "roofline"]
-    units = ["(ms)", "(GB/s)", "(GB/s)", "(x time)", "(%)"]
-    report.print("#")
-    report.print(f"#{'operator':>26} {'wire':>9} {'impl':>7}" + "".join(f"{h:>10}" for h in heads))
-    report.print("#" + " " * 44 + "".join(f"{u:>10}" for u in units))
-    memcpy = best_floor(seconds, "memcpy")
-    results = []
-    for row in [*floor_rows(seconds), *table]:
-        times = seconds[row.name]
-        median = measuring.summary(times)["median"]
-        moved = row.traffic_bytes * num_elements / median / 1e9
-        # A row without a floor is compared with the time that memcpy needs for as many bytes.
-        floor = best_floor(seconds, row.floor) if row.floor else memcpy
-        bytes_ratio = 1.0 if row.floor else row.traffic_bytes / 8
-        is_floor = row.operator.startswith("floor")
-        figure = {
-            "operator": row.operator,
-            "wire": row.wire,
-            "impl": "" if is_floor else impl,
-            "time": median * 1e6,
-            "time_us": {
-                "p10": measuring.percentile(times, 10) * 1e6,
-                "p50": median * 1e6,
-                "p90": measuring.percentile(times, 90) * 1e6,
-                "samples": len(times),
-            },
-            "fp32_gb_per_s": 4 * num_elements / median / 1e9,
-            "moved_gb_per_s": moved,
-            "memcpy_ratio": measuring.ratio_of_medians(times, memcpy),
-            "roofline_percent": None
-            if is_floor
-            else 100 * bytes_ratio * measuring.ratio_of_medians(floor, times),
-        }
-        results.append(figure)
-        share = "-" if is_floor else f"{figure['roofline_percent']:.1f}"
-        cells = (
-            f"{median * 1e3:>10.2f}{figure['fp32_gb_per_s']:>10.2f}{moved:>10.2f}"
-            f"{figure['memcpy_ratio']:>10.2f}{share:>10}"
-        )
-        report.print(f" {row.operator:>26} {row.wire:>9} {figure['impl']:>7}{cells}")
-    return results
