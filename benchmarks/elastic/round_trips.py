@@ -39,8 +39,7 @@ from diloco_comm.group import driver as group_driver
 from diloco_comm.group import state as st
 from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
 from diloco_comm.tools.common.workers import die_with_launcher
-from diloco_comm.tools.demo.chaos.crew import Place
-from diloco_comm.tools.demo.chaos.messages import DONE, Ended
+from diloco_comm.tools.demo.crew import DONE, Ended, Place
 
 SHORT_MS, LONG_MS = 4.0, 60.0
 MOST_ROUND_TRIPS, MOST_OPENED = 8.0, 0.0

@@ -50,8 +50,16 @@ from benchmarks.support import common
 from benchmarks.support.namespaces import NETWORK, Namespaces, call, missing_tools
 from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
 from diloco_comm.tools.common.workers import free_port
-from diloco_comm.tools.demo.chaos.crew import Crew, Replica
-from diloco_comm.tools.demo.chaos.messages import DONE, KILLED, LEFT, LEFT_BEHIND, Ended, Entered
+from diloco_comm.tools.demo.crew import (
+    DONE,
+    KILLED,
+    LEFT,
+    LEFT_BEHIND,
+    Crew,
+    Ended,
+    Entered,
+    Replica,
+)
 
 # Seconds without an outer step after which a storm is given up, beside its longest fault.
 _PATIENCE_S = 90.0

@@ -5,7 +5,9 @@ A sub-command imports its modules when it runs, so that ``--help`` answers at on
 
 from __future__ import annotations
 
+import importlib
 import os
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +32,7 @@ from .common.hosting import (
     serve_until_signal,
 )
 from .common.outputs import check_folder
-from .common.printing import announcer
+from .common.printing import announcer, present
 from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor.command import doctor
 from .keys.command import keys_app
@@ -150,12 +152,25 @@ def demo(
     stopped and started. With --decoupled, train with learners that never wait: one is slow, and one
     is killed.
     """
-    from .demo.choosing import run_chosen
-    from .demo.run import ReplicaError
+    from rich.console import Console
 
+    from .demo.crew import ReplicaError
+    from .demo.settings import OPTIONS, chosen
+
+    began = time.perf_counter()
     try:
         check_folder("--out", out)
-        claims = run_chosen(context.params, given_options(context))
+        if chaos and decoupled:
+            raise ValueError("--chaos and --decoupled exclude each other")
+        name = "chaos" if chaos else "decoupled" if decoupled else "comparison"
+        given = set(given_options(context)) & {*OPTIONS, "sync_every", "data"}
+        settings = chosen(name, quick, {option: context.params[option] for option in given})
+        console = Console(soft_wrap=True, stderr=as_json)
+        # The server of decoupled training needs pyzmq, which may be missing.
+        run = importlib.import_module(f".demo.{name}", __package__).run
+        results = run(settings, console)
+        seconds = time.perf_counter() - began
+        claims = present(console, results, out, seconds, as_json=as_json)
     except ValueError as error:
         misuse(str(error))
     except (OSError, ReplicaError) as error:

@@ -19,14 +19,14 @@ from benchmarks.elastic.storm_model import Waits, predict
 from benchmarks.elastic.storm_report import Figures, results_of
 from benchmarks.elastic.storms import Storm, main, make_parser, read_schedule, run
 from benchmarks.support.namespaces import missing_tools
-from diloco_comm.tools.demo.chaos.crew import Place
-from diloco_comm.tools.demo.chaos.messages import (
+from diloco_comm.tools.demo.crew import (
     DONE,
     FAILED,
     KILLED,
     LEFT_BEHIND,
     Ended,
     Entered,
+    Place,
 )
 
 QUICK = LedgerSettings(sync_every=4, step_s=0.05, suspect_after_s=3.0, num_elements=1000)

@@ -19,8 +19,8 @@ from cli_helpers import check_documented, check_misuse, help_examples, run_cli
 
 from diloco_comm import Streaming
 from diloco_comm.tools.demo.data import Batches, load_corpus, validation_windows
-from diloco_comm.tools.demo.methods import overlap_of
-from diloco_comm.tools.demo.settings import ROWS, STREAMING, Settings
+from diloco_comm.tools.demo.replica import overlap_of
+from diloco_comm.tools.demo.settings import ROWS, STREAMING, Comparison
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -200,7 +200,7 @@ def test_a_text_that_is_too_short_is_misuse(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sync_every", [1, 2, 5, 6, 50])
 def test_a_streamed_fragment_arrives_before_it_is_sent_again(sync_every: int) -> None:
-    settings = Settings(num_steps=sync_every, sync_every=sync_every)
+    settings = Comparison(num_steps=sync_every, sync_every=sync_every)
     policy = overlap_of(STREAMING, settings)
     assert isinstance(policy, Streaming)
     assert policy.delay == min(5, sync_every - 1)
@@ -244,7 +244,7 @@ def test_batches_repeat_with_the_seed_and_targets_are_shifted() -> None:
 
 
 def test_inner_learning_rate_warms_up_and_decays() -> None:
-    settings = Settings(num_steps=400, warmup_steps=50, inner_lr=1.0)
+    settings = Comparison(num_steps=400, warmup_steps=50, inner_lr=1.0)
     rates = [settings.inner_lr_at(step) for step in range(400)]
     assert rates[0] == pytest.approx(1 / 50)
     assert max(rates) == pytest.approx(1.0) and rates.index(max(rates)) in (49, 50)

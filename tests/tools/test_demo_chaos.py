@@ -16,14 +16,13 @@ from rich.console import Console
 from support_paths import FOLDERS
 from test_demo import heed_control_c, wait_for_line
 
-from diloco_comm.tools.demo.chaos.command import run
-from diloco_comm.tools.demo.chaos.crew import Place, Replica
-from diloco_comm.tools.demo.chaos.messages import LEFT_BEHIND, Ended, Entered, Stepped
-from diloco_comm.tools.demo.chaos.record import STARTING, STOPPED, TRAINING, WAITING, Record
-from diloco_comm.tools.demo.chaos.settings import ChaosSettings
+from diloco_comm.tools.common.printing import present
+from diloco_comm.tools.demo.chaos import STANDING, STARTING, TRAINING, WAITING, Record, run
+from diloco_comm.tools.demo.crew import LEFT_BEHIND, Ended, Entered, Place, Replica, Stepped
 from diloco_comm.tools.demo.model import ModelConfig
+from diloco_comm.tools.demo.settings import Chaos
 
-TINY = ChaosSettings(
+TINY = Chaos(
     pause_s=0.5,
     outage_s=1.5,
     sync_every=5,
@@ -39,7 +38,8 @@ PAGE = "tutorials/demo.md"
 @pytest.mark.timeout(300)
 def test_all_events_have_their_effect(tmp_path: Path) -> None:
     text = Console(file=(tmp_path / "text").open("w"), force_terminal=False, width=100)
-    results = run(TINY, tmp_path, text)
+    results = run(TINY, text)
+    present(text, results, tmp_path, 1.0, as_json=False)
     text.file.close()
     # The loss of a model this small says nothing.
     assert [claim.text for claim in results.claims()[:-1] if not claim.holds] == []
@@ -89,7 +89,7 @@ import sys
 sys.path[:0] = {FOLDERS!r}
 from pathlib import Path
 from idle_replica import idle
-from diloco_comm.tools.demo.chaos.crew import Crew
+from diloco_comm.tools.demo.crew import Crew
 if __name__ == "__main__":
     with Crew(idle, None, Path(sys.argv[1]), []) as crew:
         for number in (0, 1):
@@ -167,7 +167,7 @@ def test_bands_tell_training_from_waiting_and_from_standing_still() -> None:
         (3.0, 5.2, WAITING),
         (5.2, 6.0, TRAINING),
         (6.0, 6.1, TRAINING),
-        (6.1, 9.0, STOPPED),
+        (6.1, 9.0, STANDING),
         (9.0, 10.0, WAITING),
     ]
     assert record.views[2].seconds == 1.5

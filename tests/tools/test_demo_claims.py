@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_comm.tools.demo.events import Finished
-from diloco_comm.tools.demo.report.results import Point, Results, RowResult
-from diloco_comm.tools.demo.settings import BASELINE, REFERENCE, ROWS, SMALL, TINY, Row, Settings
+from diloco_comm.tools.demo.comparison import Point, Results, RowResult
+from diloco_comm.tools.demo.replica import Finished
+from diloco_comm.tools.demo.settings import BASELINE, REFERENCE, ROWS, SMALL, TINY, Comparison, Row
 
-SETTINGS = Settings(num_replicas=2, sync_every=50)
+SETTINGS = Comparison(num_replicas=2, sync_every=50)
 # Nats a byte before and after, and bytes sent, of rows for which every claim holds.
 INITIAL, FINAL, ENTROPY = 5.5, 2.0, 3.2
 SENT = {BASELINE: 198_000_000, SMALL: 1_000_000, TINY: 500_000}

@@ -10,14 +10,14 @@ import pytest
 from cli_helpers import check_documented, check_misuse, run_cli
 from rich.console import Console
 
-from diloco_comm.tools.demo.decoupled.command import run
-from diloco_comm.tools.demo.decoupled.learner import Stepped
-from diloco_comm.tools.demo.decoupled.results import Results, Track
-from diloco_comm.tools.demo.decoupled.settings import DecoupledDemo
+from diloco_comm.tools.common.printing import present
+from diloco_comm.tools.demo.crew import Stepped
+from diloco_comm.tools.demo.decoupled import Results, Track, run
 from diloco_comm.tools.demo.model import ModelConfig
+from diloco_comm.tools.demo.settings import Decoupled
 
-TINY = DecoupledDemo(
-    num_learners=3,
+TINY = Decoupled(
+    num_replicas=3,
     num_steps=80,
     sync_every=4,
     step_s=0.03,
@@ -29,7 +29,8 @@ PAGE = "tutorials/demo.md"
 @pytest.mark.timeout(600)
 def test_the_others_go_on(tmp_path: Path) -> None:
     text = Console(file=(tmp_path / "text").open("w"), force_terminal=False, width=160)
-    results = run(TINY, tmp_path, text)
+    results = run(TINY, text)
+    present(text, results, tmp_path, 1.0, as_json=False)
     text.file.close()
     normal, slow, killed = results.tracks
     assert killed.ended is None and killed.steps[-1].at < results.killed_at + 1.0
@@ -61,7 +62,7 @@ def results_of(step_s: dict[int, tuple[float, float]]) -> Results:
         while at < 20.0:
             at += before if at < 10.0 else after
             if index != 2 or at < 10.0:
-                tracks[index].steps.append(Stepped(at, before, 1.0, int(at)))
+                tracks[index].steps.append(Stepped(at, int(at), 1.0))
     return Results(TINY, tracks, 0.0, 10.0, 20.0)
 
 

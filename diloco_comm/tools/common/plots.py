@@ -53,6 +53,21 @@ def legend(axes: Axes, **options: Any) -> None:
     axes.legend(frameon=False, **options)
 
 
+def level(axes: Axes, value: float, text: str) -> None:
+    """Draw a thin horizontal line with a text at its right end."""
+    axes.axhline(value, color="0.6", linewidth=1)
+    axes.annotate(
+        text,
+        (1.0, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        color="0.4",
+        fontsize="small",
+    )
+
+
 def show_range(axes: Axes, values: Iterable[float], share: float = 0.05) -> None:
     """Let the vertical axis show these values, with a margin of ``share`` of their span."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib.util
 import json
+import os
+import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...base import launch
 from ...base.files import whole_file
@@ -110,3 +115,87 @@ def save_plot(path: Path, draw: Callable[[Path], None], *, as_json: bool) -> Non
         fail(f"cannot write --plot {path}: {error}")
     if not as_json:
         print(f"plot: {path}")
+
+
+# -------------------------------------------------------------------------- results with claims
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement about results, with the number that decides it."""
+
+    text: str
+    holds: bool
+
+
+class Results(Protocol):
+    """The results of a demo, by the name of its files."""
+
+    name: str
+    settings: Any
+
+    def claims(self) -> list[Claim]: ...
+
+    def content(self) -> dict[str, Any]:
+        """Return the figures as JSON types."""
+
+    def show(self, console: Console) -> None:
+        """Print the tables."""
+
+    def draw(self, path: Path) -> None:
+        """Write the figure; needs matplotlib, and no display."""
+
+
+def present(
+    console: Console, results: Results, out: Path, seconds: float, *, as_json: bool
+) -> Sequence[Claim]:
+    """Print results and claims, write ``NAME.json`` and ``NAME.png``, and return the claims.
+
+    If the first file cannot be written, the second is still written.
+
+    Args:
+        seconds: Duration of the demo.
+        as_json: Print the content of the JSON file, too.
+
+    Raises:
+        OSError: If a file cannot be written; its text is a sentence.
+    """
+    import torch
+    from rich.table import Table
+
+    from ... import __version__
+
+    claims = results.claims()
+    console.print()
+    results.show(console)
+    table = Table.grid(padding=(0, 1))
+    for claim in claims:
+        table.add_row("[green]yes[/]" if claim.holds else "[bold red]NO[/]", claim.text)
+    console.print()
+    console.print(table)
+    console.print(f"\n[dim]{seconds:.0f} s in all[/]", highlight=False)
+    head = {
+        "schema": 1,
+        "diloco_comm": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "settings": dataclasses.asdict(results.settings),
+        "total_seconds": seconds,
+    }
+    document = {**head, **results.content(), "claims": list(map(dataclasses.asdict, claims))}
+    numbers = json.dumps(document, indent=1, default=str)
+    if as_json:
+        print(numbers, flush=True)
+    try:
+        with whole_file("--out", out / f"{results.name}.json") as file:
+            file.write_text(numbers + "\n")
+        console.print(f"numbers: {out / results.name}.json", highlight=False)
+    finally:
+        if importlib.util.find_spec("matplotlib") is None:
+            console.print("plot:    none; for one, pip install 'diloco_comm\\[plot]'")
+        else:
+            with whole_file("--out", out / f"{results.name}.png") as file:
+                results.draw(file)
+            console.print(f"plot:    {out / results.name}.png", highlight=False)
+    return claims

@@ -1,4 +1,4 @@
-"""Processes of an elastic training on this machine: replicas, and the registry where they meet.
+"""Processes of a training on this machine: replicas, and the registry where they meet.
 
 Any of them can be killed, stopped and started again. The replicas talk to the parent process
 through pipes. All processes end with the parent, also if it is killed.
@@ -6,6 +6,7 @@ through pipes. All processes end with the parent, also if it is killed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -22,24 +23,82 @@ from typing import Any
 
 import torch
 
-from ....base.errors import LeftBehind
-from ....elastic.registry.server import RegistryServer
-from ...common.workers import die_with_parent, free_port
-from ..run import interrupts_blocked
-from .messages import FAILED, KILLED, LEFT_BEHIND, Ended
+from ...base.errors import LeftBehind
+from ...elastic.registry.server import RegistryServer
+from ..common.workers import die_with_parent, free_port
 
 # A fresh process imports torch once, and forks all others.
 _forks = multiprocessing.get_context("forkserver")
-JOIN_S = 10.0
+JOIN_S, POLL_S = 10.0, 0.05
+# How a replica ends.
+DONE, LEFT, LEFT_BEHIND, FAILED, KILLED = "done", "left", "left behind", "failed", "killed"
+
+
+class ReplicaError(RuntimeError):
+    """A replica of a demo raised or died, or an event did not have its effect."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The replica has taken an inner step at ``at``, by ``time.monotonic()``.
+
+    Attributes:
+        step: Its number; of a learner, the sum of the versions of its fragments.
+        loss: Mean loss of its batch, in nats a byte.
+    """
+
+    at: float
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The replica has entered a view; see ``ViewChanged``."""
+
+    at: float
+    view: int
+    members: tuple[int, ...]
+    joined: tuple[int, ...]
+    left: tuple[int, ...]
+    seconds: float
+    copied_bytes: int
+
+
+@dataclass(frozen=True)
+class Copying:
+    """The replica copies the state before it joins; see ``JoinProgress``."""
+
+    at: float
+    received_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The replica has ended.
+
+    Attributes:
+        how: DONE, LEFT, LEFT_BEHIND, FAILED, or KILLED by a signal (said by the parent process).
+        detail: The error, or its traceback.
+        outer_hash: Hash of the shared model, after DONE.
+    """
+
+    at: float
+    how: str
+    detail: str = ""
+    inner_step: int = 0
+    outer_hash: str = ""
+    num_parameters: int = 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a replica's process is told.
+    """The things that a replica's process is told.
 
     Attributes:
-        number: Of the replica.
-        process: Of this process, counted from 0 over all processes of the crew.
+        number: Number of the replica.
+        process: Number of this process, counted from 0 over all processes of the crew.
         registry: Address.
     """
 
@@ -65,7 +124,7 @@ class Replica:
     process: ForkServerProcess
     pipe: Connection
     started: float = field(default_factory=time.monotonic)
-    is_stopped: bool = False
+    is_killed: bool = False
     has_ended: bool = False
 
     @property
@@ -84,12 +143,12 @@ class Crew:
     A context manager: at its end no process is left.
 
     Args:
-        program: What each replica runs, a function of a module.
+        program: The function of a module that each replica runs.
         given: Further argument of ``program``.
         folder: For the journal, and for a log of each process.
         preload: Modules that are imported once for all processes.
         registry: Address of a registry that is there already, for a crew that is not entered as a
-            context manager, but closed at the end.
+            context manager, but closed at the end, as a crew without a registry is.
     """
 
     def __init__(
@@ -174,16 +233,15 @@ class Crew:
 
     def kill(self, number: int) -> None:
         """SIGKILL: the process ends at once."""
+        self.replicas[number].is_killed = True
         self._signal(number, signal.SIGKILL)
 
     def stop(self, number: int) -> None:
         """SIGSTOP: the process stands still, and its connections stay open."""
         self._signal(number, signal.SIGSTOP)
-        self.replicas[number].is_stopped = True
 
     def resume(self, number: int) -> None:
         """SIGCONT: the process goes on where it was stopped."""
-        self.replicas[number].is_stopped = False
         self._signal(number, signal.SIGCONT)
 
     def _signal(self, number: int, sign: signal.Signals) -> None:
@@ -210,12 +268,57 @@ class Crew:
                 replica.has_ended = isinstance(message, Ended)
                 yield replica, message
 
+    def hear(
+        self,
+        note: Callable[[Replica, Any], None],
+        seconds: float,
+        until: Callable[[], bool] | None = None,
+        what: str = "",
+        advance: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """Note what the replicas say for some seconds, or until something is so.
+
+        Args:
+            note: Called with each message.
+            what: Words for that, in the error.
+            advance: Called with the seconds since the last call.
+
+        Raises:
+            ReplicaError: If a replica fails, or dies that was not killed by ``kill``, or what must
+                be so is not.
+        """
+        last = time.monotonic()
+        end = last + seconds
+        while until is None or not until():
+            before, last = last, time.monotonic()
+            advance(last - before)
+            if last >= end:
+                if until is None:
+                    return
+                raise ReplicaError(f"waited {seconds:g} s in vain, until {what}")
+            for replica, message in self.messages(min(end - last, POLL_S)):
+                is_end = isinstance(message, Ended) and message.how not in (DONE, LEFT_BEHIND)
+                if is_end and not replica.is_killed:
+                    how = "failed" if message.how == FAILED else "died"
+                    raise ReplicaError(f"replica {replica.number} {how}:\n{message.detail}")
+                note(replica, message)
+
     def _receive(self, replica: Replica) -> Any:
         try:
             return replica.pipe.recv()
         except (EOFError, OSError):
             replica.process.join(JOIN_S)
             return Ended(time.monotonic(), KILLED, f"exit code {replica.process.exitcode}")
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Delay Ctrl-C; processes started inside inherit the mask, and never get the signal."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 # ------------------------------------------------------------------------------ in the processes

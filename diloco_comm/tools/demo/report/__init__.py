@@ -1,1 +1,0 @@
-"""The demo's results, their table and their plot."""
