@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import zlib
 from array import array
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import intervals
-from .intervals import Array
 from .trace import (
     COMMUNICATION,
     COMPUTATION,
     OUR_RANGE,
     OURS,
+    Array,
     Phase,
     RankTrace,
     TraceError,
+    inside,
     kind_of,
+    merge,
     rank_of,
 )
-from .trace_json import EventReader, no_garbage_collection
 
 STEP = "ProfilerStep"
 # Names of torch.distributed's events on the processor; gloo has no other events.
@@ -80,40 +82,53 @@ class KinetoTrace:
             TraceError: If the file is empty, foreign or truncated.
             OSError: If the file cannot be read.
         """
-        trace = cls(path)
-        with path.open("rb") as file, no_garbage_collection():
-            reader = EventReader(path, file)
-            try:
-                for events in reader:
-                    trace._add(events)
-            except TraceError:
-                raise
-            except (TypeError, ValueError, AttributeError) as error:
-                raise TraceError(f"{path} has an event that is none of Kineto's: {error}") from None
-        info = reader.metadata.get("distributedInfo")
+        trace, text = cls(path), _text_of(path)
+        try:
+            content = json.loads(text, object_hook=trace._take)
+            rest = content.get("traceEvents")
+            if not isinstance(rest, list):
+                raise TraceError(f"{path} is no Kineto trace: it has no traceEvents")
+            for event in rest:
+                if isinstance(event, dict):
+                    trace._add(event)
+        except TraceError:
+            raise
+        except json.JSONDecodeError:
+            if '"traceEvents"' not in text:
+                raise TraceError(f"{path} is no Kineto trace: it has no traceEvents") from None
+            raise TraceError(f"{path} is truncated: its events do not end") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise TraceError(f"{path} has an event that is none of Kineto's: {error}") from None
+        info = content.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
         trace.rank = rank if isinstance(rank, int) else rank_of(path)
         return trace
 
-    def _add(self, events: Iterable[dict[str, Any]]) -> None:
-        for event in events:
-            begin, us, category = event.get("ts"), event.get("dur"), event.get("cat")
-            if type(begin) is not int:
-                # As in Holistic Trace Analysis, a missing time makes all times floating-point.
-                self._has_fractions = True
-            if us is None or category is None or begin is None or category == "Trace":
-                continue
-            args, name = event.get("args") or {}, str(event.get("name"))
-            begin, end = float(begin), float(begin) + float(us)
-            stream, correlation = _integer(args.get("stream")), _integer(args.get("correlation"))
-            if STEP in name:
-                self.step_names.add(name)
-            is_sync = name in ("Event Sync", "Context Sync")
-            if stream != -1:
-                ours = OURS in str(args.get("Process Group Description", ""))
-                self._gpu.add((begin, end, correlation, stream, kind_of(name), ours))
-            if not is_sync and not (stream >= 0 and correlation >= 0):
-                self._add_cpu(event, category, name, begin, end, correlation)
+    def _take(self, found: dict[str, Any]) -> dict[str, Any] | None:
+        """Take in an event, which is then dropped; return any other object as it is."""
+        if not {"ph", "pid"} <= found.keys():
+            return found
+        self._add(found)
+        return None
+
+    def _add(self, found: dict[str, Any]) -> None:
+        begin, us, category = found.get("ts"), found.get("dur"), found.get("cat")
+        if type(begin) is not int:
+            # As in Holistic Trace Analysis, a missing time makes all times floating-point.
+            self._has_fractions = True
+        if us is None or category is None or begin is None or category == "Trace":
+            return
+        args, name = found.get("args") or {}, str(found.get("name"))
+        begin, end = float(begin), float(begin) + float(us)
+        stream, correlation = _integer(args.get("stream")), _integer(args.get("correlation"))
+        if STEP in name:
+            self.step_names.add(name)
+        is_sync = name in ("Event Sync", "Context Sync")
+        if stream != -1:
+            ours = OURS in str(args.get("Process Group Description", ""))
+            self._gpu.add((begin, end, correlation, stream, kind_of(name), ours))
+        if not is_sync and not (stream >= 0 and correlation >= 0):
+            self._add_cpu(found, category, name, begin, end, correlation)
 
     def _add_cpu(
         self, event: dict[str, Any], category: str, name: str, begin: float, end: float, corr: int
@@ -199,9 +214,25 @@ class KinetoTrace:
         found = [np.empty(0, dtype=np.int64)]
         for thread in np.unique(threads):
             own, at = threads == thread, launching == thread
-            merged = intervals.merge(begin[own], end[own])
-            found.append(ids[at][intervals.inside(launched[at], merged)])
+            merged = merge(begin[own], end[own])
+            found.append(ids[at][inside(launched[at], merged)])
         return np.isin(correlation, np.concatenate(found))
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file, unpacked, which must begin as an object of JSON."""
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        try:
+            text = (gzip.open(file) if is_gzip else file).read().decode(errors="replace")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise TraceError(f"{path} is truncated or no gzip file: {error}") from None
+    if not text:
+        raise TraceError(f"{path} is empty")
+    if text.lstrip()[:1] not in ("{", ""):
+        raise TraceError(f"{path} is no Kineto trace: it is not a JSON object")
+    return text
 
 
 def _integer(value: Any) -> int:

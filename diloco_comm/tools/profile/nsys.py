@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from . import intervals
 from .trace import (
     COMMUNICATION,
     COMPUTATION,
@@ -22,7 +21,9 @@ from .trace import (
     Phase,
     RankTrace,
     TraceError,
+    inside,
     kind_of,
+    merge,
     rank_of,
 )
 
@@ -160,13 +161,13 @@ class _Report:
         found: set[Pair] = set()
         for thread in {thread for thread, *_ in ranges}:
             own = _intervals([(b, e) for t, b, e, _ in ranges if t == thread])
-            merged = intervals.merge(*own)
+            merged = merge(*own)
             rows = self.database.execute(
                 f"SELECT start, correlationId FROM {RUNTIME} WHERE globalTid = ?", (thread,)
             )
             begins, ids = np.array(rows.fetchall() or [(0, 0)], dtype=np.int64).T
             process = thread & _PROCESS_MASK if has_process else 0
-            hits = ids[intervals.inside(begins / 1e3, merged)]
+            hits = ids[inside(begins / 1e3, merged)]
             found.update((process, int(correlation)) for correlation in hits)
         return found
 

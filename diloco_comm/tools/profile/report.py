@@ -13,10 +13,9 @@ from rich.table import Table
 
 from ..common import plots
 from ..common.printing import print_whole
-from . import intervals
 from . import nsys as profile_nsys
 from .kineto import KinetoTrace
-from .trace import RankTrace, TraceError, figures, rank_of, settle_ranks, slowest_rank
+from .trace import RankTrace, TraceError, figures, merge, rank_of, settle_ranks, slowest_rank
 
 # Most rectangles that a figure of a few thousand pixels can show.
 _MOST_DRAWN = 4000
@@ -150,7 +149,7 @@ def plot_timeline(traces: Sequence[RankTrace], path: Path) -> None:
     )
     for idx, trace in enumerate(traces):
         for offset, (name, label, colour) in enumerate(rows):
-            merged = _coarse(*intervals.merge(*getattr(trace, name)), span / _MOST_DRAWN)
+            merged = _coarse(*merge(*getattr(trace, name)), span / _MOST_DRAWN)
             bars = [((b - origin) / 1e3, (e - b) / 1e3) for b, e in zip(*merged, strict=True)]
             label_once = label if idx == 0 else None
             y = -idx - 0.28 * offset

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from . import intervals
-from .intervals import Array
-
+Array = NDArray[np.float64]
 COMMUNICATION, COMPUTATION, NEITHER = 0, 1, 2
 _NCCL = re.compile(r"nccl.*Kernel")
 _MEMORY = re.compile(r"Memcpy|Memset|dma")
@@ -100,7 +99,7 @@ class RankTrace:
 
 def figures(trace: RankTrace) -> dict[str, Any]:
     """Return the figures of one rank; ``docs/how-to/profile.md`` has the schema."""
-    computation = intervals.merge(*trace.computation)
+    computation = merge(*trace.computation)
     both = [np.concatenate(pair) for pair in zip(trace.ours, trace.inner, strict=True)]
     ends = [*trace.computation, *both]
     times = np.concatenate(ends)
@@ -109,10 +108,10 @@ def figures(trace: RankTrace) -> dict[str, Any]:
         "file": str(trace.path),
         "device": trace.device,
         "span_us": float(times.max() - times.min()) if len(times) else 0.0,
-        "computation_us": intervals.length(computation),
-        **_overlap(intervals.merge(both[0], both[1]), computation),
-        "ours": _overlap(intervals.merge(*trace.our_traffic), computation),
-        "inner": _overlap(intervals.merge(*trace.inner), computation),
+        "computation_us": length(computation),
+        **_overlap(merge(both[0], both[1]), computation),
+        "ours": _overlap(merge(*trace.our_traffic), computation),
+        "inner": _overlap(merge(*trace.inner), computation),
         "phases": {
             stage: {"count": p.count, "total_us": p.total_us, "max_us": p.max_us}
             for stage, p in sorted(trace.phases.items())
@@ -123,8 +122,8 @@ def figures(trace: RankTrace) -> dict[str, Any]:
 def _overlap(
     communication: tuple[Array, Array], computation: tuple[Array, Array]
 ) -> dict[str, float | None]:
-    total = intervals.length(communication)
-    overlapped = intervals.intersection(communication, computation)
+    total = length(communication)
+    overlapped = intersection(communication, computation)
     return {
         "communication_us": total,
         "overlapped_us": overlapped,
@@ -157,3 +156,50 @@ def settle_ranks(traces: Sequence[RankTrace]) -> None:
     for trace in traces:
         if trace.rank is None:
             trace.rank = next(free)
+
+
+# The arithmetic of intervals follows Holistic Trace Analysis (``merge_kernel_intervals``), so that
+# both tools report the same overlap to the last digit. An interval whose times were rounded inwards
+# may end before it begins; such an interval keeps its negative length.
+
+
+def merge(begin: Array, end: Array) -> tuple[Array, Array]:
+    """Merge intervals that touch; the result is sorted.
+
+    Args:
+        begin, end: 1-D, of equal length, any order.
+    """
+    if not len(begin):
+        return begin, end
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], end[order]
+    latest = np.maximum.accumulate(end)
+    starts = np.flatnonzero(np.concatenate(([True], begin[1:] > latest[:-1])))
+    return begin[starts], np.maximum.reduceat(end, starts)
+
+
+def length(merged: tuple[Array, Array]) -> float:
+    """Return the total length of merged intervals."""
+    begin, end = merged
+    return float((end - begin).sum())
+
+
+def intersection(a: tuple[Array, Array], b: tuple[Array, Array]) -> float:
+    """Return the length of the intersection of two lists of merged intervals."""
+    times = np.concatenate((*a, *b))
+    if not len(a[0]) or not len(b[0]):
+        return 0.0
+    # The running sum is 1 inside an interval of a, 2 inside one of b, and 3 inside both.
+    changes = np.repeat((1, -1, 2, -2), (len(a[0]), len(a[0]), len(b[0]), len(b[0])))
+    order = np.argsort(times, kind="stable")
+    times, running = times[order], np.cumsum(changes[order])
+    return float((times[1:] - times[:-1])[running[:-1] == 3].sum())
+
+
+def inside(points: Array, merged: tuple[Array, Array]) -> NDArray[np.bool_]:
+    """Whether each point lies in one of the merged intervals, ends included."""
+    begin, end = merged
+    if not len(begin):
+        return np.zeros(len(points), dtype=bool)
+    idx = np.searchsorted(begin, points, side="right") - 1
+    return (idx >= 0) & (points <= end[np.maximum(idx, 0)])
