@@ -108,8 +108,7 @@ def add_output(
         path = Path(text) if text else None
         try:
             if metavar == "PNG":
-                path = outputs.plot_file(path)
-                outputs.check_plot(option, path)
+                path = outputs.checked_plot(option, path)
             check_output(option, path)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None

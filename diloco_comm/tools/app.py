@@ -32,7 +32,7 @@ from .common.hosting import (
     serve_until_signal,
 )
 from .common.outputs import check_folder
-from .common.printing import announcer, present
+from .common.printing import announcer, new_console, present
 from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor.command import doctor
 from .keys.command import keys_app
@@ -152,8 +152,6 @@ def demo(
     stopped and started. With --decoupled, train with learners that never wait: one is slow, and one
     is killed.
     """
-    from rich.console import Console
-
     from .demo.crew import ReplicaError
     from .demo.settings import OPTIONS, chosen
 
@@ -165,7 +163,7 @@ def demo(
         name = "chaos" if chaos else "decoupled" if decoupled else "comparison"
         given = set(given_options(context)) & {*OPTIONS, "sync_every", "data"}
         settings = chosen(name, quick, {option: context.params[option] for option in given})
-        console = Console(soft_wrap=True, stderr=as_json)
+        console = new_console(stderr=as_json)
         # The server of decoupled training needs pyzmq, which may be missing.
         run = importlib.import_module(f".demo.{name}", __package__).run
         results = run(settings, console)

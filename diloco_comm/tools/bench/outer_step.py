@@ -30,6 +30,7 @@ from ... import (
 from ...options import Backend
 from ..common import measuring, reports
 from ..common.printing import progress_bar
+from ..common.sizes import at_least
 from .methods import format_of
 
 POLICIES = ("blocking", "streaming", "delayed", "eager", "co2")
@@ -55,15 +56,9 @@ class Settings:
     link: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("--params", self.num_params, self.num_layers),
-            ("--layers", self.num_layers, 1),
-            ("--sync-every", self.sync_every, 1),
-            ("--rounds", self.rounds, 1),
-            ("--fragments", self.fragments, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        at_least(self.num_layers, params=self.num_params)
+        counts = {"layers": self.num_layers, "fragments": self.fragments}
+        at_least(1, **counts, sync_every=self.sync_every, rounds=self.rounds)
         if self.policy not in POLICIES:
             raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         if not 0 <= self.step_s < 3600:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...exchange.exchange import Exchange
 from ...ops.wire import WIRES, WireFormat
 from ..common import measuring, reports
-from ..common.sizes import format_size
+from ..common.sizes import at_least, format_size
 from . import exchange as bench_exchange
 from . import methods
 
@@ -71,12 +71,10 @@ class Settings:
                 raise ValueError(f"--wire must be of {', '.join(WIRES)}, got {wire!r}")
         if self.size_bytes < 4:
             raise ValueError(f"--size must be at least 4 bytes, got {self.size_bytes}")
-        if self.iters < 3:
-            raise ValueError(f"--iters must be at least 3, got {self.iters}")
+        at_least(3, iters=self.iters)
+        at_least(1, lanes=min(self.lanes))
         if self.budget_s is not None and not self.budget_s > 0:
             raise ValueError(f"--budget must be a positive number of seconds, got {self.budget_s}")
-        if any(lanes < 1 for lanes in self.lanes):
-            raise ValueError(f"--lanes must be at least 1, got {min(self.lanes)}")
 
 
 def run(report: reports.Report, settings: Settings) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the results are printed the tools write their files with ``whole_file``.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,28 +46,28 @@ def check_folder(option: str, folder: Path | None, *, may_be_full: bool = False)
             files.try_folder(folder, 0 if may_be_full else files.PAGE_BYTES)
 
 
-def plot_file(path: Path | None) -> Path | None:
-    """Return the file of a figure; ``.png`` is added to a name without an ending."""
-    if path is None or path.suffix:
-        return path
-    return path.with_name(f"{path.name}.png")
-
-
-def check_plot(option: str, path: Path | None) -> None:
-    """As ``check_file``, for a figure of matplotlib.
+def checked_plot(option: str, path: Path | None) -> Path | None:
+    """As ``check_file``, for a figure; ``.png`` is added to a name without an ending.
 
     Raises:
-        ValueError: If the figure cannot be written, or matplotlib does not know the ending.
+        ValueError: If matplotlib is missing or does not know the ending, or the figure cannot be
+            written.
     """
     if path is None:
-        return
+        return None
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"{option} needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'"
+        )
     from matplotlib.backend_bases import FigureCanvasBase
 
+    path = path if path.suffix else path.with_name(f"{path.name}.png")
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         endings = ", ".join(f".{name}" for name in sorted(formats))
         raise ValueError(f"{option} must end in one of {endings}, got {path}")
     check_file(option, path)
+    return path
 
 
 @contextlib.contextmanager

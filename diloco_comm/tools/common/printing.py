@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,6 +94,43 @@ def progress_bar(
         yield advance
 
 
+def new_console(**options: Any) -> Console:
+    """Return a console that neither cuts lines nor colours their numbers."""
+    from rich.console import Console
+
+    return Console(**{"soft_wrap": True, "highlight": False} | options)
+
+
+def print_report(
+    report: dict[str, Any], as_json: bool, show: Callable[[Console, dict[str, Any]], None]
+) -> None:
+    """Print a report as JSON, or by its function."""
+    if as_json:
+        print(json.dumps(report, indent=1), flush=True)
+    else:
+        show(new_console(), report)
+
+
+def plain_table(
+    heads: Sequence[str], title: str | None = None, text: Collection[str] = (), **options: Any
+) -> Table:
+    """Return a table without a frame.
+
+    Args:
+        heads: Titles of the columns. All columns but the first are numbers, and end at the right.
+        text: Titles of further columns that begin at the left.
+        options: Options of the table.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", **options)
+    for head in heads:
+        is_text = head == heads[0] or head in text
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=True)
+    return table
+
+
 def print_whole(console: Console, table: Table) -> None:
     """Print a table uncut, even if it is wider than the terminal."""
     unlimited = console.options.update(max_width=_WIDEST)
@@ -173,7 +210,7 @@ def present(
         table.add_row("[green]yes[/]" if claim.holds else "[bold red]NO[/]", claim.text)
     console.print()
     console.print(table)
-    console.print(f"\n[dim]{seconds:.0f} s in all[/]", highlight=False)
+    console.print(f"\n[dim]{seconds:.0f} s in all[/]")
     head = {
         "schema": 1,
         "diloco_comm": __version__,
@@ -190,12 +227,12 @@ def present(
     try:
         with whole_file("--out", out / f"{results.name}.json") as file:
             file.write_text(numbers + "\n")
-        console.print(f"numbers: {out / results.name}.json", highlight=False)
+        console.print(f"numbers: {out / results.name}.json")
     finally:
         if importlib.util.find_spec("matplotlib") is None:
             console.print("plot:    none; for one, pip install 'diloco_comm\\[plot]'")
         else:
             with whole_file("--out", out / f"{results.name}.png") as file:
                 results.draw(file)
-            console.print(f"plot:    {out / results.name}.png", highlight=False)
+            console.print(f"plot:    {out / results.name}.png")
     return claims

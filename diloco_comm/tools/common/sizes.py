@@ -27,6 +27,29 @@ def format_size(size_bytes: int) -> str:
     return str(size_bytes)
 
 
+def at_least(least: int, **options: float) -> None:
+    """Check options, named as arguments are.
+
+    Raises:
+        ValueError: If one is less.
+    """
+    for name, value in options.items():
+        if value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def positive(**options: float | None) -> None:
+    """Check options, named as arguments are; None is a number that was not given.
+
+    Raises:
+        ValueError: If one is not finite and above 0.
+    """
+    for name, value in options.items():
+        if value is not None and not 0 < value < math.inf:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} must be a positive number, got {value:g}")
+
+
 def parse_count(option: str, text: str) -> float:
     """Read a count such as 7e9, 350M, 7B or 1.5T; the suffixes K, M, B, T are powers of 1000.
 
@@ -44,6 +67,5 @@ def parse_count(option: str, text: str) -> float:
     except ValueError:
         expected = "a number such as 25e6, 350M, 7B or 1.5T"
         raise ValueError(f"{option} must be {expected}, got {text!r}") from None
-    if not 0 < found < math.inf:
-        raise ValueError(f"{option} must be a positive number, got {found:g}")
+    positive(**{option[2:]: found})
     return found

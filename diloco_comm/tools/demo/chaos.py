@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ..common import plots
-from ..common.printing import Claim
+from ..common.printing import Claim, plain_table, print_whole
 from ..common.ranks import WITH_OPTIMIZER
 from .crew import DONE, LEFT_BEHIND, Copying, Crew, Ended, Entered, Replica, Stepped
 from .data import load_corpus
@@ -365,15 +363,13 @@ class Results:
 
     def show(self, console: Console) -> None:
         """Print what each event cost the others."""
-        title = "what each event cost the others"
-        table = Table(title=title, title_style="bold", box=box.SIMPLE_HEAD)
-        for head in ("at (s)", "event", "view", "others stood still (s)"):
-            table.add_column(head, justify="right" if "(s)" in head else "left")
+        heads = ("at (s)", "event", "view", "others stood still (s)")
+        table = plain_table(heads, "what each event cost the others", ("event", "view"))
         for row in self.rows():
             view = "" if row.view is None else f"{row.view.number}: {list(row.view.members)}"
             seconds = "" if row.view is None else f"{row.view.seconds:.1f}"
             table.add_row(f"{row.event.at:.1f}", row.event.text, view, seconds)
-        console.print(table)
+        print_whole(console, table)
 
     def draw(self, path: Path) -> None:
         """Draw loss, membership and tokens a second over time."""
@@ -417,8 +413,7 @@ def run(settings: Chaos, console: Console) -> Results:
     console.print(
         "[bold]4 replicas[/] train a byte-level transformer, while replicas and the registry are "
         f"killed, stopped and started; wire {settings.wire}, an exchange every "
-        f"{settings.sync_every} inner steps",
-        highlight=False,
+        f"{settings.sync_every} inner steps"
     )
     modules = [come_and_go.__module__, *WITH_OPTIMIZER]
     with (
@@ -543,7 +538,7 @@ class Script:
 
     def _note(self, kind: str, replica: int, text: str) -> None:
         event = self.record.note(time.monotonic(), kind, replica, text)
-        self._console.print(f"{event.at:6.1f} s  {text}", highlight=False)
+        self._console.print(f"{event.at:6.1f} s  {text}")
 
 
 def _draw_loss(axes: Axes, results: Results) -> None:

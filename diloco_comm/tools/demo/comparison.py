@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ...base.store_host import open_store
 from ...ops.wire import WireFormat
 from ..common import plots
-from ..common.printing import Claim, print_whole, progress_bar
+from ..common.printing import Claim, plain_table, print_whole, progress_bar
 from ..common.ranks import WITH_OPTIMIZER
 from .crew import Crew, Replica
 from .data import load_corpus
@@ -197,7 +196,7 @@ class Results:
     def show(self, console: Console) -> None:
         """Print the table and the hashes of all replicas."""
         print_whole(console, _results_table(self))
-        console.print(CAPTION, style="dim", highlight=False)
+        console.print(CAPTION, style="dim")
         console.print()
         print_whole(console, _hash_table(self))
 
@@ -267,14 +266,12 @@ def run(settings: Comparison, console: Console) -> Results:
     results = Results(settings, corpus.source, corpus.unigram_entropy)
     console.print(
         f"[bold]{settings.num_replicas} replicas[/] train a byte-level transformer, "
-        f"{settings.num_steps} steps each, on {results.source}",
-        highlight=False,
+        f"{settings.num_steps} steps each, on {results.source}"
     )
     console.print(
         f"link: {settings.link}   validation text: {results.unigram_entropy:.3f} nats a byte "
         "without context (unigram entropy)",
         style="dim",
-        highlight=False,
     )
     store = open_store("127.0.0.1", 0)
     with contextlib.ExitStack() as stack:
@@ -305,24 +302,12 @@ def _train_row(result: RowResult, crew: Crew, advance: Callable[..., None]) -> N
 
 def _results_table(results: Results) -> Table:
     settings = results.settings
-    table = Table(
-        title=f"{settings.num_replicas} replicas, {settings.num_steps} steps; link {settings.link}",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("run\n", no_wrap=True)
-    for title in (
-        "sync\nevery",
-        "initial\nloss",
-        "final\nloss",
-        "sent per\nreplica",
-        "fewer\nbytes",
-        "wall\n(s)",
-        "exposed\n(s)",
-        "1000\ntok/s",
-    ):
-        table.add_column(title, justify="right", no_wrap=True)
+    heads = (
+        "run\n", "sync\nevery", "initial\nloss", "final\nloss", "sent per\nreplica", "fewer\nbytes",
+        "wall\n(s)", "exposed\n(s)", "1000\ntok/s",
+    )  # fmt: skip
+    title = f"{settings.num_replicas} replicas, {settings.num_steps} steps; link {settings.link}"
+    table = plain_table(heads, title, padding=(0, 1, 0, 0))
     baseline = results.rows[BASELINE]
     for result in results.rows.values():
         is_baseline = result is baseline
@@ -344,17 +329,9 @@ def _results_table(results: Results) -> Table:
 
 
 def _hash_table(results: Results) -> Table:
-    table = Table(
-        title="hash of the shared parameters (SHA-256, first digits)",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("run")
-    for replica in range(results.settings.num_replicas):
-        table.add_column(f"replica {replica}")
-    table.add_column("")
+    title = "hash of the shared parameters (SHA-256, first digits)"
+    replicas = [f"replica {replica}" for replica in range(results.settings.num_replicas)]
+    table = plain_table(["run", *replicas, ""], title, [*replicas, ""], pad_edge=False)
     for result in results.rows.values():
         verdict = "identical" if result.is_identical else "[red]DIFFERENT[/]"
         table.add_row(result.row.name, *(digest[:10] for digest in result.hashes), verdict)

@@ -14,14 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ...asynchronous import DecoupledServer
 from ...methods.outer import Nesterov
 from ..common import plots
-from ..common.printing import Claim, print_whole, progress_bar
+from ..common.printing import Claim, plain_table, print_whole, progress_bar
 from ..common.ranks import WITH_OPTIMIZER
 from .crew import Crew, Replica, Stepped
 from .data import load_corpus
@@ -131,13 +129,11 @@ class Results:
 
     def show(self, console: Console) -> None:
         """Print a row for each learner."""
-        table = Table(box=box.SIMPLE_HEAD)
         heads = (
             "learner", "steps", "s a step before", "after the kill", "reports merged",
             "commits taken", "share of DiLoCo", "sent", "received",
         )  # fmt: skip
-        for head in heads:
-            table.add_column(head, justify="left" if head == "learner" else "right")
+        table = plain_table(heads)
         for index, track in enumerate(self.tracks):
             before, after = self.pace_s(index)
             ended = track.ended
@@ -246,10 +242,10 @@ def run(settings: Decoupled, console: Console) -> Results:
         results.began = time.monotonic()
         tell("begin")
         slower = f"learner {settings.slow} takes {settings.slow_factor:g} times as long for a step"
-        console.print(slower, highlight=False)
+        console.print(slower)
         results.killed_at = train("before")
         crew.kill(settings.killed)
-        console.print(f"learner {settings.killed} is killed", highlight=False)
+        console.print(f"learner {settings.killed} is killed")
         results.ended_at = train("after")
         tell("end")
         rest = [results.tracks[index] for index in results.others]

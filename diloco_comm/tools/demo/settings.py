@@ -10,6 +10,7 @@ from typing import Any
 
 from ...asynchronous.decoupled.settings import DecoupledSettings
 from ...ops.wire import WireName
+from ..common.sizes import at_least, positive
 from .model import ModelConfig
 
 LEAST_LEARNERS = 3
@@ -66,8 +67,7 @@ class Training:
     data: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.sync_every < 1:
-            raise ValueError(f"--sync-every must be at least 1, got {self.sync_every}")
+        at_least(1, sync_every=self.sync_every)
 
     @property
     def tokens_per_step(self) -> int:
@@ -89,10 +89,8 @@ class Comparison(Training):
     report_every: int = 10
 
     def __post_init__(self) -> None:
-        if self.num_replicas < 2:
-            raise ValueError(f"--replicas must be at least 2, got {self.num_replicas}")
-        if not 0 < self.link_gbps < math.inf:
-            raise ValueError(f"--gbps must be a positive number, got {self.link_gbps:g}")
+        at_least(2, replicas=self.num_replicas)
+        positive(gbps=self.link_gbps)
         if not 0 <= self.link_rtt_ms < math.inf:
             raise ValueError(f"--rtt-ms must be a number from 0 on, got {self.link_rtt_ms:g}")
         super().__post_init__()

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..common.printing import print_whole
+from ..common.printing import plain_table, print_whole
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
@@ -100,9 +100,7 @@ def _print_job(console: Console, job: dict[str, Any]) -> None:
     hosts = len(set(job["host_of_rank"]))
     replicas = "" if job["replicas"] is None else f", {job['replicas']} replicas"
     console.print(f"job of {job['world']} ranks on {hosts} host{'s'[: hosts > 1]}{replicas}")
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("ranks", "hosts", "latency", "bandwidth"):
-        table.add_column(title, justify="right")
+    table = plain_table(("ranks", "hosts", "latency", "bandwidth"))
     for link in job["links"]:
         a, b = link["ranks"]
         at = job["host_of_rank"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +12,8 @@ import typer
 
 from ...base.files import whole_file
 from ..common.exits import fail, given_options, in_options, misuse, note
-from ..common.outputs import check_file, check_plot, plot_file
-from ..common.printing import save_plot
+from ..common.outputs import check_file, checked_plot
+from ..common.printing import new_console, print_report, save_plot
 from ..common.sizes import parse_count
 
 # The paragraphs behind \b keep their line breaks.
@@ -54,6 +53,12 @@ _OF_MODE_ALONE = {
 _OF_MODEL_AND_LINK = (
     *("params", "layers", "model_config", "safetensors", "step_time"),
     *("wire", "rtt_ms", "gbps", "target", "efficiency"),
+)
+
+
+# Options that a request takes as they are.
+_OF_REQUEST = (
+    *("step_time", "method", "sync_every", "rounds", "block_size", "bits", "rtt_ms", "efficiency"),
 )
 
 
@@ -187,10 +192,7 @@ def plan(
         if step_time is None or not {"params", "model_config", "safetensors"} & set(given):
             misuse("--decoupled needs --params and --step-time")
         count, _ = _size(params, 1, model_config, safetensors)
-        numbers = (count, step_time, replicas, sync_every, fragments, wire or "int4", wire_down)
-        rule = (quorum, gamma, 2 if delay is None else delay)
-        links = (rtt_ms, gbps, syncer_gbps)
-        _print_decoupled(numbers, rule, links, tokens_per_step, as_json)
+        _print_decoupled({**context.params, "params": count, "learners": replicas})
         return
     has_model = any(name in given for name in _OF_MODEL_AND_LINK)
     if failures and not has_model:
@@ -205,28 +207,18 @@ def plan(
         fragment_layers = min(3, size[1]) if method == "streaming" else 0
     if write is not None and gbps is None:
         misuse("--write needs --gbps: the bandwidth of the link that the settings are for")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        misuse("--plot needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'")
-    plot = plot_file(plot)
     from .estimate import AUTO, Prices, Request, make_plan
 
     try:
-        check_plot("--plot", plot)
+        plot = checked_plot("--plot", plot)
         check_file("--write", write)
         request = Request(
             *size,
-            step_time,
             workers=replicas,
-            method=method,
-            sync_every=sync_every,
             fragment_layers=fragment_layers,
             delay=1 if delay is None else delay,
-            rounds=rounds,
             wire=wire or ("fp32" if method == "dp" else "int8"),
-            block_size=block_size,
-            bits=bits,
-            rtt_ms=rtt_ms,
-            efficiency=efficiency,
+            **{name: context.params[name] for name in _OF_REQUEST},
         )
         named = {} if wire in (None, AUTO) else {"chosen_wires": (request.wire,)}
         prices = None
@@ -300,14 +292,10 @@ def _show(
     all_wires: bool,
     only_chosen: bool,
 ) -> None:
-    from rich.console import Console
-
     from .report import plot_plan, print_plan
 
-    if as_json:
-        print(json.dumps(made, indent=1), flush=True)
-    else:
-        print_plan(Console(soft_wrap=True), made, all_wires=all_wires, only_chosen=only_chosen)
+    show = functools.partial(print_plan, all_wires=all_wires, only_chosen=only_chosen)
+    print_report(made, as_json, show)
     if plot is not None:
         save_plot(plot, functools.partial(plot_plan, made), as_json=as_json)
 
@@ -353,8 +341,6 @@ def _print_failures(
     made: dict[str, Any] | None,
     as_json: bool,
 ) -> None:
-    from rich.console import Console
-
     from .failures import make_report, print_failures
 
     try:
@@ -366,41 +352,29 @@ def _print_failures(
         for name, option in options.items():
             sentence = sentence.replace(name, option)
         misuse(sentence)
-    if as_json:
-        print(json.dumps(report, indent=1))
-    else:
-        print_failures(Console(soft_wrap=True), report)
+    print_report(report, as_json, print_failures)
 
 
-def _print_decoupled(
-    numbers: tuple[float, float, int, int, int, str, str],
-    rule: tuple[int, float, int],
-    links: tuple[float, float | None, float | None],
-    tokens: int | None,
-    as_json: bool,
-) -> None:
-    from rich.console import Console
-
+def _print_decoupled(options: dict[str, Any]) -> None:
     from ...asynchronous.decoupled.fragment_round import QuorumRule
     from .decoupled import DecoupledRequest, make_report, print_decoupled
 
-    quorum, gamma, delay = rule
-    rtt_ms, gbps, syncer_gbps = links
+    names = ("params", "step_time", "learners", "sync_every", "fragments", "wire_down", "rtt_ms")
+    delay = 2 if options["delay"] is None else options["delay"]
     try:
-        quorum_rule = QuorumRule(quorum=quorum, gamma=gamma, delay=delay)
-        request = DecoupledRequest(*numbers, rule=quorum_rule, rtt_ms=rtt_ms)
-        report = make_report(request, gbps, syncer_gbps, tokens)
+        request = DecoupledRequest(
+            **{name: options[name] for name in names},
+            wire=options["wire"] or "int4",
+            rule=QuorumRule(quorum=options["quorum"], gamma=options["gamma"], delay=delay),
+        )
+        links = (options["gbps"], options["syncer_gbps"])
+        report = make_report(request, *links, options["tokens_per_step"])
     except ValueError as error:
         misuse(in_options(str(error), ("quorum", "gamma", "delay", "wire")))
-    if as_json:
-        print(json.dumps(report, indent=1))
-    else:
-        print_decoupled(Console(soft_wrap=True), report)
+    print_report(report, options["as_json"], print_decoupled)
 
 
 def _print_published(as_json: bool) -> None:
-    from rich.console import Console
-
     from .published import GRID, INTELLECT_1, TABLE_4, TABLE_5, compare, compare_measured
     from .report import print_measured, print_published
 
@@ -410,7 +384,7 @@ def _print_published(as_json: bool) -> None:
     if as_json:
         print(json.dumps({"schema": 1, "published": tables}, indent=1))
         return
-    console = Console(width=160)
+    console = new_console(width=160)
     print_published(
         console, "Streaming DiLoCo, Table 4 (Gbit/s, H=100)", tables["streaming_table_4"]
     )

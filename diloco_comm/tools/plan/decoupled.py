@@ -21,13 +21,13 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ...asynchronous.decoupled.fragment_round import QuorumRule
 from ...ops.wire import WireFormat
-from ..common.printing import print_whole
+from ..common.printing import plain_table, print_whole
+from ..common.sizes import at_least, positive
 from .report import format_bytes, print_program
 from .request import DAY_S, MOST_SYNC_EVERY
 
@@ -60,21 +60,14 @@ class DecoupledRequest:
     rtt_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, count in (
-            ("replicas", self.learners),
-            ("sync-every", self.sync_every),
-            ("fragments", self.fragments),
-        ):
-            if count < 1:
-                raise ValueError(f"--{name} must be at least 1, got {count}")
+        counts = {"replicas": self.learners, "fragments": self.fragments}
+        at_least(1, **counts, sync_every=self.sync_every)
         if self.sync_every > MOST_SYNC_EVERY or self.fragments > self.params:
             raise ValueError(
                 f"--sync-every must be at most {MOST_SYNC_EVERY} and --fragments at most the "
                 f"parameters, got {self.sync_every} and {self.fragments}"
             )
-        for name, value in (("params", self.params), ("step-time", self.step_time)):
-            if not 0 < value < float("inf"):
-                raise ValueError(f"--{name} must be a positive number, got {value:g}")
+        positive(params=self.params, step_time=self.step_time)
         if not 0 <= self.rtt_ms < float("inf"):
             raise ValueError(f"--rtt-ms must not be negative, got {self.rtt_ms:g}")
         if self.rule.quorum > self.learners:
@@ -146,11 +139,8 @@ def make_report(
     Raises:
         ValueError: If a link or the number of tokens is impossible.
     """
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"--tokens-per-step must be at least 1, got {tokens}")
-    for name, value in (("gbps", gbps), ("syncer-gbps", syncer_gbps)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"--{name} must be a positive number, got {value:g}")
+    at_least(1, tokens_per_step=1 if tokens is None else tokens)
+    positive(gbps=gbps, syncer_gbps=syncer_gbps)
     syncer_gbps = gbps if syncer_gbps is None else syncer_gbps
     syncers = _syncers(request, syncer_gbps)
     up, down = request.report_bytes, request.commit_bytes
@@ -252,8 +242,7 @@ def print_decoupled(console: Console, report: dict[str, Any]) -> None:
         f"{request['params']:.4g} parameters, {request['step_time']:g} s a step, decoupled, "
         f"{request['learners']} learners, H={request['sync_every']}, "
         f"{request['fragments']} fragments, {request['wire']} up, {request['wire_down']} down, "
-        f"a call every {plan['call_every_s']:.3g} s",
-        highlight=False,
+        f"a call every {plan['call_every_s']:.3g} s"
     )
     print_whole(console, _traffic(plan))
     if plan["in_time_gbps"] is None:
@@ -262,13 +251,12 @@ def print_decoupled(console: Console, report: dict[str, Any]) -> None:
         words = f"With {plan['in_time_gbps']:.3g} Gbit/s both ways a fragment is back"
     console.print(
         f"{words} within {request['delay']} inner steps of its call, with a round trip of "
-        f"{request['rtt_ms']:g} ms and before any grace window.",
-        highlight=False,
+        f"{request['rtt_ms']:g} ms and before any grace window."
     )
     if plan["link"] is not None:
         _print_link(console, plan["link"], request)
     _print_syncer(console, plan["syncer"], request)
-    console.print("The syncer, and each learner:", highlight=False)
+    console.print("The syncer, and each learner:")
     print_program(console, [*plan["serve"], *plan["program"]])
 
 
@@ -282,19 +270,16 @@ def _print_syncer(console: Console, syncer: dict[str, Any], request: dict[str, A
     )
     if syncer["syncers"] is None:
         advice = "Not even one syncer for each fragment is enough"
-        console.print(f"{words} {advice}: raise --sync-every.", highlight=False)
+        console.print(f"{words} {advice}: raise --sync-every.")
         return
     console.print(
-        f"{words} Take {syncer['syncers']} syncers on links of their own, or raise --sync-every.",
-        highlight=False,
+        f"{words} Take {syncer['syncers']} syncers on links of their own, or raise --sync-every."
     )
 
 
 def _traffic(plan: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Traffic", title_justify="left")
     heads = ("", "bytes a fragment", "learner, Gbit/s", "learner, a day", "syncer, Gbit/s")
-    for head in heads:
-        table.add_column(head, justify="right" if head else "left")
+    table = plain_table(heads, "Traffic")
     rows = (("reports, up", "report", "up", "in"), ("commits, down", "commit", "down", "out"))
     for name, kind, way, way_at_syncer in rows:
         table.add_row(
@@ -311,14 +296,12 @@ def _print_link(console: Console, link: dict[str, Any], request: dict[str, Any])
     if link["load"] > 1:
         console.print(
             f"\n{link['gbps']:g} Gbit/s are too few: the busier direction needs "
-            f"{link['load']:.0%} of them. Raise --sync-every, or take a wire of fewer bits.",
-            highlight=False,
+            f"{link['load']:.0%} of them. Raise --sync-every, or take a wire of fewer bits."
         )
         return
     console.print(
         f"\nOn {link['gbps']:g} Gbit/s ({link['load']:.0%} busy): {link['quorum_s']:.3g} s from "
         f"a call to the quorum of {request['quorum']}, {link['sync_s']:.3g} s from a merge to the "
         f"learners, slack {link['slack_s']:.3g} s. The grace window lasts {link['window_s']:.3g} "
-        f"s, and the new fragment is there {link['steps_late']:.3g} inner steps after the call.",
-        highlight=False,
+        f"s, and the new fragment is there {link['steps_late']:.3g} inner steps after the call."
     )

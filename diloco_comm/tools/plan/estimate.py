@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..common.sizes import at_least, positive
 from . import losses, wires
 from .request import AUTO, DAY_S, TARGETS, Request, needed_gbps
 from .settings import WIRES_CHOSEN, Setting, as_arguments, choose
@@ -37,10 +38,7 @@ class Prices:
     gpus: int = 1
 
     def __post_init__(self) -> None:
-        counts = {"tokens-per-step": self.tokens_per_step, "gpus-per-replica": self.gpus}
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"--{name} must be at least 1, got {count}")
+        at_least(1, tokens_per_step=self.tokens_per_step, gpus_per_replica=self.gpus)
         for name in ("egress-usd-per-gb", "gpu-usd-per-hour"):
             usd = getattr(self, name.replace("-", "_"))
             if not 0 <= usd < float("inf"):
@@ -80,8 +78,7 @@ def make_plan(
     Raises:
         ValueError: If the link or the target is impossible, or a wire is wanted for no link.
     """
-    if gbps is not None and not 0 < gbps < float("inf"):
-        raise ValueError(f"--gbps must be a positive number, got {gbps:g}")
+    positive(gbps=gbps)
     if not 0 < target < 1:
         raise ValueError(f"--target must be between 0 and 1, got {target:g}")
     why, is_auto = None, request.wire == AUTO

@@ -15,11 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from ..common.printing import print_whole
+from ..common.printing import plain_table, print_whole
 from .report import format_bytes, print_program
 from .settings import Setting, as_arguments
 
@@ -155,10 +153,7 @@ def print_failures(console: Console, report: dict[str, Any]) -> None:
         _print_own(console, report["failures"])
         return
     title = "Goodput in %, one failure of a chip a year (arXiv 2604.21428)"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("chips")
-    for chips in CHIPS:
-        table.add_column(f"{chips:,}", justify="right")
+    table = plain_table(["chips", *(f"{chips:,}" for chips in CHIPS)], title)
     entries = report["published_failures"]
     for row in PUBLISHED:
         # The entries are rounded to 0.1 points: rounded again, 73.46 would become 74.
@@ -170,8 +165,7 @@ def print_failures(console: Console, report: dict[str, Any]) -> None:
     console.print(
         f"published/ours. {len(entries)} numbers, the largest difference is {worst:.1f} points. "
         f"{ELASTIC_S:g} s lost at a failure; {RIGID_S:g} s where data parallel is rigid: where it "
-        "restarts as a whole.",
-        highlight=False,
+        "restarts as a whole."
     )
 
 
@@ -180,9 +174,7 @@ def _print_own(console: Console, own: dict[str, Any]) -> None:
         f"{own['chips']:,.0f} chips, {own['failures_a_year']:g} failures of a chip a year, "
         f"{own['lost_s']:.4g} s lost at a failure"
     )
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("learners", justify="right")
-    table.add_column("goodput", justify="right")
+    table = plain_table(("learners", "goodput"), title)
     for entry in own["by_learners"]:
         table.add_row(str(entry["learners"]), f"{entry['goodput']:.1%}")
     print_whole(console, table)
@@ -193,15 +185,13 @@ def _print_own(console: Console, own: dict[str, Any]) -> None:
 def _print_link(console: Console, link: dict[str, Any]) -> None:
     console.print(
         f"{link['copy_s']:.3g} s of these are the {format_bytes(link['state_bytes'])} of outer "
-        f"parameters and momentum on {link['gbps']:g} Gbit/s.",
-        highlight=False,
+        f"parameters and momentum on {link['gbps']:g} Gbit/s."
     )
     if link["program"] is None:
-        console.print("No setting that was tried reaches --target on this link.", highlight=False)
+        console.print("No setting that was tried reaches --target on this link.")
         return
     console.print(
         f"Settings chosen for the link train {link['utilisation']:.2%} of the time without "
-        f"failures, {link['trained']:.2%} with them:",
-        highlight=False,
+        f"failures, {link['trained']:.2%} with them:"
     )
     print_program(console, link["program"])

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..common import plots
-from ..common.printing import print_whole
+from ..common.printing import plain_table, print_whole
 from .estimate import TARGETS
 from .published import MODELS
 from .request import CHOOSABLE
@@ -44,25 +43,23 @@ def print_plan(
     if only_chosen:
         _print_chosen(console, plan["link"], _why_not(plan))
         return
-    console.print(_headline(plan), highlight=False)
+    console.print(_headline(plan))
     print_whole(console, _bandwidths(plan))
     console.print(
         f"A replica sends {format_bytes(plan['bytes_per_round'])} a round, "
         f"{format_bytes(plan['bytes_per_day'])} a day at full utilisation, and needs "
-        f"{format_bytes(plan['extra_memory_bytes'])} beside model, gradients and inner optimizer.",
-        highlight=False,
+        f"{format_bytes(plan['extra_memory_bytes'])} beside model, gradients and inner optimizer."
     )
     if all_wires:
         print_whole(console, _wires(plan))
     if plan["auto"]:
-        console.print(f"\nWire {plan['auto']}", highlight=False)
+        console.print(f"\nWire {plan['auto']}")
     if link := plan["link"]:
         console.print(
             f"\nOn {link['gbps']:g} Gbit/s, {link['rtt_ms']:g} ms round trip: utilisation "
             f"{link['utilisation']:.1%} ({link['layer_utilisation']:.1%} if every layer left and "
             f"were waited for by itself), {link['lost_s_per_day'] / 3600:.2f} hours lost a day, "
-            f"{format_bytes(link['bytes_per_day'])} sent a day.",
-            highlight=False,
+            f"{format_bytes(link['bytes_per_day'])} sent a day."
         )
         print_whole(console, _settings(link, request))
         _print_chosen(console, link, _why_not(plan))
@@ -85,10 +82,8 @@ def _headline(plan: dict[str, Any]) -> str:
 
 
 def _bandwidths(plan: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Gbit/s needed", title_justify="left")
-    table.add_column("utilisation")
-    for target in TARGETS:
-        table.add_column(f"{target:.0%}", justify="right")
+    heads = ["utilisation", *(f"{target:.0%}" for target in TARGETS)]
+    table = plain_table(heads, "Gbit/s needed")
     rtt_ms = plan["request"]["rtt_ms"]
     suffix = f", {rtt_ms:g} ms round trip" if rtt_ms else ""
     rows = [("ideal, layer by layer" + suffix, plan["bandwidth_gbps"])]
@@ -104,12 +99,9 @@ def _bandwidths(plan: dict[str, Any]) -> Table:
 
 
 def _wires(plan: dict[str, Any]) -> Table:
+    heads = ("wire", "bits a parameter", "bytes a round", "extra memory", "loss over fp32")
     title = "All wires with these replicas, most bits first"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("wire")
-    heads = ("bits a parameter", "bytes a round", "extra memory", "loss over fp32", "utilisation")
-    for head in heads:
-        table.add_column(head, justify="right")
+    table = plain_table((*heads, "utilisation"), title)
     for row in plan["wires"]:
         lost, share = row["loss_over_fp32"], row["utilisation"]
         table.add_row(
@@ -132,10 +124,7 @@ def _bandwidth(gbps: float | None) -> str:
 
 def _settings(link: dict[str, Any], request: dict[str, Any]) -> Table:
     title = f"Smallest H tried that reaches {link['target']:.0%} on this link"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("method")
-    for wire in link["wires_tried"]:
-        table.add_column(wire, justify="right")
+    table = plain_table(["method", *link["wires_tried"]], title)
     found = {(s["method"], s["delay"], s["wire"]): s["sync_every"] for s in link["settings"]}
     ways = [("dp", 0, "data parallel"), ("diloco", 0, "diloco")]
     ways += [("streaming", 1, "streaming, delay 1"), ("streaming", 5, "streaming, delay 5")]
@@ -160,21 +149,21 @@ def _why_not(plan: dict[str, Any]) -> str:
 
 def _print_chosen(console: Console, link: dict[str, Any], why_not: str) -> None:
     if link["chosen"] is None:
-        console.print(why_not, highlight=False)
+        console.print(why_not)
         return
     chosen = link["chosen"]
     share = chosen["setting"]["utilisation"]
-    console.print(f"Chosen for this link (utilisation {share:.1%}):", highlight=False)
+    console.print(f"Chosen for this link (utilisation {share:.1%}):")
     print_program(console, [chosen["imports"], chosen["line"]])
     for line in _what_it_takes(chosen):
-        console.print(line, highlight=False)
+        console.print(line)
 
 
 def print_program(console: Console, lines: Sequence[str]) -> None:
     """Print lines to paste, each as one line however wide the console is."""
     console.print()
     for line in lines:
-        console.print(f"    {line}", markup=False, highlight=False)
+        console.print(f"    {line}", markup=False)
     console.print()
 
 
@@ -210,15 +199,12 @@ def _loss_lines(loss: dict[str, Any]) -> Iterator[str]:
 
 def print_published(console: Console, title: str, entries: Sequence[dict[str, Any]]) -> None:
     """Print published numbers with ours behind them where they differ."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("")
-    for model, *_ in MODELS:
-        table.add_column(model)
+    models = [model for model, *_ in MODELS]
+    table = plain_table(["", *models], title, models)
     for name in dict.fromkeys(entry["row"] for entry in entries):
         own = [entry for entry in entries if entry["row"] == name]
         cells = (
-            "  ".join(_published_cell(e) for e in own if e["model"] == model)
-            for model, *_ in MODELS
+            "  ".join(_published_cell(e) for e in own if e["model"] == model) for model in models
         )
         table.add_row(name, *cells)
     print_whole(console, table)
@@ -228,8 +214,7 @@ def print_published(console: Console, title: str, entries: Sequence[dict[str, An
     )
     console.print(
         f"{len(entries)} numbers: {exact} equal, {near} within one step of the grid. "
-        "published/ours where they differ.",
-        highlight=False,
+        "published/ours where they differ."
     )
 
 
@@ -242,9 +227,7 @@ def _published_cell(entry: dict[str, Any]) -> str:
 
 def print_measured(console: Console, title: str, entries: Sequence[dict[str, Any]]) -> None:
     """Print measured utilisation with the prediction behind it."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for head in ("", "Gbit/s", "measured", "predicted", "error"):
-        table.add_column(head, justify="right" if head else "left")
+    table = plain_table(("", "Gbit/s", "measured", "predicted", "error"), title)
     for entry in entries:
         table.add_row(
             entry["row"],

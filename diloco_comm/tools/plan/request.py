@@ -9,6 +9,7 @@ import numpy as np
 
 from ...ops.phases import held_bits, num_phases, received_bits
 from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
+from ..common.sizes import at_least, positive
 from .settings import Setting
 from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
 
@@ -66,22 +67,13 @@ class Request:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
         _check_choice("wire", self.wire, (*WIRES, AUTO))
-        for name, value, least in (
-            ("layers", self.layers, 1),
-            ("replicas", self.workers, 2),
-            ("sync-every", self.sync_every, 1),
-            ("rounds", self.rounds, 1),
-        ):
-            if value < least:
-                raise ValueError(f"--{name} must be at least {least}, got {value}")
+        at_least(1, layers=self.layers, sync_every=self.sync_every, rounds=self.rounds)
+        at_least(2, replicas=self.workers)
         if self.sync_every > MOST_SYNC_EVERY:
             raise ValueError(
                 f"--sync-every must be at most {MOST_SYNC_EVERY}, got {self.sync_every}"
             )
-        for name in ("params", "step-time", "bits"):
-            value = getattr(self, name.replace("-", "_"))
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"--{name} must be a positive number, got {value:g}")
+        positive(params=self.params, step_time=self.step_time, bits=self.bits)
         if not 0 <= self.rtt_ms < float("inf"):
             raise ValueError(f"--rtt-ms must not be negative, got {self.rtt_ms:g}")
         if self.efficiency is not None and not 0 < self.efficiency <= 1:

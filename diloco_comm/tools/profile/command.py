@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import os
@@ -19,8 +18,10 @@ from typing import Annotated
 import typer
 
 from ..common.exits import fail, misuse
-from ..common.outputs import check_folder, check_plot, plot_file
+from ..common.outputs import check_folder, checked_plot
+from ..common.printing import print_report as show_report
 from ..common.printing import save_plot
+from ..common.sizes import at_least
 
 # The paragraphs behind \b keep their line breaks.
 RUN_EXAMPLES = """Examples:
@@ -64,9 +65,10 @@ def run(
     A process writes rank<r>.json.gz if it constructs DiLoCo, AsyncDiLoCo or DecoupledDiLoCo, or
     uses the backend "diloco", and steps an optimizer.
     """
-    for name, value in (("skip", skip), ("steps", steps)):
-        if value < 1:
-            misuse(f"--{name} must be at least 1, got {value}")
+    try:
+        at_least(1, skip=skip, steps=steps)
+    except ValueError as error:
+        misuse(str(error))
     if nsys:
         words = nsys_command(command, out)
         print(json.dumps({"schema": 1, "command": words}) if as_json else shlex.join(words))
@@ -138,24 +140,15 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Report communication, computation and their overlap, rank by rank."""
-    from rich.console import Console
-
     from .report import find_traces, make_report, plot_timeline, print_report, read_traces
 
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        misuse("--plot needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'")
-    plot = plot_file(plot)
     try:
-        check_plot("--plot", plot)
+        plot = checked_plot("--plot", plot)
         traces = read_traces(find_traces(paths))
     except ValueError as error:
         misuse(str(error))
     except OSError as error:
         misuse(f"cannot read {error.filename}: {error.strerror}")
-    made = make_report(traces)
-    if as_json:
-        print(json.dumps(made, indent=1), flush=True)
-    else:
-        print_report(Console(), made)
+    show_report(make_report(traces), as_json, print_report)
     if plot is not None:
         save_plot(plot, functools.partial(plot_timeline, traces), as_json=as_json)

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..common import plots
-from ..common.printing import print_whole
+from ..common.printing import plain_table, print_whole
 from . import nsys as profile_nsys
 from .kineto import KinetoTrace
 from .trace import RankTrace, TraceError, figures, merge, rank_of, settle_ranks, slowest_rank
@@ -85,9 +84,9 @@ def make_report(traces: Sequence[RankTrace]) -> dict[str, Any]:
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Print the tables of ``make_report``."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    _add_columns(table, "rank", "traffic", "communication\n(ms)", "overlapped\n(ms)")
-    _add_columns(table, "exposed\n(ms)", "overlap", "computation\n(ms)")
+    heads = ["rank", "traffic", "communication\n(ms)", "overlapped\n(ms)", "exposed\n(ms)"]
+    heads += ["overlap", "computation\n(ms)"]
+    table = plain_table(heads, text=("traffic",), padding=(0, 1, 0, 0))
     for rank in report["ranks"]:
         for name, part in (("all", rank), ("diloco_comm", rank["ours"]), ("other", rank["inner"])):
             is_first = name == "all"
@@ -118,16 +117,9 @@ def _ms(us: float) -> str:
     return f"{us / 1e3:,.3f}"
 
 
-def _add_columns(table: Table, *titles: str) -> None:
-    for title in titles:
-        is_text = title in ("traffic", "stage")
-        table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
-
-
 def _phases(report: dict[str, Any]) -> Table:
-    title = "stages of diloco_comm"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    _add_columns(table, "rank", "stage", "times", "mean\n(ms)", "longest\n(ms)", "in all\n(ms)")
+    heads = ("rank", "stage", "times", "mean\n(ms)", "longest\n(ms)", "in all\n(ms)")
+    table = plain_table(heads, "stages of diloco_comm", ("stage",), padding=(0, 1, 0, 0))
     for rank in report["ranks"]:
         for stage, phase in rank["phases"].items():
             mean = phase["total_us"] / phase["count"]
