@@ -7,8 +7,10 @@ The benchmarks are run as modules from the checkout: ``python -m benchmarks.ROOM
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,7 @@ from diloco_comm import ops
 from diloco_comm.base.files import whole_file
 from diloco_comm.base.interrupts import stoppable
 from diloco_comm.tools.common import outputs, ranks
-from diloco_comm.tools.common.measuring import (
-    interleave,
-    median_ratio,
-    percentile,
-    slowest_of_ranks,
-    summary,
-)
+from diloco_comm.tools.common.printing import progress_bar
 from diloco_comm.tools.common.reports import (
     Report,
     about,
@@ -32,7 +28,10 @@ from diloco_comm.tools.common.reports import (
     command_line,
     commit,
     machine,
+    percentile,
     record_text,
+    slowest_of_ranks,
+    summary,
     versions,
 )
 from diloco_comm.tools.common.sizes import format_size, parse_size
@@ -92,6 +91,27 @@ ROOT = Path(__file__).resolve().parents[2]
 # Records, which pages quote; and single runs, which a benchmark that goes on does not repeat.
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = ROOT / "build" / "runs"
+
+
+def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Return the median of the ratios of each round, so that slow phases of the machine cancel."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Time all functions in turn, `rounds` times; return the seconds of each call after warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    with progress_bar("timing", (warmup + rounds) * len(functions)) as advance:
+        for i in range(warmup + rounds):
+            for name, function in functions.items():
+                begin = time.perf_counter()
+                function()
+                if i >= warmup:
+                    seconds[name].append(time.perf_counter() - begin)
+                advance(note=name)
+    return seconds
 
 
 def add_output(

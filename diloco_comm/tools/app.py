@@ -46,9 +46,7 @@ from .registry.members import EXAMPLES as MEMBERS_EXAMPLES
 from .registry.members import members
 from .report.command import EXAMPLES as REPORT_EXAMPLES
 from .report.command import report
-from .serve.command import serve_app
-from .serve.replay import EXAMPLES as REPLAY_EXAMPLES
-from .serve.replay import replay
+from .serve.command import REPLAY_EXAMPLES, replay, serve_app
 
 # The paragraphs behind \b keep their line breaks.
 DEMO_EXAMPLES = """Examples:

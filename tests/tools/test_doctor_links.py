@@ -37,7 +37,8 @@ from diloco_comm import _C
 from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
 from diloco_comm.base.store_host import HostedStore, open_store
 from diloco_comm.tools.common import workers
-from diloco_comm.tools.doctor import links, links_report
+from diloco_comm.tools.doctor import links
+from diloco_comm.tools.doctor import report as links_report
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

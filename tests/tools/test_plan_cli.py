@@ -17,8 +17,7 @@ from diloco_comm.tools.plan import command as plan_command
 from diloco_comm.tools.plan import losses
 from diloco_comm.tools.plan import model as plan_model
 from diloco_comm.tools.plan.estimate import Prices, make_plan
-from diloco_comm.tools.plan.request import CHOOSABLE, Request
-from diloco_comm.tools.plan.settings import Setting, choose
+from diloco_comm.tools.plan.request import CHOOSABLE, Request, Setting, choose
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
 PAID = ["--gbps", 1, "--tokens-per-step", 8192]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ...exchange.exchange import Exchange
 from ...ops.wire import BLOCK_SIZES, ELEMENT_WIRES, WIRES
-from ..common import measuring, reports
+from ..common import reports
 from ..common.printing import progress_bar
 from ..common.sizes import format_size
 from . import methods
@@ -180,7 +180,7 @@ class Sampler:
     def repeats(self, reference: Any, source: torch.Tensor) -> int:
         """Return the number of repetitions in a sample, the same on all ranks."""
         self.sample(reference, source, 1)
-        once = measuring.slowest_of_ranks([self.sample(reference, source, 1)])[0]
+        once = reports.slowest_of_ranks([self.sample(reference, source, 1)])[0]
         return max(1, min(_MAX_REPEATS, round(_SAMPLE_S / once)))
 
     def interleaved(
@@ -196,7 +196,7 @@ class Sampler:
                     if i >= warmup_iters:
                         times.append(once)
                     advance(note=method.wire)
-        return [measuring.slowest_of_ranks(times) for times in seconds]
+        return [reports.slowest_of_ranks(times) for times in seconds]
 
 
 def measure_size(
@@ -252,14 +252,14 @@ def describe(
         "impl": method.impl,
         "wire_bw": sent / 1e9 / median,
         "time_us": {
-            "p10": measuring.percentile(times, 10) * 1e6,
+            "p10": reports.percentile(times, 10) * 1e6,
             "p50": median * 1e6,
-            "p90": measuring.percentile(times, 90) * 1e6,
+            "p90": reports.percentile(times, 90) * 1e6,
             "samples": len(times),
         },
         "sent_bytes": sent,
         "formula_bits": 8 * sent / (size // 4 * methods.bus_factor(world)),
-        "vs_reference": measuring.ratio_of_medians(reference, times),
+        "vs_reference": reports.ratio_of_medians(reference, times),
         "identical": None,
         "relative_l2": None,
     }

@@ -28,7 +28,7 @@ from ... import (
     Wire,
 )
 from ...options import Backend
-from ..common import measuring, reports
+from ..common import reports
 from ..common.printing import progress_bar
 from ..common.sizes import at_least
 from .methods import format_of
@@ -157,13 +157,12 @@ def _round(model: nn.Module, diloco: DiLoCo, settings: Settings) -> dict[str, fl
 
 def _summary(figures: list[dict[str, float]], settings: Settings) -> dict[str, Any]:
     columns = {
-        name: measuring.slowest_of_ranks([figure[name] for figure in figures])
-        for name in figures[0]
+        name: reports.slowest_of_ranks([figure[name] for figure in figures]) for name in figures[0]
     }
-    blocked = measuring.summary(columns["blocked"])
+    blocked = reports.summary(columns["blocked"])
     compute = settings.sync_every * settings.step_s
     result: dict[str, Any] = {
-        f"{name}_us": {key: value * 1e6 for key, value in measuring.summary(times).items()}
+        f"{name}_us": {key: value * 1e6 for key, value in reports.summary(times).items()}
         for name, times in columns.items()
         if name != "sent_bytes"
     }
@@ -172,7 +171,7 @@ def _summary(figures: list[dict[str, float]], settings: Settings) -> dict[str, A
     return {
         "params": settings.num_params,
         "bytes": 4 * settings.num_params,
-        "sent_bytes": measuring.summary(columns["sent_bytes"])["median"],
+        "sent_bytes": reports.summary(columns["sent_bytes"])["median"],
         **result,
         "utilisation": compute / (compute + blocked["median"]) if compute else 0.0,
         "workers": dist.get_world_size(),

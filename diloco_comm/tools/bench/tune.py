@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...exchange.exchange import Exchange
 from ...ops.wire import WIRES, WireFormat
-from ..common import measuring, reports
+from ..common import reports
 from ..common.sizes import at_least, format_size
 from . import exchange as bench_exchange
 from . import methods
@@ -131,7 +131,7 @@ def _choose(report: reports.Report, bench: _Bench, wire: str) -> dict[str, Any]:
                 **asdict(candidate),
                 "size": settings.size_bytes,
                 "time": statistics.median(times) * 1e6,
-                "vs_default": measuring.ratio_of_medians(seconds[0], times),
+                "vs_default": reports.ratio_of_medians(seconds[0], times),
             }
         )
         chunk = candidate.chunk_bytes

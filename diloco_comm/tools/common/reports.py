@@ -1,4 +1,4 @@
-"""The report of a measurement: its lines, the machine, the versions, and one JSON file of all."""
+"""Times of a measurement, and its report: lines, machine, versions, and one JSON file of all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +20,35 @@ import torch.distributed as dist
 from ...base import launch
 from ...base.files import whole_file
 from . import outputs
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the nearest-rank percentile; `percent` in 0..100."""
+    ordered = sorted(values)
+    return ordered[round((len(ordered) - 1) * percent / 100)]
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and its spread, as stored in every results file."""
+    return {
+        "median": statistics.median(values),
+        "p10": percentile(values, 10),
+        "p90": percentile(values, 90),
+        "samples": len(values),
+    }
+
+
+def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Return the ratio of two times that a table shows as medians, so that it fits the columns."""
+    return statistics.median(numerator) / statistics.median(denominator)
+
+
+def slowest_of_ranks(seconds: Sequence[float]) -> list[float]:
+    """Return the elementwise maximum over ranks: an operation ends when its last rank ends."""
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return times.tolist()
+
 
 # The checkout, where this file is in one.
 _ROOT = Path(__file__).resolve().parents[3]

@@ -136,8 +136,7 @@ def _links(given: dict[str, str], options: dict[str, Any], timeout_s: float, as_
             misuse(f"--links needs --{name}, as the training has the value")
     from .facts import as_json as findings_as_json
     from .links import examine_links
-    from .links_report import judge_links, print_links
-    from .report import print_findings
+    from .report import judge_links, print_findings, print_links
 
     request = _request(options, timeout_s)
     try:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ..common.printing import plain_table, print_whole
 from .report import format_bytes, print_program
-from .settings import Setting, as_arguments
+from .request import Setting, as_arguments
 
 YEAR_S = 365.25 * 86400
 ELASTIC_S, RIGID_S = 22.0, 76.0

@@ -15,8 +15,7 @@ from typing import Any
 
 from ...methods.outer import SGD, Nesterov, OuterOptimizer
 from ...ops.wire import WireFormat
-from .request import Request
-from .settings import LEAST_BITS_FOR_MOMENTUM
+from .request import LEAST_BITS_FOR_MOMENTUM, Request
 
 # Loss over fp32 after 30 rounds of 10 inner steps, SGD as outer optimizer (wires.json).
 LOSS_OVER_FP32: dict[str, float] = {

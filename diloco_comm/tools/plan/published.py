@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .estimate import TARGETS, Request
+from .request import TARGETS, Request
 from .simulator import GRID_GBPS
 
 # The width of a parameter that fits Table 4; the paper states none. FP4 takes a quarter.

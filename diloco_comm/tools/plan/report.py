@@ -11,10 +11,8 @@ from rich.table import Table
 
 from ..common import plots
 from ..common.printing import plain_table, print_whole
-from .estimate import TARGETS
 from .published import MODELS
-from .request import CHOOSABLE
-from .settings import WIRES_CHOSEN
+from .request import CHOOSABLE, TARGETS, WIRES_CHOSEN
 from .simulator import GRID_GBPS
 
 NONE_IS_ENOUGH = "> 1000"

@@ -1,7 +1,9 @@
-"""The sub-command ``diloco-comm serve`` and its own sub-command ``keygen``."""
+"""The sub-commands ``diloco-comm serve``, with its own ``keygen``, and ``diloco-comm replay``."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,11 +30,19 @@ KEYGEN_EXAMPLES = """Examples:
 diloco-comm serve keygen keys --worker paris --worker tokyo
 """
 
+REPLAY_EXAMPLES = """Examples:
+
+\b
+diloco-comm replay snapshots
+"""
+
 # Options of one kind of server alone.
 DECOUPLED_OPTIONS = (
     "quorum", "gamma", "delay", "fragments", "merge", "by_mean", "wire", "wire_down", "receipt",
     "alpha", "error_feedback", "shard", "keep_tape", "drop_tape",
 )  # fmt: skip
+_OF_RULE = ("lr", "momentum", "period", "activation", "discount", "max_staleness")
+_OF_SERVER = ("listen", "lost_after", "snapshot", "snapshot_every", "keys", "insecure")
 ASYNCHRONOUS_OPTIONS = ("period", "activation", "discount", "max_staleness", "dylu", "grace")
 
 
@@ -155,15 +165,7 @@ def serve(
     if watch and as_json:
         misuse("--watch and --json exclude each other: call --status --json as often as you like")
     if status is not None:
-        _show(
-            context,
-            status,
-            as_json=as_json,
-            watch=watch,
-            keys=keys,
-            key_name=key_name,
-            timeout=timeout,
-        )
+        _show(context)
         return
     if truncate:
         _truncate(snapshot)
@@ -173,58 +175,21 @@ def serve(
     used = next((options[name] for name in of_the_other if name in options), None)
     if used is not None:
         misuse(f"{used} does not go with --decoupled" if decoupled else f"{used} needs --decoupled")
-    rule_options = {
-        "lr": lr,
-        "momentum": momentum,
-        "period": period,
-        "activation": activation,
-        "discount": discount,
-        "max_staleness": max_staleness,
-    }
-    server_options = {
-        "listen": listen,
-        "sync_every": sync_every,
-        "dylu": dylu,
-        "grace": grace,
-        "lost_after": lost_after,
-        "snapshot": snapshot,
-        "snapshot_every": snapshot_every,
-        "keys": keys,
-        "insecure": insecure,
-        "model_sizes": model_sizes,
-    }
-    if decoupled:
-        names = [*DECOUPLED_OPTIONS, "sync_every"]
-        tape = {"keep_tape": keep_tape, "drop_tape": drop_tape}
-        given = {name: context.params[name] for name in names if name not in tape}
-        outer = {"rule": _rule_of(context, rule), "lr": lr, "momentum": momentum}
-        server_options |= tape
-        make = partial(_make_decoupled, context, given, outer, server_options)
-    else:
-        make = partial(_make_asynchronous, rule, rule_options, server_options)
-    _host(context, make, snapshot, as_json=as_json)
+    make = _make_decoupled if decoupled else _make_asynchronous
+    _host(context, partial(make, context.params, options), snapshot, as_json=as_json)
 
 
-def _show(
-    context: typer.Context,
-    address: str,
-    *,
-    as_json: bool,
-    watch: bool,
-    keys: Path | None,
-    key_name: str,
-    timeout: float,
-) -> None:
+def _show(context: typer.Context) -> None:
     """Show the status of a server, and end with a sentence if there is no answer."""
     from ...asynchronous.worker.link import ServerLost
     from ...base.service.addresses import parse_address, tcp_address
     from .run import show_status
 
+    names = ("as_json", "watch", "keys", "key_name", "timeout")
+    options, keys = {name: context.params[name] for name in names}, context.params["keys"]
     try:
-        address = tcp_address(*parse_address("status", address))
-        show_status(
-            address, as_json=as_json, watch=watch, keys=keys, key_name=key_name, timeout=timeout
-        )
+        address = tcp_address(*parse_address("status", context.params["status"]))
+        show_status(address, **options)
     except ValueError as error:
         misuse(in_options(str(error), context.params))
     except ServerLost as error:
@@ -247,30 +212,26 @@ def _truncate(snapshot: Path | None) -> None:
         fail(sentence_of(error))
 
 
-def _rule_of(context: typer.Context, rule: str) -> str:
-    """Return the rule of the merges: nesterov where none was given."""
-    return rule if "rule" in given_options(context) else "nesterov"
-
-
-def _make_asynchronous(
-    rule: str, rule_options: dict[str, Any], options: dict[str, Any]
-) -> ModelServer:
+def _make_asynchronous(options: dict[str, Any], given: dict[str, str]) -> ModelServer:
     from ...asynchronous.server.server import AsyncServer
     from .run import make_rule
 
-    return AsyncServer(make_rule(rule, **rule_options), **options)
+    rule = make_rule(options["rule"], **{name: options[name] for name in _OF_RULE})
+    names = (*_OF_SERVER, "sync_every", "dylu", "grace", "model_sizes")
+    return AsyncServer(rule, **{name: options[name] for name in names})
 
 
-def _make_decoupled(
-    context: typer.Context, given: dict[str, Any], outer: dict[str, Any], options: dict[str, Any]
-) -> ModelServer:
-    from .decoupled import make_server
+def _make_decoupled(options: dict[str, Any], given: dict[str, str]) -> ModelServer:
+    from .run import make_server
 
-    options = {name: value for name, value in options.items() if name not in ASYNCHRONOUS_OPTIONS}
-    if "model_sizes" not in given_options(context):
-        del options["model_sizes"]
-    del options["sync_every"]
-    return make_server(given, outer, options)
+    rule = options["rule"] if "rule" in given else "nesterov"
+    outer = {"name": rule, "lr": options["lr"], "momentum": options["momentum"]}
+    tape = ("keep_tape", "drop_tape")
+    settings = [name for name in (*DECOUPLED_OPTIONS, "sync_every") if name not in tape]
+    names = [*_OF_SERVER, *tape, *(["model_sizes"] if "model_sizes" in given else [])]
+    return make_server(
+        {name: options[name] for name in settings}, outer, {name: options[name] for name in names}
+    )
 
 
 @closed_by_signal()
@@ -309,3 +270,50 @@ def keygen(
     from ..keys.command import write_keys
 
     write_keys(folder, worker, as_json=as_json)
+
+
+def replay(
+    tape: Annotated[Path, typer.Argument(help="Snapshot folder of a syncer that has ended.")],
+    every: Annotated[
+        bool, typer.Option("--every", help="Print a line for each merge: who, how many steps.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Repeat the merges of decoupled training, and compare each with the tape to the bit.
+
+    The tape begins with the run if the syncer had --keep-tape, else with its newest snapshot.
+    """
+    from ...asynchronous.decoupled.tape import replay as repeat
+    from ...base.log import DamagedLog
+
+    def show(record: dict[str, Any], model: object) -> None:
+        if as_json:
+            print(json.dumps(record))
+            return
+        rows = zip(record["reports"], record["weights"], strict=True)
+        reports = ", ".join(
+            f"{name} ({steps} steps, {tokens} tokens, weight {weight:.4f})"
+            for (name, _, _, steps, tokens), weight in rows
+        )
+        print(f"fragment {record['fragment']} version {record['version']}: {reports}")
+
+    try:
+        done = repeat(tape, show if every else lambda record, model: None)
+    except (ValueError, OSError, DamagedLog) as error:
+        fail(sentence_of(error))
+    if as_json:
+        print(json.dumps({"schema": 1, **dataclasses.asdict(done)}))
+        return
+    print(
+        f"merges {done.first + 1} to {done.last} give the same bits: {done.reports} reports of "
+        f"{len(done.learners)} learners"
+        if done.last > done.first
+        else f"the tape has no merge after the snapshot of merge {done.first}"
+    )
+    if done.first:
+        print(
+            f"merges 1 to {done.first} are not on the tape: the syncer ran without --keep-tape, or "
+            "began its tape later"
+        )
+    if done.is_compared:
+        print("the newest snapshot has the same bits too")
