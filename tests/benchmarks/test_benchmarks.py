@@ -20,8 +20,7 @@ from benchmark_runs import ROOT, run_benchmark
 from workers import Pool
 
 from benchmarks.support import common
-from diloco_comm.ops import reference
-from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import Layout, WireFormat
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -193,33 +192,11 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("wire", ELEMENT_WIRES)
-@pytest.mark.parametrize("world", [2, 3])
-def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int) -> None:
-    from diloco_comm.tools.bench import methods
-
-    count = 3000
-    sources = [methods.source_of(rank, count, torch.float32) for rank in range(world)]
-    exact = methods.exact_mean(world, count, torch.float32)
-    bound = methods.error_bound(wire, 256, sources, exact, two_phases=world > 2)
-    layout = Layout.plan(count, world, 1, WireFormat(wire, 256))
-    result = torch.empty(count)
-    terms = reference.all_reduce([[source] for source in sources], layout)
-    payloads, coefficients = [p for p, _ in terms], [c for _, c in terms]
-    run_elements = layout.run_elements
-    reference.decode(payloads, coefficients, [result], 0, count, run_elements, wire, 256)
-    error = (result.double() - exact).abs()
-    assert bool((error <= bound).all())
-    # The bound is no wider than what the worst element nearly reaches.
-    assert float((error / bound).max()) > (0.08 if wire == "fp32" else 0.5)
-
-
 def test_check_counts_wrong_elements_and_disagreeing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from diloco_comm.tools.bench import methods
 
     exact = methods.exact_mean(2, 1000, torch.float32)
-    sources = [methods.source_of(rank, 1000, torch.float32) for rank in range(2)]
-    bound = methods.error_bound("int8", 256, sources, exact, two_phases=False)
+    bound = torch.full_like(exact, 0.05)
     result = exact.float()
     result[5] += 0.1
     result[7] = float("nan")

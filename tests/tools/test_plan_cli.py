@@ -15,7 +15,7 @@ from cli_helpers import check_documented, check_misuse, check_schema, examples, 
 import diloco_comm
 from diloco_comm.tools.plan import command as plan_command
 from diloco_comm.tools.plan import losses
-from diloco_comm.tools.plan import model as plan_model
+from diloco_comm.tools.plan import request as plan_model
 from diloco_comm.tools.plan.estimate import Prices, make_plan
 from diloco_comm.tools.plan.request import CHOOSABLE, Request, Setting, choose
 

@@ -5,12 +5,13 @@ Each command runs under torchrun or srun, or starts local processes itself (``-g
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -70,6 +71,7 @@ def one_sentence(command: Command) -> Command:
 @app.command()
 @one_sentence
 def exchange(
+    context: typer.Context,
     min_bytes: Annotated[Size, typer.Option("-b", "--minbytes", help="Smallest size.")] = "1M",
     max_bytes: Annotated[Size, typer.Option("-e", "--maxbytes", help="Largest size.")] = "64M",
     step_factor: Annotated[int, typer.Option("-f", "--stepfactor", help="Between sizes.")] = 2,
@@ -108,22 +110,14 @@ def exchange(
     from . import exchange as bench
 
     reports.check_output("--json", json_path)
-    settings = bench.Settings(
+    settings = _settings(
+        bench.Settings,
+        context,
         min_bytes=parse_size(min_bytes),
         max_bytes=parse_size(max_bytes),
-        step_factor=step_factor,
-        iters=iters,
-        warmup_iters=warmup_iters,
         check=bool(check),
-        datatype=datatype,
         wires=tuple(wire.split(",")),
-        block_size=block_size,
-        lanes=lanes,
         chunk_bytes=parse_size(chunk) if chunk else None,
-        impl=impl,
-        backend=backend,
-        collectives=_collectives(link, backend),
-        link=bench.parse_link(emulate_link),
     )
     if not _in_group(nprocs, backend):
         return
@@ -159,6 +153,7 @@ def ops(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
 @app.command("outer-step")
 @one_sentence
 def outer_step(
+    context: typer.Context,
     params: Annotated[str, typer.Option(help="Parameters of the model, such as 25M.")] = "25M",
     layers: Annotated[int, typer.Option(help="Equal tensors that hold the parameters.")] = 12,
     step_time: Annotated[float, typer.Option(help="Seconds of an inner step (a sleep).")] = 0.05,
@@ -183,25 +178,16 @@ def outer_step(
     diloco-comm bench outer-step -g 2 --params 25e6 --policy eager --emulate-link 1,10
     """
     from ..common import ranks, reports
-    from . import exchange as bench_exchange
     from . import outer_step as bench
 
     reports.check_output("--json", json_path)
-    settings = bench.Settings(
+    settings = _settings(
+        bench.Settings,
+        context,
         num_params=int(parse_count("--params", params)),
         num_layers=layers,
         step_s=step_time,
-        sync_every=sync_every,
-        fragments=fragments,
-        policy=policy,
-        delay=delay,
-        wire=wire,
-        block_size=block_size,
-        lanes=lanes,
         chunk_bytes=parse_size(chunk) if chunk else None,
-        rounds=rounds,
-        collectives=_collectives(link),
-        link=bench_exchange.parse_link(emulate_link),
     )
     if not _in_group(nprocs, "gloo", ranks.WITH_OPTIMIZER):
         return
@@ -218,6 +204,7 @@ def outer_step(
 @app.command()
 @one_sentence
 def tune(
+    context: typer.Context,
     out: Annotated[Path, typer.Option("-o", "--out", help="Where the config goes.")] = Path(
         "diloco-config.json"
     ),
@@ -242,21 +229,18 @@ def tune(
     DILOCO_COMM_CONFIG=tuned.json python train.py
     """
     from ..common import reports
-    from . import exchange as bench_exchange
     from . import methods as bench_methods
     from . import tune as bench
 
     if not lanes.replace(",", "").isdigit():
         raise ValueError(f"--lanes must be numbers with commas between them, got {lanes!r}")
-    settings = bench.Settings(
+    settings = _settings(
+        bench.Settings,
+        context,
         size_bytes=parse_size(size),
         wires=tuple(wire.split(",")),
         lanes=tuple(int(number) for number in lanes.split(",") if number),
-        block_size=block_size,
         budget_s=budget,
-        iters=iters,
-        collectives=_collectives(link),
-        link=bench_exchange.parse_link(emulate_link),
     )
     if not out.parent.is_dir():
         raise ValueError(f"--out must be in a folder that exists, got {out}")
@@ -302,12 +286,19 @@ def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
     return False
 
 
-def _collectives(link: str, backend: str = "gloo") -> Literal["gloo", "tcp"]:
+def _settings(kind: Any, context: typer.Context, **read: Any) -> Any:
+    """Return settings: options as they were read, and all others by the names of their fields."""
+    from .exchange import parse_link
+
+    options = context.params
+    link, backend = options["link"], options.get("backend", "gloo")
     if link not in ("gloo", "tcp"):
         raise ValueError(f"--link must be gloo or tcp, got {link!r}")
     if link == "tcp" and backend != "gloo":
         raise ValueError(f"--link tcp needs --backend gloo, got --backend {backend}")
-    return "tcp" if link == "tcp" else "gloo"
+    read |= {"collectives": link, "link": parse_link(options["emulate_link"])}
+    names = {field.name for field in dataclasses.fields(kind)} & options.keys()
+    return kind(**{name: options[name] for name in names} | read)
 
 
 def _registered(backend: str) -> str:

@@ -16,22 +16,6 @@ from ...exchange.round import Header, Mean
 from ...ops.phases import mean_layout
 from ...ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
-# Half a quantisation step beside a value x, as (factor of |x|, factor of the block's scale).
-# For e3m0 the step between 2^k and 2^(k+1) is widest relative to 1.5 * 2^k.
-_HALF_STEP = {
-    "fp32": (0.0, 0.0),
-    "bf16": (2.0**-8, 0.0),
-    "fp16": (2.0**-11, 2.0**-25),
-    "int8": (0.0, 0.5),
-    "int4": (0.0, 0.5),
-    "fp8_e4m3": (2.0**-4, 2.0**-10),
-    "fp8_e5m2": (2.0**-3, 2.0**-17),
-    "e3m0": (1 / 3, 0.125),
-}
-_QMAX = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "e3m0": 16.0}
-# fp32 arithmetic of encode, sum and decode: a few roundings of 2^-24 each.
-_FP32_SLACK = 2.0**-21
-
 
 def format_of(wire: str, block_size: int) -> WireFormat:
     """Return the format of a wire; ``block_size`` is for the wires whose blocks have no size."""
@@ -169,33 +153,6 @@ def relative_l2(result: Tensor, exact: Tensor) -> float:
     return float(
         torch.linalg.vector_norm(result.double() - exact) / torch.linalg.vector_norm(exact)
     )
-
-
-def error_bound(
-    wire: str, block_size: int, sources: Sequence[Tensor], exact: Tensor, *, two_phases: bool
-) -> Tensor:
-    """Return the largest error that the wire format allows for each element, in fp64.
-
-    Each source is rounded once, by at most half a quantisation step of its block. With two phases
-    the average is rounded once more. Blocks are counted from the first element.
-    """
-    steps = [_half_steps(wire, block_size, source.double()) for source in sources]
-    bound = torch.stack(steps).sum(0) / len(sources)
-    if two_phases:
-        bound = bound + _half_steps(wire, block_size, exact.abs() + bound)
-    magnitude = torch.stack([s.abs().double() for s in sources]).amax(0)
-    return bound + _FP32_SLACK * magnitude
-
-
-def _half_steps(wire: str, block_size: int, values: Tensor) -> Tensor:
-    relative, absolute = _HALF_STEP[wire]
-    if wire not in _QMAX:
-        return values.abs() * relative + absolute
-    padded = torch.nn.functional.pad(values.abs(), (0, -values.numel() % block_size))
-    absmax = padded.view(-1, block_size).amax(1, keepdim=True)
-    # Rounding the scale up to bf16 makes it at most 2^-7 larger.
-    scale = (absmax / _QMAX[wire] * (1 + 2.0**-7)).clamp_min(2.0**-126)
-    return (padded.view(-1, block_size) * relative + scale * absolute).view(-1)[: values.numel()]
 
 
 def count_wrong(result: Tensor, exact: Tensor, bound: Tensor) -> int:

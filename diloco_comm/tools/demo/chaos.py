@@ -582,8 +582,13 @@ def _draw_bands(axes: Axes, record: Record) -> None:
     numbers = sorted({track.number for track in record.tracks})
     for track in record.tracks:
         for band in record.bands(track):
-            _draw_band(axes, track.number, band)
-        _draw_end(axes, track)
+            begin = max(0.0, band.begin)
+            if band.end > begin:
+                style = _style(band.what, COLOURS[track.number])
+                width = band.end - begin
+                axes.barh([track.number], [width], left=begin, height=_HEIGHT, **style)
+        if track.ended is not None and track.how != DONE:
+            axes.plot([track.ended], [track.number], "x", color=_RED, markersize=9, mew=2)
     _draw_registry(axes, record, row=len(numbers))
     axes.set_yticks([*numbers, len(numbers)], [*[f"replica {n}" for n in numbers], "registry"])
     axes.invert_yaxis()
@@ -603,18 +608,6 @@ def _style(what: str, colour: str) -> dict[str, Any]:
         STANDING: {"facecolor": "0.93", "edgecolor": _RED, "hatch": "xx", "linewidth": 0.6},
     }
     return styles[what]
-
-
-def _draw_band(axes: Axes, number: int, band: Band) -> None:
-    begin = max(0.0, band.begin)
-    if band.end > begin:
-        style = _style(band.what, COLOURS[number])
-        axes.barh([number], [band.end - begin], left=begin, height=_HEIGHT, **style)
-
-
-def _draw_end(axes: Axes, track: Track) -> None:
-    if track.ended is not None and track.how != DONE:
-        axes.plot([track.ended], [track.number], "x", color=_RED, markersize=9, mew=2)
 
 
 def _draw_registry(axes: Axes, record: Record, row: int) -> None:

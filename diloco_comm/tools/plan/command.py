@@ -304,7 +304,7 @@ def _size(
     params: str | None, layers: int | None, config: Path | None, safetensors: Path | None
 ) -> tuple[float, int]:
     """Take the model's size from what was given; numbers win over files."""
-    from .model import Size, from_config, from_safetensors
+    from .request import Size, from_config, from_safetensors
 
     if config is not None and safetensors is not None:
         misuse("--model-config and --safetensors exclude each other")
