@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from .bench import command as bench
-from .common.exits import fail, given_options, in_options, misuse, sentence_of
+from .common.exits import fail, given_options, in_sentences, misuse, sentence_of
 from .common.hosting import (
     AddressAsJson,
     Http,
@@ -154,7 +154,7 @@ def demo(
     from .demo.settings import OPTIONS, chosen
 
     began = time.perf_counter()
-    try:
+    with in_sentences(failures=(OSError, ReplicaError)):
         check_folder("--out", out)
         if chaos and decoupled:
             raise ValueError("--chaos and --decoupled exclude each other")
@@ -167,10 +167,6 @@ def demo(
         results = run(settings, console)
         seconds = time.perf_counter() - began
         claims = present(console, results, out, seconds, as_json=as_json)
-    except ValueError as error:
-        misuse(str(error))
-    except (OSError, ReplicaError) as error:
-        fail(str(error))
     if check and not all(claim.holds for claim in claims):
         raise typer.Exit(1)
 
@@ -207,10 +203,8 @@ def registry(
     One registry serves many runs. Training goes on while the registry is away; only changes of the
     group wait. The registry is a store, too: see diloco-comm store.
     """
-    try:
+    with in_sentences():
         check_folder("--journal", journal, may_be_full=True)
-    except ValueError as error:
-        misuse(str(error))
     if truncate:
         if http is not None:
             misuse("--http does not go with --truncate, which hosts nothing")
@@ -274,12 +268,8 @@ def relay(
     """
     from ..monitor.status import Snapshot
 
-    try:
+    with in_sentences(context.params):
         place = place_of_page(context)
         server = opened_relay(listen, connections)
         with page_beside(place, lambda: Snapshot(facts=relay_facts(server))) as page:
             serve_until_signal(server, announcer(as_json, page))
-    except ValueError as error:
-        misuse(in_options(str(error), context.params))
-    except OSError as error:
-        fail(sentence_of(error))

@@ -184,7 +184,7 @@ def test_dead_replica_is_reported(
         (["--sync-every", "0"], "--sync-every must be at least 1, got 0"),
         (["--gbps", "0"], "--gbps must be a positive number, got 0"),
         (["--gbps", "nan"], "--gbps must be a positive number, got nan"),
-        (["--rtt-ms", "-1"], "--rtt-ms must be a number from 0 on, got -1"),
+        (["--rtt-ms", "-1"], "--rtt-ms must be a number of at least 0, got -1"),
         (["--data", "no-such-file"], "cannot read --data no-such-file: No such file"),
     ],
 )

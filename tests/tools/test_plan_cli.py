@@ -522,7 +522,7 @@ def test_size_comes_from_a_model_config(
         ),
         ([*SMALL, "--syncer-gbps", 2], "--syncer-gbps needs --decoupled"),
         ([*SMALL, "--bits", 0], "--bits must be a positive number, got 0"),
-        ([*SMALL, "--rtt-ms", -1], "--rtt-ms must not be negative, got -1"),
+        ([*SMALL, "--rtt-ms", -1], "--rtt-ms must be a number of at least 0, got -1"),
         ([*SMALL, "--gbps", 0], "--gbps must be a positive number, got 0"),
         ([*SMALL, "--target", 0.9], "--target needs --gbps: the bandwidth of the link"),
         ([*SMALL, "--quorum", 2], "--quorum needs --decoupled"),

@@ -237,7 +237,7 @@ def test_more_learners_and_fragments() -> None:
         ([*BY_HAND, "--syncer-gbps", 0], "--syncer-gbps must be a positive number, got 0"),
         ([*BY_HAND, "--tokens-per-step", 0], "--tokens-per-step must be at least 1, got 0"),
         ([*BY_HAND, "--gbps", 0], "--gbps must be a positive number, got 0"),
-        ([*BY_HAND, "--rtt-ms", -1], "--rtt-ms must not be negative, got -1"),
+        ([*BY_HAND, "--rtt-ms", -1], "--rtt-ms must be a number of at least 0, got -1"),
         ([*BY_HAND, "--sync-every", 2000000], "--sync-every must be at most 1000000"),
     ],
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 import typer
@@ -35,6 +36,23 @@ def sentence_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+@contextlib.contextmanager
+def in_sentences(
+    names: Iterable[str] = (), failures: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[None]:
+    """End the command with a sentence: status 2 after a ValueError, status 1 after a failure.
+
+    Args:
+        names: Names of arguments, as of ``in_options``.
+    """
+    try:
+        yield
+    except ValueError as error:
+        misuse(in_options(str(error), names))
+    except failures as error:
+        fail(sentence_of(error))
 
 
 def given_options(context: typer.Context) -> dict[str, str]:

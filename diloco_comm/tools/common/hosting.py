@@ -14,7 +14,7 @@ import typer
 
 from ...base.interrupts import Stopped
 from ...base.service.addresses import name_of_place, parse_address
-from .exits import fail, in_options, misuse, note, sentence_of
+from .exits import fail, in_sentences, note
 from .printing import announcer
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def host_store(
     from ...base.log import DamagedLog
     from ...elastic.registry.server import RegistryServer
 
-    try:
+    with in_sentences(context.params, (OSError, DamagedLog, RuntimeError)):
         place = place_of_page(context)
         server = RegistryServer(listen, **options)
         if options.get("journal", "") is None:
@@ -115,10 +115,6 @@ def host_store(
             source = cast("Source", server.host)
             with page_beside(place, lambda: source_snapshot(source, relay)) as page:
                 serve_until_signal(server, announcer(as_json, page))
-    except ValueError as error:
-        misuse(in_options(str(error), context.params))
-    except (OSError, DamagedLog, RuntimeError) as error:
-        fail(sentence_of(error))
 
 
 def place_of_page(context: typer.Context) -> Place | None:
@@ -205,10 +201,8 @@ def relay_beside(listen: str, port: int | None) -> Iterator[Relay | None]:
 
 def place_of(listen: str) -> tuple[str, int]:
     """Return host and port of ``--listen``, or end the command with a sentence."""
-    try:
+    with in_sentences():
         return parse_address("--listen", listen, listens=True)
-    except ValueError as error:
-        misuse(str(error))
 
 
 def opened_relay(listen: str, connections: int) -> Relay:

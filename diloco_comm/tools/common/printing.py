@@ -138,6 +138,21 @@ def print_whole(console: Console, table: Table) -> None:
     console.print(table, crop=False)
 
 
+def show_table(read: Callable[[], Any], *, watch: bool) -> None:
+    """Print a table, or show it as it is every second, until an error or a signal."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console, table = Console(file=sys.stdout), read()
+    if not watch:
+        print_whole(console, table)
+        return
+    with Live(table, console=console) as live:
+        while True:
+            time.sleep(1.0)
+            live.update(read(), refresh=True)
+
+
 def save_plot(path: Path, draw: Callable[[Path], None], *, as_json: bool) -> None:
     """Draw into the file of ``--plot``; end with status 1 if that fails.
 

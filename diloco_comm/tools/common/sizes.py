@@ -50,6 +50,18 @@ def positive(**options: float | None) -> None:
             raise ValueError(f"{option} must be a positive number, got {value:g}")
 
 
+def not_negative(**options: float) -> None:
+    """Check options, named as arguments are.
+
+    Raises:
+        ValueError: If one is not finite or below 0.
+    """
+    for name, value in options.items():
+        if not 0 <= value < math.inf:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} must be a number of at least 0, got {value:g}")
+
+
 def parse_count(option: str, text: str) -> float:
     """Read a count such as 7e9, 350M, 7B or 1.5T; the suffixes K, M, B, T are powers of 1000.
 

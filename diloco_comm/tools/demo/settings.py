@@ -10,7 +10,7 @@ from typing import Any
 
 from ...asynchronous.decoupled.settings import DecoupledSettings
 from ...ops.wire import WireName
-from ..common.sizes import at_least, positive
+from ..common.sizes import at_least, not_negative, positive
 from .model import ModelConfig
 
 LEAST_LEARNERS = 3
@@ -91,8 +91,7 @@ class Comparison(Training):
     def __post_init__(self) -> None:
         at_least(2, replicas=self.num_replicas)
         positive(gbps=self.link_gbps)
-        if not 0 <= self.link_rtt_ms < math.inf:
-            raise ValueError(f"--rtt-ms must be a number from 0 on, got {self.link_rtt_ms:g}")
+        not_negative(rtt_ms=self.link_rtt_ms)
         super().__post_init__()
         if self.num_steps < self.sync_every or self.num_steps % self.sync_every:
             must = "at least" if self.num_steps < self.sync_every else "a multiple of"

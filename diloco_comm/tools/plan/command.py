@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ...base.files import whole_file
-from ..common.exits import fail, given_options, in_options, misuse, note
+from ..common.exits import fail, given_options, in_sentences, misuse, note
 from ..common.outputs import check_file, checked_plot
 from ..common.printing import new_console, print_report, save_plot
 from ..common.sizes import parse_count
@@ -209,7 +209,7 @@ def plan(
         misuse("--write needs --gbps: the bandwidth of the link that the settings are for")
     from .estimate import AUTO, Prices, Request, make_plan
 
-    try:
+    with in_sentences(("block_size",)):
         plot = checked_plot("--plot", plot)
         check_file("--write", write)
         request = Request(
@@ -226,8 +226,6 @@ def plan(
             usd = (egress_usd_per_gb or 0.0, gpu_usd_per_hour or 0.0)
             prices = Prices(tokens_per_step, *usd, gpus_per_replica)
         made = make_plan(request, gbps, target, prices=prices, with_outer=choose, **named)
-    except ValueError as error:
-        misuse(in_options(str(error), ("block_size",)))
     if failures:
         _print_failures(chips, replicas, lost_seconds, failures_per_year, made, as_json)
         return
@@ -343,15 +341,9 @@ def _print_failures(
 ) -> None:
     from .failures import make_report, print_failures
 
-    try:
+    with in_sentences():
         count = None if chips is None else parse_count("--chips", chips)
         report = make_report(count, replicas, lost_s, failures_a_year, made)
-    except ValueError as error:
-        options = {"lost_s": "--lost-seconds", "failures_a_year": "--failures-per-year"}
-        sentence = str(error)
-        for name, option in options.items():
-            sentence = sentence.replace(name, option)
-        misuse(sentence)
     print_report(report, as_json, print_failures)
 
 
@@ -361,7 +353,7 @@ def _print_decoupled(options: dict[str, Any]) -> None:
 
     names = ("params", "step_time", "learners", "sync_every", "fragments", "wire_down", "rtt_ms")
     delay = 2 if options["delay"] is None else options["delay"]
-    try:
+    with in_sentences(("quorum", "gamma", "delay", "wire")):
         request = DecoupledRequest(
             **{name: options[name] for name in names},
             wire=options["wire"] or "int4",
@@ -369,8 +361,6 @@ def _print_decoupled(options: dict[str, Any]) -> None:
         )
         links = (options["gbps"], options["syncer_gbps"])
         report = make_report(request, *links, options["tokens_per_step"])
-    except ValueError as error:
-        misuse(in_options(str(error), ("quorum", "gamma", "delay", "wire")))
     print_report(report, options["as_json"], print_decoupled)
 
 

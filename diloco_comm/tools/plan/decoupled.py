@@ -27,7 +27,7 @@ from rich.table import Table
 from ...asynchronous.decoupled.fragment_round import QuorumRule
 from ...ops.wire import WireFormat
 from ..common.printing import plain_table, print_whole
-from ..common.sizes import at_least, positive
+from ..common.sizes import at_least, not_negative, positive
 from .report import format_bytes, print_program
 from .request import DAY_S, MOST_SYNC_EVERY
 
@@ -68,8 +68,7 @@ class DecoupledRequest:
                 f"parameters, got {self.sync_every} and {self.fragments}"
             )
         positive(params=self.params, step_time=self.step_time)
-        if not 0 <= self.rtt_ms < float("inf"):
-            raise ValueError(f"--rtt-ms must not be negative, got {self.rtt_ms:g}")
+        not_negative(rtt_ms=self.rtt_ms)
         if self.rule.quorum > self.learners:
             raise ValueError(
                 f"--quorum must be at most --replicas {self.learners}, got {self.rule.quorum}"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
-from ..common.sizes import at_least, positive
+from ..common.sizes import at_least, not_negative, positive
 from . import losses
 from .request import (
     AUTO,
@@ -196,10 +196,8 @@ class Prices:
 
     def __post_init__(self) -> None:
         at_least(1, tokens_per_step=self.tokens_per_step, gpus_per_replica=self.gpus)
-        for name in ("egress-usd-per-gb", "gpu-usd-per-hour"):
-            usd = getattr(self, name.replace("-", "_"))
-            if not 0 <= usd < float("inf"):
-                raise ValueError(f"--{name} must be a number of at least 0, got {usd:g}")
+        not_negative(egress_usd_per_gb=self.egress_usd_per_gb)
+        not_negative(gpu_usd_per_hour=self.gpu_usd_per_hour)
 
     def per_billion_tokens(self, request: Request, share: float) -> dict[str, float]:
         """Return the dollars that 1e9 tokens cost at a compute utilisation, in all and by part."""

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from ..common.printing import plain_table, print_whole
+from ..common.sizes import not_negative
 from .report import format_bytes, print_program
 from .request import Setting, as_arguments
 
@@ -67,9 +68,7 @@ def goodput(chips: float, learners: int, lost_s: float, failures_a_year: float =
             f"there must be at least one learner and one chip for each, got {learners} learners "
             f"and {chips:g} chips"
         )
-    for name, value in (("lost_s", lost_s), ("failures_a_year", failures_a_year)):
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+    not_negative(lost_seconds=lost_s, failures_per_year=failures_a_year)
     return 1.0 / (1.0 + lost_s * failures_a_year * chips / (learners * YEAR_S))
 
 

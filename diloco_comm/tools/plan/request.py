@@ -17,7 +17,7 @@ from ...methods.outer import SGD, OuterOptimizer
 from ...methods.overlap import Overlap, Streaming
 from ...ops.phases import held_bits, num_phases, received_bits
 from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
-from ..common.sizes import at_least, positive
+from ..common.sizes import at_least, not_negative, positive
 from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
 
 # blocks.3.attn, model.layers.11.mlp, transformer.h.0: the number counts layers.
@@ -314,8 +314,7 @@ class Request:
                 f"--sync-every must be at most {MOST_SYNC_EVERY}, got {self.sync_every}"
             )
         positive(params=self.params, step_time=self.step_time, bits=self.bits)
-        if not 0 <= self.rtt_ms < float("inf"):
-            raise ValueError(f"--rtt-ms must not be negative, got {self.rtt_ms:g}")
+        not_negative(rtt_ms=self.rtt_ms)
         if self.efficiency is not None and not 0 < self.efficiency <= 1:
             raise ValueError(f"--efficiency must be above 0 and at most 1, got {self.efficiency:g}")
         if not 0 <= self.fragment_layers <= self.layers:

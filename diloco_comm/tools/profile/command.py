@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.exits import fail, misuse
+from ..common.exits import fail, in_sentences, misuse
 from ..common.outputs import check_folder, checked_plot
 from ..common.printing import print_report as show_report
 from ..common.printing import save_plot
@@ -65,20 +65,16 @@ def run(
     A process writes rank<r>.json.gz if it constructs DiLoCo, AsyncDiLoCo or DecoupledDiLoCo, or
     uses the backend "diloco", and steps an optimizer.
     """
-    try:
+    with in_sentences():
         at_least(1, skip=skip, steps=steps)
-    except ValueError as error:
-        misuse(str(error))
     if nsys:
         words = nsys_command(command, out)
         print(json.dumps({"schema": 1, "command": words}) if as_json else shlex.join(words))
         return
     if shutil.which(command[0]) is None:
         misuse(f"there is no program {command[0]!r} to run")
-    try:
+    with in_sentences():
         check_folder("--out", out)
-    except ValueError as error:
-        misuse(str(error))
     variables = {"PROFILE": str(out.absolute()), "PROFILE_SKIP": skip, "PROFILE_STEPS": steps}
     added = {f"DILOCO_COMM_{name}": str(value) for name, value in variables.items()}
     before = _versions(out)

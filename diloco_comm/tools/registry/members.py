@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.exits import fail, in_options, misuse
-from ..common.printing import print_whole
+from ..common.exits import fail, in_sentences, misuse
+from ..common.printing import show_table
 
 if TYPE_CHECKING:
     from ...elastic.registry import Registry
@@ -51,10 +50,8 @@ def members(
         misuse("--watch, --json and --evict exclude each other")
     from ...elastic.registry import RegistryMismatch, RegistryUnavailable, connect
 
-    try:
+    with in_sentences(context.params):
         found = connect(registry, run=run, timeout_s=timeout, key=key, insecure=insecure)
-    except ValueError as error:
-        misuse(in_options(str(error), context.params))
     try:
         if evict is not None:
             _evict(found, run, evict)
@@ -114,20 +111,14 @@ def _look(registry: Registry) -> Seen:
 
 
 def _show(registry: Registry, run: str, address: str, *, watch: bool) -> None:
-    from rich.console import Console
-    from rich.live import Live
+    silence = Silence()
 
-    console, silence, title = Console(file=sys.stdout), Silence(), f"{run} at {address}"
-    seen = _look(registry)
-    if not watch:
-        print_whole(console, _table(title, seen, {}))
-        return
-    with Live(console=console) as live:
-        while True:
-            seconds = silence.after(seen.beats, time.monotonic())
-            live.update(_table(title, seen, seconds), refresh=True)
-            time.sleep(1.0)
-            seen = _look(registry)
+    def table() -> Any:
+        seen = _look(registry)
+        seconds = silence.after(seen.beats, time.monotonic()) if watch else {}
+        return _table(f"{run} at {address}", seen, seconds)
+
+    show_table(table, watch=watch)
 
 
 class Silence:

@@ -22,7 +22,7 @@ import typer
 
 from ...base import env
 from ...base.files import whole_file
-from ..common.exits import fail, misuse
+from ..common.exits import fail, in_sentences, misuse
 from ..common.outputs import check_file
 
 # The paragraphs behind \b keep their line breaks.
@@ -117,15 +117,13 @@ def report(
         misuse(f"--timeout must be a positive number, got {timeout:g}")
     if config is None and env.config_path():
         config = Path(env.config_path())
-    try:
+    with in_sentences():
         check_file("--out", out)
         for read in [*(logs or ()), *([config] if config else [])]:
             _refuse_to_read(read, out)
         secrets = secrets_of(os.environ)
         ends = {log: _last_lines(log, lines + _LINES_OF_A_KEY) for log in logs or ()}
         arguments = None if config is None else _read(config)
-    except ValueError as error:
-        misuse(str(error))
     from ..doctor import command, facts
 
     found = facts.examine()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +12,7 @@ from ...asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, Se
 from ...asynchronous.worker.link import read_status
 from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
 from ...monitor.status import Snapshot
-from ..common.printing import print_whole
+from ..common.printing import show_table
 
 _OUTERS = ("nesterov", "heavy-ball", "sgd")
 
@@ -63,18 +61,7 @@ def show_status(address: str, *, as_json: bool, watch: bool, **options: Any) -> 
     if as_json:
         print(json.dumps(read_status(address, **options)))
         return
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(file=sys.stdout)
-    table = status_table(address, read_status(address, **options))
-    if not watch:
-        print_whole(console, table)
-        return
-    with Live(table, console=console) as live:
-        while True:
-            time.sleep(1.0)
-            live.update(status_table(address, read_status(address, **options)))
+    show_table(lambda: status_table(address, read_status(address, **options)), watch=watch)
 
 
 def snapshot_of(report: dict[str, Any]) -> Snapshot:
