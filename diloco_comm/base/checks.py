@@ -154,10 +154,11 @@ def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
         level, frame = level + 1, frame.f_back
     try:
         warnings.warn(sentence, category, stacklevel=2 if frame is None else level)
-    except category:
-        raise
-    except Exception:
-        # After logging.captureWarnings(True) the handlers of a program see warnings, too.
+    except Exception as error:
+        # After logging.captureWarnings(True) a program's handlers see warnings, too. A program that
+        # has made errors of warnings means it.
+        if isinstance(error, category) or warnings.showwarning.__module__ != logging.__name__:
+            raise
         _show_error()
 
 
