@@ -20,7 +20,7 @@ from diloco_comm import ops
 from diloco_comm.base.files import whole_file
 from diloco_comm.base.interrupts import stoppable
 from diloco_comm.tools.common import outputs, ranks
-from diloco_comm.tools.common.printing import progress_bar
+from diloco_comm.tools.common.console import progress_bar
 from diloco_comm.tools.common.reports import (
     Report,
     about,

@@ -15,8 +15,9 @@ import typer
 
 from .. import __version__
 from .bench import command as bench
+from .common.console import announcer, new_console, present
 from .common.exits import fail, given_options, in_sentences, misuse, sentence_of
-from .common.hosting import (
+from .common.hosts import (
     AddressAsJson,
     Http,
     HttpToken,
@@ -32,7 +33,6 @@ from .common.hosting import (
     serve_until_signal,
 )
 from .common.outputs import check_folder
-from .common.printing import announcer, new_console, present
 from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor.command import doctor
 from .keys.command import keys_app

@@ -16,7 +16,7 @@ from rich.console import Console
 from support_paths import FOLDERS
 from test_demo import heed_control_c, wait_for_line
 
-from diloco_comm.tools.common.printing import present
+from diloco_comm.tools.common.console import present
 from diloco_comm.tools.demo.chaos import STANDING, STARTING, TRAINING, WAITING, Record, run
 from diloco_comm.tools.demo.crew import LEFT_BEHIND, Ended, Entered, Place, Replica, Stepped
 from diloco_comm.tools.demo.model import ModelConfig

@@ -10,7 +10,7 @@ import pytest
 from cli_helpers import check_documented, check_misuse, run_cli
 from rich.console import Console
 
-from diloco_comm.tools.common.printing import present
+from diloco_comm.tools.common.console import present
 from diloco_comm.tools.demo.crew import Stepped
 from diloco_comm.tools.demo.decoupled import Results, Track, run
 from diloco_comm.tools.demo.model import ModelConfig

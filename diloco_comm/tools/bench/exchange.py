@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ...exchange.exchange import Exchange
 from ...ops.wire import BLOCK_SIZES, WIRES
 from ..common import reports
-from ..common.printing import progress_bar
+from ..common.console import progress_bar
 from ..common.sizes import format_size
 from . import methods
 

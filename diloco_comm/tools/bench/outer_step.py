@@ -29,7 +29,7 @@ from ... import (
 )
 from ...options import Backend
 from ..common import reports
-from ..common.printing import progress_bar
+from ..common.console import progress_bar
 from ..common.sizes import at_least
 from .methods import format_of
 

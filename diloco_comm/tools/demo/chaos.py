@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ...elastic.happenings import JoinProgress
 from ..common import plots
-from ..common.printing import Claim, plain_table, print_whole
+from ..common.console import Claim, plain_table, print_whole
 from ..common.ranks import WITH_OPTIMIZER
-from .crew import DONE, LEFT_BEHIND, Copying, Crew, Ended, Entered, Replica, Stepped
+from .crew import DONE, LEFT_BEHIND, Crew, Ended, Entered, Replica, Stepped
 from .data import load_corpus
 from .replica import come_and_go
 from .settings import FOUNDERS, KILLED, NEWCOMER, STOPPED, Chaos
@@ -26,7 +27,7 @@ from .settings import FOUNDERS, KILLED, NEWCOMER, STOPPED, Chaos
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Message = Stepped | Entered | Copying | Ended
+Message = Stepped | Entered | JoinProgress | Ended
 # The states of a replica, as the bands of the figure show them.
 STARTING, TRAINING, WAITING, STANDING = "starting or copying", "training", "waiting", "stopped"
 # A mean of fewer steps says little.
@@ -154,11 +155,13 @@ class Record:
 
     def add(self, replica: Replica, message: Message) -> None:
         """Take in what a process has said."""
-        track, at = self.track_of(replica), message.at - self.begin
+        track = self.track_of(replica)
+        if isinstance(message, JoinProgress):
+            track.copied = message.received_bytes, message.total_bytes
+            return
+        at = message.at - self.begin
         if isinstance(message, Stepped):
             track.steps.append((at, message.step, message.loss))
-        elif isinstance(message, Copying):
-            track.copied = message.received_bytes, message.total_bytes
         elif isinstance(message, Entered):
             self._add_view(track, at, message)
         elif isinstance(message, Ended):

@@ -17,7 +17,7 @@ from rich.table import Table
 from ...base.store_host import open_store
 from ...ops.wire import WireFormat
 from ..common import plots
-from ..common.printing import Claim, plain_table, print_whole, progress_bar
+from ..common.console import Claim, plain_table, print_whole, progress_bar
 from ..common.ranks import WITH_OPTIMIZER
 from .crew import Crew, Replica
 from .data import load_corpus

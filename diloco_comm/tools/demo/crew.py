@@ -66,15 +66,6 @@ class Entered:
 
 
 @dataclass(frozen=True)
-class Copying:
-    """The replica copies the state before it joins; see ``JoinProgress``."""
-
-    at: float
-    received_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True)
 class Ended:
     """The replica has ended.
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from ...asynchronous import DecoupledServer
 from ...methods.outer import Nesterov
 from ..common import plots
-from ..common.printing import Claim, plain_table, print_whole, progress_bar
+from ..common.console import Claim, plain_table, print_whole, progress_bar
 from ..common.ranks import WITH_OPTIMIZER
 from .crew import Crew, Replica, Stepped
 from .data import load_corpus

@@ -19,7 +19,7 @@ from ... import SGD, Blocking, DiLoCo, Eager, Link, Nesterov, Overlap, Streaming
 from ...base.store_host import dial_store
 from ...elastic.happenings import Happening, JoinProgress, ViewChanged
 from ...elastic.options import Elastic
-from .crew import DONE, LEFT, Copying, Ended, Entered, Place, Stepped
+from .crew import DONE, LEFT, Ended, Entered, Place, Stepped
 from .data import Batches, Corpus, load_corpus, validation_windows
 from .ddp import BucketExchange
 from .model import ByteTransformer, byte_loss
@@ -265,7 +265,7 @@ def come_and_go(pipe: Connection, place: Place, settings: Chaos) -> None:
             who = happening.number, happening.members, happening.joined, happening.left
             pipe.send(Entered(now, *who, happening.seconds, happening.copied_bytes))
         elif isinstance(happening, JoinProgress):
-            pipe.send(Copying(now, happening.received_bytes, happening.total_bytes))
+            pipe.send(happening)
 
     diloco = DiLoCo(
         trainee.model,

@@ -10,7 +10,6 @@ import platform
 import re
 import socket
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from ... import __version__, ops
 from ...base import env
 from ...ops.implementations import served_by
+from ..common import reports
 
 PACKAGES = ("numpy", "triton", "nvtx", "pyzmq", "matplotlib", "transformers", "lightning", "peft")
 SHORT_TIMEOUT_S = 60.0
@@ -81,18 +81,12 @@ def _extension() -> dict[str, Any]:
 
 
 def _processor() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        model = found[1] if found else model
+    found = reports.machine()
     return {
-        "model": model,
-        "architecture": platform.machine(),
-        "features": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)),
+        "model": found["cpu"],
+        "features": found["isa"],
         "threads": torch.get_num_threads(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        **{name: found[name] for name in ("architecture", "cores", "memory_gib")},
     }
 
 

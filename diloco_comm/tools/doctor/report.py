@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...base.service.addresses import parse_address
-from ..common.printing import plain_table, print_whole
+from ..common.console import plain_table, print_whole
 from .facts import Finding
 
 # A gain that outlasts the noise of two short measurements, and pays for a lane's process groups.

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from ...base.files import whole_file
+from ..common.console import new_console, print_report, save_plot
 from ..common.exits import fail, given_options, in_sentences, misuse, note
 from ..common.outputs import check_file, checked_plot
-from ..common.printing import new_console, print_report, save_plot
 from ..common.sizes import parse_count
 
 # The paragraphs behind \b keep their line breaks.
@@ -56,6 +56,16 @@ _OF_MODEL_AND_LINK = (
 )
 
 
+# An option, another one that it needs, and what that is.
+_NEEDS = (
+    ("target", "gbps", "the bandwidth of the link that must reach it"),
+    *(
+        (name, "gbps", "the bandwidth of the link to choose settings for")
+        for name in ("egress_usd_per_gb", "gpu_usd_per_hour", "choose")
+    ),
+    ("write", "gbps", "the bandwidth of the link that the settings are for"),
+    ("gpus_per_replica", "gpu_usd_per_hour", "the price of a GPU"),
+)
 # Options that a request takes as they are.
 _OF_REQUEST = (
     *("step_time", "method", "sync_every", "rounds", "block_size", "bits", "rtt_ms", "efficiency"),
@@ -205,8 +215,6 @@ def plan(
         misuse("--failures with a model needs --gbps: the bandwidth of the link of a replica")
     if fragment_layers is None:
         fragment_layers = min(3, size[1]) if method == "streaming" else 0
-    if write is not None and gbps is None:
-        misuse("--write needs --gbps: the bandwidth of the link that the settings are for")
     from .estimate import AUTO, Prices, Request, make_plan
 
     with in_sentences(("block_size",)):
@@ -253,20 +261,16 @@ def _check_given(given: Mapping[str, str]) -> None:
     for mode, names in _OF_MODE_ALONE.items():
         if found := [given[name] for name in names if name in given]:
             misuse(f"{found[0]} needs {mode}")
-    if "target" in given and "gbps" not in given:
-        misuse("--target needs --gbps: the bandwidth of the link that must reach it")
+    for name, needed, why in _NEEDS:
+        if name in given and needed not in given:
+            misuse(f"{given[name]} needs --{needed.replace('_', '-')}: {why}")
     prices = [given[name] for name in ("egress_usd_per_gb", "gpu_usd_per_hour") if name in given]
-    for option in [*prices, "--choose"]:
-        if option in given.values() and "gbps" not in given:
-            misuse(f"{option} needs --gbps: the bandwidth of the link to choose settings for")
     if "choose" in given and "all_wires" in given:
         misuse("--choose prints the chosen settings alone: leave out --wires")
     if prices and "tokens_per_step" not in given:
         misuse(f"{prices[0]} needs --tokens-per-step: the tokens of one replica's inner step")
     if "tokens_per_step" in given and not prices:
         misuse("--tokens-per-step needs --egress-usd-per-gb or --gpu-usd-per-hour")
-    if "gpus_per_replica" in given and "gpu_usd_per_hour" not in given:
-        misuse("--gpus-per-replica needs --gpu-usd-per-hour: the price of a GPU")
 
 
 def _write(link: dict[str, Any], path: Path, as_json: bool) -> None:

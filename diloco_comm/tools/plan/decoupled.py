@@ -26,7 +26,7 @@ from rich.table import Table
 
 from ...asynchronous.decoupled.fragment_round import QuorumRule
 from ...ops.wire import WireFormat
-from ..common.printing import plain_table, print_whole
+from ..common.console import plain_table, print_whole
 from ..common.sizes import at_least, not_negative, positive
 from .report import format_bytes, print_program
 from .request import DAY_S, MOST_SYNC_EVERY

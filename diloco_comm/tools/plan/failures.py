@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..common.printing import plain_table, print_whole
+from ..common.console import plain_table, print_whole
 from ..common.sizes import not_negative
 from .report import format_bytes, print_program
 from .request import Setting, as_arguments

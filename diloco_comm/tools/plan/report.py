@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..common import plots
-from ..common.printing import plain_table, print_whole
+from ..common.console import plain_table, print_whole
 from .published import MODELS
 from .request import CHOOSABLE, TARGETS, WIRES_CHOSEN
 from .simulator import GRID_GBPS

@@ -17,10 +17,10 @@ from typing import Annotated
 
 import typer
 
+from ..common.console import print_report as show_report
+from ..common.console import save_plot
 from ..common.exits import fail, in_sentences, misuse
 from ..common.outputs import check_folder, checked_plot
-from ..common.printing import print_report as show_report
-from ..common.printing import save_plot
 from ..common.sizes import at_least
 
 # The paragraphs behind \b keep their line breaks.
@@ -38,7 +38,6 @@ diloco-comm profile report traces
 diloco-comm profile report traces/rank0.json.gz --json
 diloco-comm profile report traces/rank0.sqlite traces/rank1.sqlite --plot timeline.png
 """
-COMMAND_NOT_FOUND = 127
 STDERR = 2
 
 profile = typer.Typer(
@@ -105,6 +104,9 @@ def nsys_command(command: Sequence[str], out: Path) -> list[str]:
     """Return the command that records each rank of a command with Nsight Systems.
 
     Under torchrun and torch.distributed.run each worker has its own recorder.
+
+    Args:
+        out: Folder for the reports, which are exported to SQLite.
     """
     recorder = ["nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"]
     if Path(command[0]).name != "torchrun":

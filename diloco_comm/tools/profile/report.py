@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..common import plots
-from ..common.printing import plain_table, print_whole
+from ..common.console import plain_table, print_whole
 from . import nsys as profile_nsys
 from .kineto import KinetoTrace
 from .trace import RankTrace, TraceError, figures, merge, rank_of, settle_ranks, slowest_rank

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.console import show_table
 from ..common.exits import fail, in_sentences, misuse
-from ..common.printing import show_table
 
 if TYPE_CHECKING:
     from ...elastic.registry import Registry

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
+from ..common.console import announcer
 from ..common.exits import fail, given_options, in_options, misuse, sentence_of
-from ..common.hosting import Http, HttpToken, Listen, Server, closed_by_signal
+from ..common.hosts import Http, HttpToken, Listen, Server, closed_by_signal
 from ..common.outputs import check_folder
-from ..common.printing import announcer
 
 # The paragraphs behind \b keep their line breaks.
 EXAMPLES = """Examples:
@@ -244,7 +244,7 @@ def _host(
 ) -> None:
     """Host a server until a signal, and end with a sentence if an option is wrong."""
     from ...base.log import DamagedLog
-    from ..common.hosting import page_beside, place_of_page, serve_until_signal
+    from ..common.hosts import page_beside, place_of_page, serve_until_signal
     from .run import snapshot_of
 
     try:

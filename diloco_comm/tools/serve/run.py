@@ -12,7 +12,7 @@ from ...asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, Se
 from ...asynchronous.worker.link import read_status
 from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
 from ...monitor.status import Snapshot
-from ..common.printing import show_table
+from ..common.console import show_table
 
 _OUTERS = ("nesterov", "heavy-ball", "sgd")
 

@@ -14,8 +14,8 @@ import typer
 
 from ...base.interrupts import Stopped
 from ...base.service.addresses import name_of_place, parse_address
+from .console import announcer
 from .exits import fail, in_sentences, note
-from .printing import announcer
 
 if TYPE_CHECKING:
     from ...base.service.relay import Relay
