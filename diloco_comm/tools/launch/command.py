@@ -30,7 +30,7 @@ def launch(
         list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
     ] = None,
     nproc_per_node: Annotated[
-        int, typer.Option(min=1, help="Workers of this replica, each a process.")
+        int, typer.Option(min=1, help="Workers of this replica on each node.")
     ] = 1,
     state_dir: Annotated[
         Path | None,
@@ -39,6 +39,13 @@ def launch(
     replica: Annotated[
         int | None, typer.Option(min=0, help="Number of the replica; default: a free one.")
     ] = None,
+    nnodes: Annotated[
+        int, typer.Option(min=1, help="Nodes of this replica, each with a launcher of its own.")
+    ] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this node, from 0.")] = 0,
+    rdzv_endpoint: Annotated[
+        str, typer.Option(help="host:port where node 0's launcher listens, with several nodes.")
+    ] = "",
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Restarts in a row, each soon after the one before.")
     ] = 10,
@@ -56,6 +63,9 @@ def launch(
     0 all steps are taken, 69 too few replicas or no registry, 75 too many restarts, 78 other model,
     settings or registry than the run's, 143 the replica has left. A script that ends twice within a
     second of its start with the same status is not started again, and the status is the script's.
+
+    A replica of several nodes has one launcher on each node, with the same options but --node-rank.
+    All launchers start their workers together, and end with one status.
     """
     from ...elastic.registry import connect
     from .run import Launch, Launcher
@@ -65,7 +75,13 @@ def launch(
         connect(registry, run=run, key=key, insecure=insecure).close()
         if not script.is_file():
             misuse(f"there is no script {script}")
+        if node_rank >= nnodes:
+            misuse(f"--node-rank must be below --nnodes {nnodes}, got {node_rank}")
+        if nnodes > 1 and not rdzv_endpoint:
+            misuse(f"--nnodes {nnodes} needs --rdzv-endpoint host:port, an address of node 0")
         folder = Path(f"diloco-{run}") if state_dir is None else state_dir
+        if nnodes > 1:
+            folder /= f"node-{node_rank}"
         check_folder("--state-dir", folder, may_be_full=True)
         launcher = Launcher(
             Launch(
@@ -78,6 +94,9 @@ def launch(
                 max_restarts=max_restarts,
                 key=None if key is None else key.absolute(),
                 is_insecure=insecure,
+                num_nodes=nnodes,
+                node=node_rank,
+                endpoint=rdzv_endpoint,
             )
         )
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import math
 import os
@@ -24,6 +25,7 @@ from ...elastic import exits
 from ...elastic.state_folder import StateFolder
 from ..common.exits import FAILED, note
 from . import child
+from .nodes import Nodes
 
 # Seconds before the first restart; the pause doubles up to the longest, times 0.5 to 1.5.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -46,9 +48,11 @@ class Launch:
     Attributes:
         registry, run, replica, key, is_insecure: As in ``Elastic``.
         command: A Python script and its arguments.
-        num_workers: Processes of this replica.
+        num_workers: Processes of this replica on each node.
         folder: Of the replica's state.
         max_restarts: In a row.
+        num_nodes, node: Nodes of this replica, and the number of this node.
+        endpoint: ``host:port`` at which the launcher of node 0 listens.
     """
 
     registry: str
@@ -60,6 +64,19 @@ class Launch:
     max_restarts: int = 10
     key: Path | None = None
     is_insecure: bool = False
+    num_nodes: int = 1
+    node: int = 0
+    endpoint: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what must be equal on all nodes, by option."""
+        return {
+            "--nnodes": self.num_nodes,
+            "--nproc-per-node": self.num_workers,
+            "--registry": self.registry,
+            "--run": self.run,
+            "--replica": self.replica,
+        }
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables by which ``Elastic()`` finds its arguments."""
@@ -80,8 +97,8 @@ class Launcher:
     """Run one replica until its training has ended.
 
     Raises:
-        ValueError: If another launcher uses the folder, or the folder belongs to another run or is
-            damaged.
+        ValueError: If another launcher uses the folder, the folder belongs to another run or is
+            damaged, or node 0 cannot listen at the endpoint.
         OSError: If the folder cannot be made or changed.
     """
 
@@ -92,23 +109,39 @@ class Launcher:
         self._folder.last_process(launch.run)
         self._folder.prepare()
         self._signals: list[str] = []
-        self._num_heeded = 0
+        place = launch.node, launch.num_nodes, launch.endpoint
+        self._nodes = Nodes(*place, launch.settings(), self._signals)
+        self._num_heeded, self._has_asked = 0, False
 
     def run(self) -> int:
         """Start the replica as often as needed; return the exit status of the launcher."""
+        status = FAILED
+        try:
+            status = self._run()
+        finally:
+            self._nodes.close(status)
+        return status
+
+    def _run(self) -> int:
         os.environ.update(self._launch.variables())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_S))
         # torchrun says that it handles no signals, as it runs on a thread here.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        num_restarts, before = 0, None
+        num_restarts, before, pause = 0, None, 0.0
         while True:
+            ended = self._nodes.begin(pause)
+            if ended is not None:
+                return ended
             began = time.monotonic()
             failed, lived_s = self._run_once()
-            has_left = self._has_left()
-            status = outcome(failed, has_left, bool(self._signals))
-            if status in (exits.DONE, *_FINAL) or self._signals or has_left:
+            if not self._nodes.is_first:
+                # Node 0 judges, and says to begin again or to end.
+                continue
+            has_left, is_asked = self._has_left(), bool(self._nodes.leaving)
+            status = outcome(failed, has_left, is_asked)
+            if status in (exits.DONE, *_FINAL) or is_asked or has_left:
                 return status
             own = own_status(failed) if lived_s < _AT_ONCE_S else None
             if own is not None and own == before:
@@ -129,27 +162,39 @@ class Launcher:
                 f"the replica has ended with status {status} and starts again in {pause:.1f} s "
                 f"(restart {num_restarts} of {self._launch.max_restarts})"
             )
-            until = time.monotonic() + pause
-            while time.monotonic() < until:
-                if self._signals:
-                    return exits.LEFT
-                time.sleep(_LOOK_S)
 
-    def _run_once(self) -> tuple[tuple[int, ...], float]:
-        """Run the workers; return the statuses of those that have failed, and their seconds."""
+    def _run_once(self) -> tuple[list[int], float]:
+        """Run the workers; return the statuses of those that have failed, and their seconds.
+
+        On node 0 these are the workers of all nodes.
+        """
         failed: list[tuple[int, ...]] = []
         # On a thread torchrun leaves the signals to this launcher.
         thread = threading.Thread(target=lambda: failed.append(self._torchrun()))
         thread.start()
-        began = math.inf
+        began = stopped_at = math.inf
+        told: set[int] = set()
         while thread.is_alive():
             thread.join(_LOOK_S)
             # torchrun needs a while before it starts the workers.
             if began == math.inf and _children():
                 began = time.monotonic()
             self._heed_signals()
+            if self._nodes.must_stop:
+                stopped_at = min(stopped_at, time.monotonic())
+                if time.monotonic() - stopped_at > _SHUTDOWN_S:
+                    _signal_children(signal.SIGKILL, set())
+                else:
+                    _signal_children(signal.SIGTERM, told)
         lived_s = math.inf if began == math.inf else time.monotonic() - began
-        return failed[0] if failed else (FAILED,), lived_s
+        own = list(failed[0]) if failed else [FAILED]
+        self._nodes.note_end(own, lived_s)
+        while self._nodes.is_first:
+            if (ends := self._nodes.ends()) is not None:
+                return ends
+            self._heed_signals()
+            time.sleep(_LOOK_S)
+        return own, lived_s
 
     def _has_left(self) -> bool:
         try:
@@ -161,7 +206,8 @@ class Launcher:
     def _torchrun(self) -> tuple[int, ...]:
         options = ["--standalone", "--nproc-per-node", str(self._launch.num_workers)]
         options += ["--max-restarts", "0", "--monitor-interval", "0.2"]
-        command = [child.__file__, str(os.getpid()), *self._launch.command]
+        command = [child.__file__, str(os.getpid()), json.dumps(self._nodes.variables)]
+        command += self._launch.command
         try:
             torchrun.run(torchrun.parse_args([*options, *command]))
         except ChildFailedError as error:
@@ -173,22 +219,21 @@ class Launcher:
         self._signals.append(signal.Signals(number).name)
 
     def _heed_signals(self) -> None:
-        """Let the replica leave after the first signal; end its workers after the second."""
-        if len(self._signals) == self._num_heeded:
+        """Let the replica leave after a node's first signal; end the workers after the second."""
+        self._nodes.look()
+        if len(self._signals) > max(1, self._num_heeded):
+            _signal_children(signal.SIGKILL, set())
+        self._num_heeded = len(self._signals)
+        who = self._nodes.leaving
+        if not who or self._has_asked:
             return
-        is_first, self._num_heeded = self._num_heeded == 0, len(self._signals)
-        if len(self._signals) > 1:
-            _kill_children()
-        if is_first:
-            try:
-                self._folder.ask_to_leave()
-            except OSError as error:
-                note(f"the replica cannot be asked to leave: {error}; a second signal ends it")
-                return
-            note(
-                f"{self._signals[0]}: the replica leaves at its next boundary; a second signal "
-                "ends it now"
-            )
+        self._has_asked = True
+        try:
+            self._folder.ask_to_leave()
+        except OSError as error:
+            note(f"the replica cannot be asked to leave: {error}; a second signal ends it")
+            return
+        note(f"{who}: the replica leaves at its next boundary; a second signal ends it now")
 
 
 def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
@@ -237,11 +282,16 @@ def _lock(folder: Path) -> Any:
     return file
 
 
-def _kill_children() -> None:
-    """End the processes that this one has started; each leads a session of its own."""
-    for pid in _children():
+def _signal_children(number: signal.Signals, told: set[int]) -> None:
+    """Send a signal to the processes that this one has started; each leads a session of its own.
+
+    Args:
+        told: Those that have got the signal, who do not get it again.
+    """
+    for pid in {*_children()} - told:
+        told.add(pid)
         with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGKILL)
+            os.killpg(pid, number)
 
 
 def _children() -> list[int]:
