@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from diloco_comm import LeftBehind, ReplicaMismatch, SyncError
 from diloco_comm.elastic import exits
 from diloco_comm.elastic.state_folder import StateFolder
 from diloco_comm.group.records import Key
+from diloco_comm.tools.common.workers import free_port
 from diloco_comm.tools.launch.run import Launch, Launcher, outcome, own_status, pause_s
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -78,11 +80,16 @@ def registry(tmp_path: Path) -> Iterator[Host]:
 
 
 def start(
-    registry: Host, folder: Path, name: str, *arguments: object, num_workers: int = 1
+    registry: Host,
+    folder: Path,
+    name: str,
+    *arguments: object,
+    num_workers: int = 1,
+    nodes: list[str] | None = None,
 ) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(SCRIPT)
     options = ["--registry", registry.address, "--run", "r", "--state-dir", str(folder / name)]
-    options += ["--nproc-per-node", str(num_workers)]
+    options += ["--nproc-per-node", str(num_workers), *(nodes or [])]
     return subprocess.Popen(
         [*CLI, *options, str(folder / "train.py"), str(folder), *map(str, arguments)],
         stderr=subprocess.PIPE,
@@ -315,6 +322,186 @@ def test_the_status_of_a_replica(
     assert outcome(failed, has_left, is_asked) == status
 
 
+# ---------------------------------------------------------------------- replicas of several nodes
+
+# Each worker says that it has begun, and leaves when it is asked to.
+MEMBER = """
+import os, sys, time
+from pathlib import Path
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+with open(f"{sys.argv[1]}/rank-{os.environ['RANK']}", "a") as file:
+    print(os.getpid(), *(os.environ[name] for name in names), file=file)
+while not Path(os.environ["DILOCO_COMM_STATE_DIR"], "leave").exists():
+    time.sleep(0.05)
+sys.exit(143)
+"""
+
+
+class Node:
+    """The launcher of a node, in a process of its own, with a patience of three seconds."""
+
+    def __init__(
+        self, folder: Path, endpoint: str, node: int, *options: str, limit_s: float = 90.0
+    ) -> None:
+        (folder / "member.py").write_text(MEMBER)
+        words = ["--registry", "tcp://127.0.0.1:1", "--run", "r", "--nnodes", "2"]
+        words += ["--node-rank", str(node), "--rdzv-endpoint", endpoint, *options]
+        if "--state-dir" not in options:
+            words += ["--state-dir", str(folder / "state")]
+        limits = {"DILOCO_COMM_SUSPECT_AFTER_S": "3", "DILOCO_COMM_TIMEOUT_S": str(limit_s)}
+        self.process = subprocess.Popen(
+            [*CLI, *words, str(folder / "member.py"), str(folder)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | limits,
+        )
+
+    def end(self, status: int) -> str:
+        """Wait for the launcher's end; return what the launcher has said."""
+        said = self.process.communicate(timeout=100)[1]
+        assert self.process.returncode == status, said
+        assert "Traceback" not in said
+        return said
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def wait_for_members(folder: Path, num_starts: int, num_workers: int = 4) -> list[list[str]]:
+    """Wait until each worker has been started so often; return the words of its last start."""
+    while True:
+        lines = [lines_of(folder / f"rank-{rank}") for rank in range(num_workers)]
+        if all(len(one) >= num_starts for one in lines):
+            return [one[-1].split() for one in lines]
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def endpoint() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.mark.fresh_interpreter
+def test_two_nodes_form_one_replica_and_start_and_leave_together(
+    tmp_path: Path, endpoint: str
+) -> None:
+    launchers = [Node(tmp_path, endpoint, node, "--nproc-per-node", "2") for node in (1, 0)]
+    try:
+        members = wait_for_members(tmp_path, 1)
+        host, ports = endpoint.partition(":")[0], {words[6] for words in members}
+        for rank, (_, *words) in enumerate(members):
+            assert words[:5] == [str(rank), "4", str(rank % 2), str(rank // 2), host]
+        assert len(ports) == 1
+        os.kill(int(members[3][0]), signal.SIGKILL)
+        again = wait_for_members(tmp_path, 2)
+        assert not {words[0] for words in members} & {words[0] for words in again}
+        assert {words[6] for words in again} != ports
+        launchers[0].process.terminate()
+        said = [launcher.end(exits.LEFT) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert "SIGTERM: the replica leaves at its next boundary" in said[0]
+    assert "SIGTERM on node 1: the replica leaves at its next boundary" in said[1]
+    assert "ended with status 75 and starts again in" in said[1]
+    assert all(len(lines_of(tmp_path / f"rank-{rank}")) == 2 for rank in range(4))
+
+
+@pytest.mark.nightly("20 s each; the test above restarts a replica of two nodes")
+@pytest.mark.fresh_interpreter
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_launcher_that_was_killed_comes_again(tmp_path: Path, endpoint: str, lost: int) -> None:
+    launchers = [Node(tmp_path, endpoint, node) for node in (0, 1)]
+    try:
+        wait_for_members(tmp_path, 1, 2)
+        launchers[lost].kill()
+        launchers[lost] = Node(tmp_path, endpoint, lost)
+        members = wait_for_members(tmp_path, 2, 2)
+        assert [words[1:3] for words in members] == [["0", "2"], ["1", "2"]]
+        launchers[0].process.terminate()
+        for launcher in launchers:
+            launcher.end(exits.LEFT)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
+@pytest.mark.nightly("10 s; test_two_nodes_form_one_replica is in the first tier")
+@pytest.mark.fresh_interpreter
+def test_a_node_whose_first_node_is_lost_waits_and_says_so(tmp_path: Path, endpoint: str) -> None:
+    first, second = (Node(tmp_path, endpoint, node, limit_s=6.0) for node in (0, 1))
+    try:
+        (_, worker) = wait_for_members(tmp_path, 1, 2)
+        first.kill()
+        said = second.end(exits.UNAVAILABLE)
+        assert not is_alive(int(worker[0]))
+    finally:
+        second.kill()
+    assert f"waited 6 s for the launcher of node 0 at {endpoint}: " in said
+
+
+def test_settings_that_differ_between_nodes_are_named(tmp_path: Path, endpoint: str) -> None:
+    launchers = [
+        Node(tmp_path, endpoint, node, "--nproc-per-node", f"{node + 1}") for node in (0, 1)
+    ]
+    for launcher in launchers:
+        said = launcher.end(exits.MISFIT)
+        assert said.count("--nproc-per-node is 1 on node 0 and 2 on node 1: all nodes") == 1
+
+
+@pytest.mark.nightly("10 s; test_settings_that_differ has another refusal")
+@pytest.mark.fresh_interpreter
+def test_a_second_launcher_of_a_node_is_refused(tmp_path: Path, endpoint: str) -> None:
+    launchers = [Node(tmp_path, endpoint, node) for node in (0, 1)]
+    try:
+        wait_for_members(tmp_path, 1, 2)
+        other = Node(tmp_path, endpoint, 1, "--state-dir", str(tmp_path / "other"))
+        said = other.end(exits.MISFIT)
+        assert "another launcher with --node-rank 1 runs already" in said
+        again = Node(tmp_path, endpoint, 0, "--state-dir", str(tmp_path / "other"))
+        assert "node 0 cannot listen at --rdzv-endpoint" in again.end(2)
+        assert all(len(lines_of(tmp_path / f"rank-{rank}")) == 1 for rank in (0, 1))
+        launchers[1].process.terminate()
+        for launcher in launchers:
+            launcher.end(exits.LEFT)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
+@pytest.mark.nightly("3 s each; they differ in who listens", but=["True"])
+@pytest.mark.parametrize("is_mute", [True, False])
+def test_an_endpoint_that_does_not_answer(tmp_path: Path, endpoint: str, is_mute: bool) -> None:
+    """A mute port accepts a connection, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        place = f"127.0.0.1:{mute.getsockname()[1]}" if is_mute else endpoint
+        said = Node(tmp_path, place, 1, limit_s=1.0).end(exits.UNAVAILABLE)
+    assert f"waited 1 s for the launcher of node 0 at {place}: " in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.nightly("3 s; test_an_endpoint_that_does_not_answer has the other side")
+def test_a_node_that_does_not_come_is_named(tmp_path: Path, endpoint: str) -> None:
+    said = Node(tmp_path, endpoint, 0, limit_s=1.0).end(exits.UNAVAILABLE)
+    assert said == f"diloco-comm: waited 1 s for the launcher of node 1 at {endpoint}\n"
+
+
+@pytest.mark.nightly("30 s; the tests above have the launchers of two nodes")
+@pytest.mark.fresh_interpreter
+def test_a_replica_of_two_nodes_trains_with_a_replica_of_one(
+    registry: Host, tmp_path: Path, endpoint: str
+) -> None:
+    nodes = [["--nnodes", "2", "--node-rank", f"{i}", "--rdzv-endpoint", endpoint] for i in (0, 1)]
+    launchers = [start(registry, tmp_path, "a", 4, 80, nodes=words) for words in nodes]
+    launchers.append(start(registry, tmp_path, "b", 4, 80, num_workers=2))
+    errors = [launcher.communicate(timeout=100)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0, 0], errors
+    ends = {(tmp_path / f"hash-{replica}").read_text() for replica in (0, 1)}
+    assert len(ends) == 1 and ends.pop().endswith(" 80")
+    assert [len(lines_of(tmp_path / f"pids-{replica}")) for replica in (0, 1)] == [2, 2]
+
+
 def test_pauses_grow_up_to_a_limit() -> None:
     for number, longest in ((1, 1.0), (3, 4.0), (40, 60.0)):
         pauses = [pause_s(number) for _ in range(50)]
@@ -351,9 +538,17 @@ def test_a_folder_is_of_one_run_and_one_launcher(tmp_path: Path) -> None:
         (["--registry", "tcp://127.0.0.1:1", "--run", "a b", "x.py"], "--run"),
         (["--registry", "tcp://127.0.0.1:1", "--run", "r", "missing.py"], "missing.py"),
         (["--run", "r", "x.py"], "--registry"),
+        (["--nnodes", "2", "--node-rank", "2"], "--node-rank must be below --nnodes 2, got 2"),
+        (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint host:port"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a"], "--rdzv-endpoint must be"),
+        (["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:9"], "node 0 cannot listen at --rdzv-"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(arguments: list[str], named: str) -> None:
+def test_wrong_arguments_are_one_sentence(tmp_path: Path, arguments: list[str], named: str) -> None:
+    if "--nnodes" in arguments:
+        (tmp_path / "x.py").touch()
+        arguments = ["--registry", "tcp://127.0.0.1:1", "--run", "r", *arguments]
+        arguments += ["--state-dir", str(tmp_path / "state"), str(tmp_path / "x.py")]
     check_misuse(run_cli("launch", *arguments), named)
 
 
