@@ -65,7 +65,8 @@ while not diloco.is_done:
     if diloco.inner_step == 20 and (folder / "die").exists() and diloco.replica_index == 1:
         (folder / "die").unlink()
         os._exit(9)
-(folder / f"hash-{{diloco.members[diloco.replica_index]}}").write_text(
+rank = int(os.environ["RANK"])
+(folder / f"hash-{{diloco.members[diloco.replica_index]}}{{f'-{{rank}}' * (rank > 0)}}").write_text(
     f"{{diloco.outer_hash()}} {{diloco.inner_step}}"
 )
 diloco.close()
@@ -497,8 +498,10 @@ def test_a_replica_of_two_nodes_trains_with_a_replica_of_one(
     launchers.append(start(registry, tmp_path, "b", 4, 80, num_workers=2))
     errors = [launcher.communicate(timeout=100)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0, 0], errors
-    ends = {(tmp_path / f"hash-{replica}").read_text() for replica in (0, 1)}
-    assert len(ends) == 1 and ends.pop().endswith(" 80")
+    # Each worker has a part of the outer state.
+    for part in ("", "-1"):
+        ends = {(tmp_path / f"hash-{replica}{part}").read_text() for replica in (0, 1)}
+        assert len(ends) == 1 and ends.pop().endswith(" 80")
     assert [len(lines_of(tmp_path / f"pids-{replica}")) for replica in (0, 1)] == [2, 2]
 
 

@@ -1,7 +1,7 @@
 """Become a worker that ends with its launcher: ``child.py LAUNCHER REPLICA script.py argument...``.
 
 LAUNCHER is the launcher's process number. REPLICA is a JSON object of environment variables that
-are those of the replica, and not of this node. This script needs the standard library alone, so
+concern the replica, and win over torchrun's. This script needs the standard library alone, so
 that each worker starts without delay.
 """
 

@@ -67,12 +67,12 @@ class Decision:
 
     Attributes:
         attempt: A random name; "" before the first.
-        launchers: Names of those that take part in it, by node.
-        port: Of the store at which the workers meet.
+        launchers: Names of the launchers that take part in it, by node.
+        port: The workers meet at a store there.
         stops: Workers that still run are to end.
-        leaving: Who has asked the replica to leave; "" for nobody.
+        leaving: The signal and the node that ask the replica to leave; "" for none.
         refused: Why a launcher takes no part, by its name.
-        status: With which all launchers end; None while they go on.
+        status: All launchers end with it; None while they go on.
         why: A sentence for the end.
     """
 
@@ -93,7 +93,7 @@ class Nodes:
         node, num_nodes: Number of this node, and of all nodes.
         endpoint: ``host:port`` of node 0's store; not needed for one node.
         settings: By option; all nodes need the same.
-        signals: Names of those that this launcher has got; the first lets the replica leave.
+        signals: Names of the signals that have come; the first one lets the replica leave.
 
     Raises:
         ValueError: If the endpoint is not of its form, or node 0 cannot listen there.
@@ -133,7 +133,7 @@ class Nodes:
 
     @property
     def leaving(self) -> str:
-        """Who has asked the replica to leave; "" for nobody."""
+        """The signal that asks the replica to leave, with its node; "" for none."""
         return self._signals[0] if self._signals else self._decision.leaving
 
     @property
