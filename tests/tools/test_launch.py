@@ -339,7 +339,7 @@ sys.exit(143)
 
 
 class Node:
-    """The launcher of a node, in a process of its own, with a patience of three seconds."""
+    """The launcher of a node, in a process of its own, with a patience of six seconds."""
 
     def __init__(
         self, folder: Path, endpoint: str, node: int, *options: str, limit_s: float = 90.0
@@ -349,7 +349,7 @@ class Node:
         words += ["--node-rank", str(node), "--rdzv-endpoint", endpoint, *options]
         if "--state-dir" not in options:
             words += ["--state-dir", str(folder / "state")]
-        limits = {"DILOCO_COMM_SUSPECT_AFTER_S": "3", "DILOCO_COMM_TIMEOUT_S": str(limit_s)}
+        limits = {"DILOCO_COMM_SUSPECT_AFTER_S": "6", "DILOCO_COMM_TIMEOUT_S": str(limit_s)}
         self.process = subprocess.Popen(
             [*CLI, *words, str(folder / "member.py"), str(folder)],
             stderr=subprocess.PIPE,
@@ -431,7 +431,7 @@ def test_a_launcher_that_was_killed_comes_again(tmp_path: Path, endpoint: str, l
 @pytest.mark.nightly("10 s; test_two_nodes_form_one_replica is in the first tier")
 @pytest.mark.fresh_interpreter
 def test_a_node_whose_first_node_is_lost_waits_and_says_so(tmp_path: Path, endpoint: str) -> None:
-    first, second = (Node(tmp_path, endpoint, node, limit_s=6.0) for node in (0, 1))
+    first, second = (Node(tmp_path, endpoint, node, limit_s=8.0) for node in (0, 1))
     try:
         (_, worker) = wait_for_members(tmp_path, 1, 2)
         first.kill()
@@ -439,7 +439,7 @@ def test_a_node_whose_first_node_is_lost_waits_and_says_so(tmp_path: Path, endpo
         assert not is_alive(int(worker[0]))
     finally:
         second.kill()
-    assert f"waited 6 s for the launcher of node 0 at {endpoint}: " in said
+    assert f"waited 8 s for the launcher of node 0 at {endpoint}: " in said
 
 
 def test_settings_that_differ_between_nodes_are_named(tmp_path: Path, endpoint: str) -> None:

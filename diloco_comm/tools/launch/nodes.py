@@ -87,7 +87,7 @@ class Decision:
 
 
 class Nodes:
-    """This node's launcher among those of its replica.
+    """This node's launcher among the launchers of its replica.
 
     Args:
         node, num_nodes: Number of this node, and of all nodes.
@@ -271,8 +271,10 @@ class Nodes:
             if sentence and not self.is_first:
                 note(sentence)
             return exits.MISFIT if self._name in said.refused else said.status
-        is_alone = self.is_first or self._name not in said.launchers or self._silence_s > 0
-        if self.leaving and is_alone:
+        # Node 0 must hear of the wish, or it would wait for a launcher that has gone.
+        is_cut_off = self._silence_s > self._patience_s or len(self._signals) > 1
+        is_alone = self.is_first or self._name not in said.launchers
+        if self.leaving and (is_alone or is_cut_off):
             return exits.LEFT
         if self.is_first and (sentence := self._misfit()):
             return self._give_up(exits.MISFIT, sentence)
