@@ -513,6 +513,9 @@ def _with_speed(process: Process, former: Process | None, now: float) -> Process
     if beat is not None and (beat.stage, beat.place.entered) != (TRAINING, figures.view):
         # The figures count the seconds of a change only once the change has ended.
         return replace(process, samples=samples, speed=speed)
+    if figures.phase not in ("", STEPS, EXCHANGE):
+        # An evaluation or a checkpoint; the measurement begins anew after that.
+        return replace(process, speed=speed)
     idle_s = figures.waited_s + _or_zero(figures.changing_s) + figures.waits_s
     sample = Sample(now - process.figures_s, figures.view, figures.inner_step, idle_s)
     if samples and abs(samples[-1].at - sample.at) < 0.5:

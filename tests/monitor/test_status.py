@@ -158,6 +158,21 @@ def test_equal_replicas_are_never_slow(step_s: float) -> None:
     assert not [text for text in world.events() if "slow" in text]
 
 
+@pytest.mark.parametrize("seconds", [7, 20, 45])
+def test_an_evaluation_is_no_slowness(seconds: int) -> None:
+    """Replica 0 alone evaluates, twice; its steps stand still meanwhile."""
+    world = World()
+    world.speeds[0] = 0.0
+    step = 0
+    for second in range(200):
+        evaluates = second % 90 >= 90 - seconds
+        step += 0 if evaluates else 10
+        world.figures[0] = {"inner_step": step, "phase": "evaluation" if evaluates else "steps"}
+        world.silent = {one for one in range(3) if (second - one) % 5}
+        world.go(1)
+    assert not [text for text in world.events() if "slow" in text]
+
+
 def test_a_replica_that_waits_for_long_is_not_slow() -> None:
     """Its group is fixed, and the other one lives, and takes longer for its steps."""
     world = World((0, 1, 2), elastic=False)
