@@ -96,7 +96,11 @@ class CMakeBuild(build_ext):
 
 
 # Kernels stand beside the package, where a link in the sources leads to them.
-PACKAGES = {*setuptools.find_packages(include=["diloco_comm", "diloco_comm.*"])}
+PACKAGES = {
+    *setuptools.find_packages(
+        include=["diloco_comm", "diloco_comm.*", "diloco_comm_tools", "diloco_comm_tools.*"]
+    )
+}
 PACKAGES.add("diloco_comm.kernels")
 
 setup(

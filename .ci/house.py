@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / ".ci" / "house.json"
-PACKAGE = "diloco_comm"
+PACKAGES = ("diloco_comm", "diloco_comm_tools")
+IN_PACKAGES = tuple(f"{package}/" for package in PACKAGES)
 CPP = (".h", ".cpp", ".cu", ".cuh")
-FOLDERS = (".ci", "benchmarks", "csrc", PACKAGE, "docs", "examples", "kernels", "tests")
+FOLDERS = (".ci", "benchmarks", "csrc", *PACKAGES, "docs", "examples", "kernels", "tests")
 PAGES = ("CONTRIBUTING.md", "README.md")
 # The pages of the commands.
 GENERATED = "docs/reference/command-line"
@@ -87,7 +88,7 @@ def lengths(texts: dict[str, str]) -> Iterator[Offence]:
         if file.startswith("csrc/") and file.endswith(CPP):
             # A header and the source beside it are one module.
             modules[os.path.splitext(file)[0]].append(file)
-        elif file.startswith(f"{PACKAGE}/") and not file.endswith("/__init__.py"):
+        elif file.startswith(IN_PACKAGES) and not file.endswith("/__init__.py"):
             modules[file].append(file)
     for files in modules.values():
         lines = sum(texts[file].count("\n") for file in files)
@@ -112,7 +113,7 @@ class Package:
         self.bindings: dict[str, dict[str, str]] = {}
         self.classes: dict[str, ast.ClassDef] = {}
         for file, text in texts.items():
-            if file.startswith(f"{PACKAGE}/") and file.endswith(".py"):
+            if file.startswith(IN_PACKAGES) and file.endswith(".py"):
                 module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 self.files[module] = file
                 self._read(module, ast.parse(text))

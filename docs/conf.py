@@ -66,7 +66,7 @@ def write_command_line(app: Sphinx) -> None:
 
 def read_help() -> str:
     """Return the ``--help`` of all commands, as one page."""
-    command = [sys.executable, "-m", "typer", "diloco_comm.tools.app"]
+    command = [sys.executable, "-m", "typer", "diloco_comm_tools.app"]
     command += ["utils", "docs", "--name", "diloco-comm", "--title", "The command line"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 

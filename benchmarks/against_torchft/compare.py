@@ -32,7 +32,7 @@ from benchmarks.against_torchft.plain_traffic import Traffic
 from benchmarks.against_torchft.report import OURS, PEERS, PLAIN, VARIANTS, add_ratios, print_table
 from benchmarks.support import common
 from benchmarks.training.outer_step import Transformer, memory_growth
-from diloco_comm.tools.demo.data import Batches, load_corpus, validation_windows
+from diloco_comm_tools.demo.data import Batches, load_corpus, validation_windows
 
 SKIPPED = 77
 LR, MOMENTUM = 0.7, 0.9

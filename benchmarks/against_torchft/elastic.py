@@ -90,7 +90,7 @@ class Side:
             module = "benchmarks.against_torchft.lighthouse"
             words = ["-m", module, str(self._port), milliseconds]
         else:
-            words = ["-m", "diloco_comm.tools.cli", "registry"]
+            words = ["-m", "diloco_comm_tools.cli", "registry"]
             words += ["--listen", f"127.0.0.1:{self._port}"]
             words += ["--journal", str(self._folder / "journal")]
         self._coordinator = self._popen(words, stdout=subprocess.PIPE)

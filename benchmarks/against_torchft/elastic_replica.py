@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diloco_comm.tools.common.workers import die_with_launcher, free_port
-from diloco_comm.tools.demo.data import Batches, load_corpus, validation_windows
-from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig, byte_loss
+from diloco_comm_tools.common.workers import die_with_launcher, free_port
+from diloco_comm_tools.demo.data import Batches, load_corpus, validation_windows
+from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig, byte_loss
 
 NUM_REPLICAS = 3
 OUTER_LR, OUTER_MOMENTUM, INNER_LR = 0.7, 0.8, 1e-3

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.against_torchft.elastic_replica import NUM_REPLICAS
 from benchmarks.against_torchft.peer import PACKAGE, VERSION
 from benchmarks.support import common
-from diloco_comm.tools.common import plots
+from diloco_comm_tools.common import plots
 
 if TYPE_CHECKING:
     from benchmarks.against_torchft.elastic import Process, Side

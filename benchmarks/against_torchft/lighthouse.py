@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from diloco_comm.tools.common.workers import die_with_launcher
+from diloco_comm_tools.common.workers import die_with_launcher
 
 # How long the lighthouse waits for a live replica that has not asked for the quorum yet: the
 # default of its command. With less, a replica that is a moment late is given the state anew.

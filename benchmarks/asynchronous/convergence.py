@@ -37,8 +37,8 @@ from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler, S
 from diloco_comm.asynchronous.virtual import VirtualRun, VirtualWorker
 from diloco_comm.asynchronous.worker.local import LocalModel
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.tools.demo.data import Batches, Corpus, load_corpus, validation_windows
-from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig, byte_loss
+from diloco_comm_tools.demo.data import Batches, Corpus, load_corpus, validation_windows
+from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig, byte_loss
 
 RECORD = common.RESULTS / "asynchronous" / "async-convergence.json"
 TUNING_SEED = 1000

@@ -52,8 +52,8 @@ from diloco_comm.asynchronous.decoupled.syncer import Syncer
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link, VirtualLearner
 from diloco_comm.asynchronous.server.decisions.scheduling import ShardSchedule
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.tools.demo.data import Batches, validation_windows
-from diloco_comm.tools.demo.model import ByteTransformer, byte_loss
+from diloco_comm_tools.demo.data import Batches, validation_windows
+from diloco_comm_tools.demo.model import ByteTransformer, byte_loss
 
 TUNING_SEED, SEEDS = 1000, (0, 1, 2)
 SYNC_EVERY = 8

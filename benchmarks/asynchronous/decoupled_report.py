@@ -27,7 +27,7 @@ from benchmarks.asynchronous.decoupled_methods import (
 from benchmarks.asynchronous.report import mean_and_deviation
 from benchmarks.support.run_file import grouped
 from benchmarks.support.tuning import choose
-from diloco_comm.tools.common import plots
+from diloco_comm_tools.common import plots
 
 Row = dict[str, Any]
 Cell = tuple[str, str, int, int]

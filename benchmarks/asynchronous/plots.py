@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.asynchronous.methods import METHODS
-from diloco_comm.tools.common import plots
+from diloco_comm_tools.common import plots
 
 Row = dict[str, Any]
 BASE = "DiLoCo"

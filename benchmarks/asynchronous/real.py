@@ -46,8 +46,8 @@ from diloco_comm import DiLoCo, Link, Nesterov
 from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
-from diloco_comm.tools.demo.data import Batches, validation_windows
-from diloco_comm.tools.demo.model import ByteTransformer, byte_loss
+from diloco_comm_tools.demo.data import Batches, validation_windows
+from diloco_comm_tools.demo.model import ByteTransformer, byte_loss
 
 WORKERS, SIZE, TEXT_SHARDS = 4, "118k", 4
 NAMES = ("DiLoCo", "async Nesterov", "DN + DyLU")

@@ -40,7 +40,7 @@ from benchmarks.support.run_file import RunFile, grouped
 from diloco_comm import SGD, Nesterov, ops
 from diloco_comm.methods.outer import OuterOptimizer, OuterState, Update
 from diloco_comm.methods.overlap import Blocking
-from diloco_comm.tools.demo.model import ModelConfig
+from diloco_comm_tools.demo.model import ModelConfig
 
 OUTER_LR, MOMENTUM = 0.7, 0.9
 NUM_REPLICAS, SEEDS, WARMUP_STEPS = 4, (0, 1, 2), 20

@@ -30,7 +30,7 @@ from benchmarks.support.run_file import RunFile
 from benchmarks.support.tuning import choose, next_rate
 from diloco_comm import Nesterov
 from diloco_comm.methods.overlap import Blocking, Delayed, Eager, Overlap
-from diloco_comm.tools.demo.model import ModelConfig
+from diloco_comm_tools.demo.model import ModelConfig
 
 SYNC_EVERY, BATCH_SIZE = 15, 8
 NUM_SEEDS = 3

@@ -27,7 +27,7 @@ from benchmarks.convergence.tasks import Text
 from benchmarks.support import common
 from diloco_comm import Nesterov
 from diloco_comm.methods.overlap import Blocking
-from diloco_comm.tools.demo.model import ModelConfig
+from diloco_comm_tools.demo.model import ModelConfig
 
 WORLD, H, BATCH = 2, 10, 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

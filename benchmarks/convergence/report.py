@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import common
-from diloco_comm.tools.common import plots
+from diloco_comm_tools.common import plots
 
 
 def write_report(

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diloco_comm.tools.demo.data import Batches, load_corpus, validation_windows
-from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig, byte_loss
+from diloco_comm_tools.demo.data import Batches, load_corpus, validation_windows
+from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig, byte_loss
 
 
 @dataclass(frozen=True)

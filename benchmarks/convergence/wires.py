@@ -34,7 +34,7 @@ from benchmarks.support import common
 from benchmarks.support.run_file import RunFile
 from benchmarks.support.tuning import choose, next_rate
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.tools.demo.model import ModelConfig
+from diloco_comm_tools.demo.model import ModelConfig
 
 BATCH_SIZE, NUM_WINDOWS, INNER_LR = 8, 512, 3e-3
 TUNING_SEED, SEEDS = 1000, (0, 1, 2)

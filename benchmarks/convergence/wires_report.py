@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.support.run_file import grouped
 from benchmarks.support.tuning import choose
-from diloco_comm.tools.common import plots
+from diloco_comm_tools.common import plots
 
 Row = dict[str, Any]
 CELL = ("model", "num_replicas", "sync_every", "rounds", "method")

@@ -16,7 +16,7 @@ from benchmarks.elastic.ledger_replica import Applied
 from diloco_comm.base.log import Log
 from diloco_comm.elastic.registry import journal
 from diloco_comm.group.records import NO_HASH, NO_RECORD, Record
-from diloco_comm.tools.demo.crew import DONE, Entered
+from diloco_comm_tools.demo.crew import DONE, Entered
 
 # Rounding errors of fp32 in the share of one process, times the number of members.
 _ROUNDING = 0.05

@@ -21,7 +21,7 @@ from benchmarks.support.namespaces import enter
 from diloco_comm import SGD, DiLoCo, Link, SyncMetrics
 from diloco_comm.elastic.happenings import Happening, ViewChanged
 from diloco_comm.elastic.options import Elastic
-from diloco_comm.tools.demo.crew import DONE, LEFT, Ended, Entered, Place
+from diloco_comm_tools.demo.crew import DONE, LEFT, Ended, Entered, Place
 
 RUN = "storm"
 LEAVE = "leave"

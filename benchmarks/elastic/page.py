@@ -94,7 +94,7 @@ class Hosted:
     """
 
     def __init__(self) -> None:
-        words = [sys.executable, "-m", "diloco_comm.tools.cli", "registry", "--json"]
+        words = [sys.executable, "-m", "diloco_comm_tools.cli", "registry", "--json"]
         words += ["--listen", "127.0.0.1:0", "--http", "0"]
         self._server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         assert self._server.stdout is not None

@@ -37,9 +37,9 @@ from benchmarks.support.namespaces import address, enter
 from diloco_comm.elastic.registry.server import RegistryServer
 from diloco_comm.group import driver as group_driver
 from diloco_comm.group import state as st
-from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
-from diloco_comm.tools.common.workers import die_with_launcher
-from diloco_comm.tools.demo.crew import DONE, Ended, Place
+from diloco_comm_tools.common.ranks import WITH_OPTIMIZER
+from diloco_comm_tools.common.workers import die_with_launcher
+from diloco_comm_tools.demo.crew import DONE, Ended, Place
 
 SHORT_MS, LONG_MS = 4.0, 60.0
 MOST_ROUND_TRIPS, MOST_OPENED = 8.0, 0.0

@@ -48,9 +48,9 @@ from benchmarks.elastic.schedules import Fault
 from benchmarks.elastic.storm_report import print_results, results_of
 from benchmarks.support import common
 from benchmarks.support.namespaces import NETWORK, Namespaces, call, missing_tools
-from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
-from diloco_comm.tools.common.workers import free_port
-from diloco_comm.tools.demo.crew import (
+from diloco_comm_tools.common.ranks import WITH_OPTIMIZER
+from diloco_comm_tools.common.workers import free_port
+from diloco_comm_tools.demo.crew import (
     DONE,
     KILLED,
     LEFT,
@@ -116,7 +116,7 @@ class Hosted:
 
     def __init__(self, words: Sequence[str], log: IO[str], hub: str = "") -> None:
         inside = ["ip", "netns", "exec", hub] if hub else []
-        self._command = [*inside, sys.executable, "-m", "diloco_comm.tools.cli", *words]
+        self._command = [*inside, sys.executable, "-m", "diloco_comm_tools.cli", *words]
         self._log = log
         self.start()
 

@@ -18,7 +18,7 @@ from benchmarks.support.namespaces import opened_connections
 from diloco_comm import DiLoCo, SyncError
 from diloco_comm.elastic.happenings import Happening, ViewChanged
 from diloco_comm.elastic.options import Elastic
-from diloco_comm.tools.demo.crew import DONE, Ended, Place
+from diloco_comm_tools.demo.crew import DONE, Ended, Place
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.elastic.checks import Resources, are_enough, check_flat, resources
 from benchmarks.elastic.view_replica import Formed, ViewSettings, meet_again_and_again
 from benchmarks.support import common
-from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
-from diloco_comm.tools.demo.crew import DONE, Crew, Ended, Replica
+from diloco_comm_tools.common.ranks import WITH_OPTIMIZER
+from diloco_comm_tools.demo.crew import DONE, Crew, Ended, Replica
 
 # Seconds in which the next view must have formed, on any machine.
 _PATIENCE_S = 120.0

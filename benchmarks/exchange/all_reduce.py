@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from benchmarks.support import common
 from benchmarks.support.interface import INTERFACE, transmitted_bytes
-from diloco_comm.tools.bench import exchange as bench_exchange
-from diloco_comm.tools.bench import methods
-from diloco_comm.tools.bench.exchange import DTYPES, Settings
+from diloco_comm_tools.bench import exchange as bench_exchange
+from diloco_comm_tools.bench import methods
+from diloco_comm_tools.bench.exchange import DTYPES, Settings
 
 
 def parse_arguments() -> argparse.Namespace:

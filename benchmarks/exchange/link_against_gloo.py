@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.exchange.link_times import folder_of_keys
 from benchmarks.support import common
 from diloco_comm.exchange.exchange import Exchange
-from diloco_comm.tools.bench.exchange import Sampler
-from diloco_comm.tools.bench.methods import DilocoAllReduce, source_of
+from diloco_comm_tools.bench.exchange import Sampler
+from diloco_comm_tools.bench.methods import DilocoAllReduce, source_of
 
 _BLOCK = 256
 

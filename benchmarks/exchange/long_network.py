@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from benchmarks.exchange.netns import INTERFACE, Network, parse_rate
 from benchmarks.support.common import benchmark_command, stoppable
 from benchmarks.support.namespaces import address, call, missing_tools
-from diloco_comm.tools.common.workers import die_with_launcher
+from diloco_comm_tools.common.workers import die_with_launcher
 
 _MTU = 1500
 # From linux/if_tun.h.

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from benchmarks.support import common
 from diloco_comm.ops.wire import Layout, WireFormat
-from diloco_comm.tools.bench.exchange import Sampler, Settings, make_exchange
-from diloco_comm.tools.bench.methods import DilocoAllReduce, GlooAllReduce, source_of
+from diloco_comm_tools.bench.exchange import Sampler, Settings, make_exchange
+from diloco_comm_tools.bench.methods import DilocoAllReduce, GlooAllReduce, source_of
 
 _BLOCK = 256
 

@@ -33,7 +33,7 @@ Ends = tuple[socket.socket, socket.socket]
 @contextmanager
 def relay_process() -> Iterator[tuple[int, tuple[str, int]]]:
     """Start a relay; yield its process number and address."""
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "relay", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", "relay", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         host, port = process.stdout.readline().strip().removeprefix("tcp://").split(":")

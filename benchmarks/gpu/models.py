@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diloco_comm import DiLoCo
-from diloco_comm.tools.demo.data import Batches, load_corpus
-from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig
+from diloco_comm_tools.demo.data import Batches, load_corpus
+from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig
 
 # Sizes and rows of a batch. nanoGPT's 124 M parameters are this with a larger vocabulary; a step of
 # 32 rows keeps the device longer busy than the host. The other is for tests on a CPU.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support import common
-from diloco_comm.tools.common import workers
+from diloco_comm_tools.common import workers
 
 
 def probe(backend: str) -> None:

@@ -19,9 +19,9 @@ import torch
 from diloco_comm import ops
 from diloco_comm.base.files import whole_file
 from diloco_comm.base.interrupts import stoppable
-from diloco_comm.tools.common import outputs, ranks
-from diloco_comm.tools.common.console import progress_bar
-from diloco_comm.tools.common.reports import (
+from diloco_comm_tools.common import outputs, ranks
+from diloco_comm_tools.common.console import progress_bar
+from diloco_comm_tools.common.reports import (
     Report,
     about,
     check_output,
@@ -34,8 +34,8 @@ from diloco_comm.tools.common.reports import (
     summary,
     versions,
 )
-from diloco_comm.tools.common.sizes import format_size, parse_size
-from diloco_comm.tools.common.workers import (
+from diloco_comm_tools.common.sizes import format_size, parse_size
+from diloco_comm_tools.common.workers import (
     WorkerError,
     free_port,
     init_workers,

@@ -37,7 +37,7 @@ from benchmarks.support import common
 from benchmarks.support.run_file import Row, RunFile, grouped
 from diloco_comm import Nesterov, ops
 from diloco_comm.methods.outer import Update
-from diloco_comm.tools.demo.model import ModelConfig
+from diloco_comm_tools.demo.model import ModelConfig
 
 MOMENTUM, WARMUP_STEPS, SEEDS = 0.9, 20, (0, 1, 2)
 TASKS = {"digits": 2e-3, "text": 3e-3}  # and their inner rates

@@ -31,10 +31,10 @@ from benchmarks.support import common
 from benchmarks.training.overlap_report import print_rows, summarize
 from diloco_comm import DiLoCo, Link, Nesterov
 from diloco_comm.methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
-from diloco_comm.tools.common import ranks
-from diloco_comm.tools.demo.data import Batches, load_corpus
-from diloco_comm.tools.demo.ddp import BucketExchange
-from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig, byte_loss
+from diloco_comm_tools.common import ranks
+from diloco_comm_tools.demo.data import Batches, load_corpus
+from diloco_comm_tools.demo.ddp import BucketExchange
+from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig, byte_loss
 
 POLICIES: dict[str, Callable[[int], Overlap]] = {
     "blocking": lambda delay: Blocking(),

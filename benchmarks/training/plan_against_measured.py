@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.support import common
 from benchmarks.training import overlap
-from diloco_comm.tools.plan.estimate import Request
+from diloco_comm_tools.plan.estimate import Request
 
 # Gbit/s and round trip in ms. Data parallel joins where a step of it takes seconds, not minutes.
 LINKS = ((0.05, 50.0), (0.1, 100.0), (0.2, 50.0), (0.5, 10.0))

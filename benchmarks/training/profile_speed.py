@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.support import common
-from diloco_comm.tools.profile.report import make_report, read_traces
+from diloco_comm_tools.profile.report import make_report, read_traces
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 ADD = (

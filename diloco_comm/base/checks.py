@@ -25,7 +25,8 @@ MOST_INT32 = 2**31 - 1
 # Frames of these packages lie between the user's line and a hook, or a block, of this package.
 _NOT_THE_USERS = frozenset(
     {
-        *("diloco_comm", "torch", "contextlib", "functools", "threading"),
+        *("diloco_comm", "diloco_comm_tools", "torch"),
+        *("contextlib", "functools", "threading"),
         *("transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric"),
     }
 )

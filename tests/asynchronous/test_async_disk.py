@@ -35,7 +35,7 @@ class Hosted:
 
     def __init__(self, folder: Path, log: Path, every: int) -> None:
         command = [
-            sys.executable, "-m", "diloco_comm.tools.cli", "serve", "--rule", "sgd", "--lr", "1",
+            sys.executable, "-m", "diloco_comm_tools.cli", "serve", "--rule", "sgd", "--lr", "1",
             "--listen", "127.0.0.1:0", "--sync-every", "1", "--snapshot", str(folder),
             "--snapshot-every", str(every),
         ]  # fmt: skip

@@ -27,7 +27,7 @@ from diloco_comm.asynchronous.server.storage import snapshots as storage
 from diloco_comm.asynchronous.worker.link import Link
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 from diloco_comm.base.log import Log
-from diloco_comm.tools.common.workers import free_port
+from diloco_comm_tools.common.workers import free_port
 
 # Two runs of the first fragment, one of the second.
 SIZE = 300_001

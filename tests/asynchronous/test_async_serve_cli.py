@@ -19,7 +19,7 @@ from cli_helpers import check_documented, check_misuse, run_cli
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "serve"]
+CLI = [sys.executable, "-m", "diloco_comm_tools.cli", "serve"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

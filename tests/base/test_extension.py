@@ -15,6 +15,7 @@ import torch
 
 import diloco_comm
 import diloco_comm.kernels
+import diloco_comm_tools
 from diloco_comm import _C, __version__, ops
 from diloco_comm.base import extension
 
@@ -55,6 +56,8 @@ def copy_of_the_package(folder: Path, changed: dict[bytes, bytes]) -> None:
     package = Path(diloco_comm.__file__).parent
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package, folder / "diloco_comm", ignore=ignored)
+    tools = Path(diloco_comm_tools.__file__).parent
+    shutil.copytree(tools, folder / "diloco_comm_tools", ignore=ignored)
     kernels = Path(diloco_comm.kernels.__file__).parent
     shutil.copytree(kernels, folder / "diloco_comm/kernels", ignore=ignored, dirs_exist_ok=True)
     (library,) = (folder / "diloco_comm").glob("_C.*.so")
@@ -90,7 +93,7 @@ def run_command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command with the package of a folder, which has a console script as pip writes it."""
     (folder / "diloco-comm").write_text(
         "import sys\n"
-        "from diloco_comm.tools.cli import main\n"
+        "from diloco_comm_tools.cli import main\n"
         "if __name__ == '__main__':\n"
         "    sys.exit(main())\n"
     )
@@ -144,7 +147,7 @@ def test_the_command_without_its_extension_is_one_sentence(is_whole: bool, tmp_p
         # Taken away, it would be looked for where an editable installation has it.
         next((tmp_path / "diloco_comm").glob("_C.*.so")).write_bytes(b"")
     means = f"built for torch {OTHER}" if is_whole else "not built for this Python and torch"
-    for words in (["diloco-comm", "doctor"], ["-u", "-m", "diloco_comm.tools.cli", "doctor"]):
+    for words in (["diloco-comm", "doctor"], ["-u", "-m", "diloco_comm_tools.cli", "doctor"]):
         ended = run_command(tmp_path, *words)
         assert (ended.returncode, ended.stdout) == (1, "")
         line = rf"diloco-comm: the C\+\+ extension of diloco_comm is {means}[^\n]+\n"

@@ -193,7 +193,7 @@ def namespaces() -> str:
 
 
 def test_check_counts_wrong_elements_and_disagreeing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from diloco_comm.tools.bench import methods
+    from diloco_comm_tools.bench import methods
 
     exact = methods.exact_mean(2, 1000, torch.float32)
     bound = torch.full_like(exact, 0.05)

@@ -18,7 +18,7 @@ import torch
 from benchmark_runs import ROOT, run_benchmark, shows
 from workers import Pool
 
-from diloco_comm.tools.common import plots
+from diloco_comm_tools.common import plots
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -12,7 +12,7 @@ from benchmark_runs import RESULTS
 
 def test_synthetic_trace_is_one(tmp_path: Path) -> None:
     from benchmarks.training import profile_speed
-    from diloco_comm.tools.profile.report import make_report, read_traces
+    from diloco_comm_tools.profile.report import make_report, read_traces
 
     path = tmp_path / "rank0.json"
     num_events = profile_speed.write_trace(path, 300_000)

@@ -21,7 +21,7 @@ from benchmarks.elastic.storm_report import results_of, violations
 from benchmarks.elastic.storms import Storm, run
 from diloco_comm.elastic.registry.journal import Journal
 from diloco_comm.group.records import NO_HASH, Attempt, Key, Record
-from diloco_comm.tools.demo.crew import DONE, Entered
+from diloco_comm_tools.demo.crew import DONE, Entered
 
 SETTINGS = LedgerSettings(sync_every=4, step_s=0.05, suspect_after_s=5.0)
 

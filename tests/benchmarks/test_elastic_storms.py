@@ -19,7 +19,7 @@ from benchmarks.elastic.storm_model import Waits, predict
 from benchmarks.elastic.storm_report import Figures, results_of
 from benchmarks.elastic.storms import Storm, main, make_parser, read_schedule, run
 from benchmarks.support.namespaces import missing_tools
-from diloco_comm.tools.demo.crew import (
+from diloco_comm_tools.demo.crew import (
     DONE,
     FAILED,
     KILLED,

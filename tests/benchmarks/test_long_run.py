@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.convergence.in_one_process import Replica, Replicas
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.methods.overlap import Blocking, Delayed, Eager, Overlap
-from diloco_comm.tools.common import plots
+from diloco_comm_tools.common import plots
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

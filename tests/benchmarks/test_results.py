@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmark_runs import BENCHMARKS, RESULTS, ROOT
 
-from diloco_comm.tools.common.reports import record_text
+from diloco_comm_tools.common.reports import record_text
 
 FILES = sorted(path for path in RESULTS.rglob("*") if path.is_file())
 RECORDS = [path for path in FILES if path.suffix == ".json"]

@@ -53,7 +53,7 @@ def test_commands_are_right(page: str) -> None:
 
 def check_command(block: Block, words: list[str]) -> None:
     """Options, targets, modules and files of this project must exist."""
-    for start in ("diloco-comm", "diloco_comm.tools.cli"):
+    for start in ("diloco-comm", "diloco_comm_tools.cli"):
         if start in words:
             check_arguments(words[words.index(start) + 1 :], block.place)
             return

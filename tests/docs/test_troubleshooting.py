@@ -45,7 +45,7 @@ def cpp_strings(path: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def sentences() -> str:
     found = []
-    for path in (ROOT / "diloco_comm").rglob("*.py"):
+    for path in ROOT.glob("diloco_comm*/**/*.py"):
         found += python_strings(path.read_text())
     for path in (ROOT / "csrc").rglob("*.cpp"):
         found += cpp_strings(path)

@@ -34,7 +34,7 @@ from diloco_comm import Blocking, Delayed, DiLoCo, Elastic, LeftBehind, Link, Wi
 from diloco_comm.elastic.happenings import Suspected, ViewChanged
 from diloco_comm.elastic.registry import RegistryUnavailable
 from diloco_comm.elastic.registry import connect as registry_at
-from diloco_comm.tools.registry.members import report
+from diloco_comm_tools.registry.members import report
 
 H = 4
 FAULT_STEP, LAST_STEP = 2 * H + 1, 8 * H

@@ -20,9 +20,9 @@ from diloco_comm.elastic.registry import Registry, connect
 from diloco_comm.group.beats import EVICT, TRAINING, Beat, Way, eviction_of, name_of
 from diloco_comm.group.records import Attempt, Key, Record
 from diloco_comm.group.state import Place
-from diloco_comm.tools.registry.members import Silence
+from diloco_comm_tools.registry.members import Silence
 
-CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "registry"]
+CLI = [sys.executable, "-m", "diloco_comm_tools.cli", "registry"]
 NAMES = ("0", "1", "2")
 KEYS = tuple(Key(i, bytes([0xA0 + i]) * 16) for i in range(3))
 NEWCOMER = Key(3, b"n" * 16)

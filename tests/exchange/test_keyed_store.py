@@ -313,7 +313,7 @@ def memory_mib(pid: int, what: str) -> int:
 @pytest.fixture
 def store_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that hosts a store without keys, and the port."""
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "store", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", "store", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -432,7 +432,7 @@ def _trains(rank: int, world: int, plain: Any, address: str, root: str) -> Any:
 def test_a_whole_run_holds_no_plaintext(fresh_workers: Fresh, tmp_path: Path) -> None:
     """Two replicas meet at the command's store; all that they say to the store is recorded."""
     make_folders(tmp_path, 3)
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "store"]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", "store"]
     command += ["--listen", "127.0.0.1:0", "--keys"]
     command.append(str(folder_of(tmp_path, 2)))
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -31,7 +31,7 @@ from diloco_comm.base.service.keys import Keys, allow, remove
 from diloco_comm.exchange.membership import own_link
 from diloco_comm.group import signs
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.tools.common.workers import free_port
+from diloco_comm_tools.common.workers import free_port
 
 Fresh = Callable[..., Pool]
 Address = tuple[str, int]

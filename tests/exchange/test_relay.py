@@ -29,7 +29,7 @@ from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
 from diloco_comm.base.service.relay import RECORD, Kind, Relay, RelaySeat, parse_record, record
 from diloco_comm.exchange.membership.own_link import OwnLink
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.tools.common.workers import free_port
+from diloco_comm_tools.common.workers import free_port
 
 Fresh = Callable[..., Pool]
 Address = tuple[str, int]
@@ -120,7 +120,7 @@ def relay_process(port: int, *, descriptors: int = 0) -> tuple[subprocess.Popen[
     command += [
         sys.executable,
         "-m",
-        "diloco_comm.tools.cli",
+        "diloco_comm_tools.cli",
         "relay",
         "--listen",
         f"127.0.0.1:{port}",

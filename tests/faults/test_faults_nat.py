@@ -42,7 +42,7 @@ import sys
 import cut_links
 cut_links.enter(sys.argv[1])
 sys.argv = ["diloco-comm", *sys.argv[2:]]
-from diloco_comm.tools.cli import main
+from diloco_comm_tools.cli import main
 main()
 """
 RECORDER = """

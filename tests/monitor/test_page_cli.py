@@ -26,7 +26,7 @@ from diloco_comm.monitor.openmetrics import OF_HOST
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-CLI = [sys.executable, "-m", "diloco_comm.tools.cli"]
+CLI = [sys.executable, "-m", "diloco_comm_tools.cli"]
 
 
 class Hosted(NamedTuple):

@@ -20,11 +20,11 @@ from zygote import Zygote
 
 from diloco_comm import DiLoCo
 from diloco_comm.ops.wire import WIRES, Layout, WireFormat
-from diloco_comm.tools.bench import exchange as bench_exchange
-from diloco_comm.tools.bench import methods
-from diloco_comm.tools.bench import outer_step as bench_outer_step
-from diloco_comm.tools.bench import tune as bench_tune
-from diloco_comm.tools.common import reports, workers
+from diloco_comm_tools.bench import exchange as bench_exchange
+from diloco_comm_tools.bench import methods
+from diloco_comm_tools.bench import outer_step as bench_outer_step
+from diloco_comm_tools.bench import tune as bench_tune
+from diloco_comm_tools.common import reports, workers
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -47,7 +47,7 @@ def run_rank(
     import contextlib
     import io
 
-    from diloco_comm.tools.app import app
+    from diloco_comm_tools.app import app
 
     variables = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     if launcher == "srun":
@@ -186,7 +186,7 @@ MISUSES = [
 def test_misuse_is_one_sentence(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from diloco_comm.tools.app import app
+    from diloco_comm_tools.app import app
 
     assert app(["bench", *words], standalone_mode=False) == 2
     said = capsys.readouterr().err
@@ -206,7 +206,7 @@ SHORTER = {
     but=[
         "diloco-comm bench outer-step -g 2 --params 25e6 --policy eager --emulate-link 1,10",
         "diloco-comm bench exchange -g 2 -b 1M -e 64M -c 1 --wire int8,int4",
-        "torchrun --nproc-per-node 2 -m diloco_comm.tools.cli bench exchange -b 64M -e 64M",
+        "torchrun --nproc-per-node 2 -m diloco_comm_tools.cli bench exchange -b 64M -e 64M",
     ],
 )
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from diloco_comm import SGD, DiLoCo, Link, StorePeers, __version__, connect_stor
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-CLI = [sys.executable, "-m", "diloco_comm.tools.cli"]
+CLI = [sys.executable, "-m", "diloco_comm_tools.cli"]
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_version() -> None:
 @pytest.mark.parametrize("module", ["typer", "rich"])
 def test_missing_extra_is_one_sentence(module: str) -> None:
     code = (
-        f"import sys; sys.modules[{module!r}] = None; import diloco_comm.tools.cli as c; c.main()"
+        f"import sys; sys.modules[{module!r}] = None; import diloco_comm_tools.cli as c; c.main()"
     )
     command = [sys.executable, "-c", code, "demo"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -164,7 +164,7 @@ def test_version_and_help_load_no_library() -> None:
 
     sys.meta_path.insert(0, Absent())
     commands = sys.argv[1:]
-    from diloco_comm.tools.app import app
+    from diloco_comm_tools.app import app
     for command in commands:
         sys.argv = ["diloco-comm", *command.split()]
         app(standalone_mode=False)
@@ -198,7 +198,7 @@ def test_examples_of_serve_run(
     *hosts, status = (line.split()[1:] for line in lines["serve"])
     for words, counted in zip(hosts, ("updates", "commits"), strict=True):
         words = ["diloco-comm", *words, "--listen", "127.0.0.1:0", "--json"]
-        program = "import os, sys; from diloco_comm.tools import cli; os.chdir(sys.argv[1]); "
+        program = "import os, sys; from diloco_comm_tools import cli; os.chdir(sys.argv[1]); "
         job = Job(zygote, f"{program} sys.argv = {words}; cli.main()", tmp_path)
         announced = json.loads(job.output.readline())
         address = announced["address"]

@@ -13,13 +13,13 @@ from registries import serving
 from zygote import Job, Zygote
 
 from diloco_comm.base.store_host import open_store
-from diloco_comm.tools.common.workers import free_port
+from diloco_comm_tools.common.workers import free_port
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 SCRIPT = """
 import os, sys
-from diloco_comm.tools import cli
+from diloco_comm_tools import cli
 variables, words = {variables}, {words}
 os.environ |= variables
 sys.argv = ["diloco-comm", *words]

@@ -18,13 +18,13 @@ import pytest
 from cli_helpers import check_documented, check_misuse, help_examples, run_cli
 
 from diloco_comm import Streaming
-from diloco_comm.tools.demo.data import Batches, load_corpus, validation_windows
-from diloco_comm.tools.demo.replica import overlap_of
-from diloco_comm.tools.demo.settings import ROWS, STREAMING, Comparison
+from diloco_comm_tools.demo.data import Batches, load_corpus, validation_windows
+from diloco_comm_tools.demo.replica import overlap_of
+from diloco_comm_tools.demo.settings import ROWS, STREAMING, Comparison
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-DEMO = [sys.executable, "-m", "diloco_comm.tools.cli", "demo"]
+DEMO = [sys.executable, "-m", "diloco_comm_tools.cli", "demo"]
 NUM_REPLICAS = 3
 NUM_STEPS = 20
 SYNC_EVERY = 10

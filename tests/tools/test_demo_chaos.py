@@ -16,11 +16,11 @@ from rich.console import Console
 from support_paths import FOLDERS
 from test_demo import heed_control_c, wait_for_line
 
-from diloco_comm.tools.common.console import present
-from diloco_comm.tools.demo.chaos import STANDING, STARTING, TRAINING, WAITING, Record, run
-from diloco_comm.tools.demo.crew import LEFT_BEHIND, Ended, Entered, Place, Replica, Stepped
-from diloco_comm.tools.demo.model import ModelConfig
-from diloco_comm.tools.demo.settings import Chaos
+from diloco_comm_tools.common.console import present
+from diloco_comm_tools.demo.chaos import STANDING, STARTING, TRAINING, WAITING, Record, run
+from diloco_comm_tools.demo.crew import LEFT_BEHIND, Ended, Entered, Place, Replica, Stepped
+from diloco_comm_tools.demo.model import ModelConfig
+from diloco_comm_tools.demo.settings import Chaos
 
 TINY = Chaos(
     pause_s=0.5,
@@ -59,7 +59,7 @@ def test_all_events_have_their_effect(tmp_path: Path) -> None:
 @pytest.mark.nightly("21 s; test_demo has the end of all processes of a demo")
 @pytest.mark.timeout(300)
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "demo", "--chaos"]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", "demo", "--chaos"]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -89,7 +89,7 @@ import sys
 sys.path[:0] = {FOLDERS!r}
 from pathlib import Path
 from idle_replica import idle
-from diloco_comm.tools.demo.crew import Crew
+from diloco_comm_tools.demo.crew import Crew
 if __name__ == "__main__":
     with Crew(idle, None, Path(sys.argv[1]), []) as crew:
         for number in (0, 1):

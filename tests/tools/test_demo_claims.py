@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_comm.tools.demo.comparison import Point, Results, RowResult
-from diloco_comm.tools.demo.replica import Finished
-from diloco_comm.tools.demo.settings import BASELINE, REFERENCE, ROWS, SMALL, TINY, Comparison, Row
+from diloco_comm_tools.demo.comparison import Point, Results, RowResult
+from diloco_comm_tools.demo.replica import Finished
+from diloco_comm_tools.demo.settings import BASELINE, REFERENCE, ROWS, SMALL, TINY, Comparison, Row
 
 SETTINGS = Comparison(num_replicas=2, sync_every=50)
 # Nats a byte before and after, and bytes sent, of rows for which every claim holds.

@@ -10,11 +10,11 @@ import pytest
 from cli_helpers import check_documented, check_misuse, run_cli
 from rich.console import Console
 
-from diloco_comm.tools.common.console import present
-from diloco_comm.tools.demo.crew import Stepped
-from diloco_comm.tools.demo.decoupled import Results, Track, run
-from diloco_comm.tools.demo.model import ModelConfig
-from diloco_comm.tools.demo.settings import Decoupled
+from diloco_comm_tools.common.console import present
+from diloco_comm_tools.demo.crew import Stepped
+from diloco_comm_tools.demo.decoupled import Results, Track, run
+from diloco_comm_tools.demo.model import ModelConfig
+from diloco_comm_tools.demo.settings import Decoupled
 
 TINY = Decoupled(
     num_replicas=3,

@@ -18,13 +18,13 @@ from workers import Pool
 
 from diloco_comm import __version__, ops
 from diloco_comm.ops import implementations
-from diloco_comm.tools.common import workers
-from diloco_comm.tools.doctor import command as doctor_command
-from diloco_comm.tools.doctor import facts as doctor
-from diloco_comm.tools.doctor import job as doctor_job
-from diloco_comm.tools.doctor import report as doctor_report
-from diloco_comm.tools.doctor import selftest as doctor_selftest
-from diloco_comm.tools.doctor.facts import Finding
+from diloco_comm_tools.common import workers
+from diloco_comm_tools.doctor import command as doctor_command
+from diloco_comm_tools.doctor import facts as doctor
+from diloco_comm_tools.doctor import job as doctor_job
+from diloco_comm_tools.doctor import report as doctor_report
+from diloco_comm_tools.doctor import selftest as doctor_selftest
+from diloco_comm_tools.doctor.facts import Finding
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -386,7 +386,7 @@ def test_example_under_torchrun_speaks_once(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.nightly("a fresh interpreter; the test below has the sentence")
 def test_a_rank_that_is_not_there_leaves_no_stack() -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(workers.free_port())}
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "doctor", "--timeout", "1"]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", "doctor", "--timeout", "1"]
     ended = subprocess.run(
         command,
         capture_output=True,

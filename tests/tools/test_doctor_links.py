@@ -36,9 +36,9 @@ from benchmarks.support.namespaces import NETWORK, address, call, missing_tools
 from diloco_comm import _C
 from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
 from diloco_comm.base.store_host import HostedStore, open_store
-from diloco_comm.tools.common import workers
-from diloco_comm.tools.doctor import links
-from diloco_comm.tools.doctor import report as links_report
+from diloco_comm_tools.common import workers
+from diloco_comm_tools.doctor import links
+from diloco_comm_tools.doctor import report as links_report
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -105,7 +105,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def relay() -> Iterator[str]:
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "relay", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", "relay", "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

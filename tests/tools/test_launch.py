@@ -22,12 +22,12 @@ from diloco_comm import LeftBehind, ReplicaMismatch, SyncError
 from diloco_comm.elastic import exits
 from diloco_comm.elastic.state_folder import StateFolder
 from diloco_comm.group.records import Key
-from diloco_comm.tools.common.workers import free_port
-from diloco_comm.tools.launch.run import Launch, Launcher, outcome, own_status, pause_s
+from diloco_comm_tools.common.workers import free_port
+from diloco_comm_tools.launch.run import Launch, Launcher, outcome, own_status, pause_s
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "launch"]
+CLI = [sys.executable, "-m", "diloco_comm_tools.cli", "launch"]
 
 # Worker 0 of replica 1 dies once, in the middle of the run.
 SCRIPT = f"""
@@ -235,8 +235,8 @@ def ended_launch(
     words = ["--registry", "127.0.0.1:1", "--run", "r", "--state-dir", str(folder / "state")]
     words += [*options, str(script), str(starts), str(lives_s)]
     text = (
-        "from diloco_comm.tools import cli\n"
-        "from diloco_comm.tools.launch import run\n"
+        "from diloco_comm_tools import cli\n"
+        "from diloco_comm_tools.launch import run\n"
         f"run._AT_ONCE_S, run._FIRST_PAUSE_S = {at_once_s}, 0.1\n"
         "cli.main()\n"
     )

@@ -25,8 +25,8 @@ from trace_files import GEMM, NCCL, kernel, launch, write_kineto
 from typer.models import OptionInfo
 
 from diloco_comm.base.recording import Recorder
-from diloco_comm.tools.app import app
-from diloco_comm.tools.common import outputs
+from diloco_comm_tools.app import app
+from diloco_comm_tools.common import outputs
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -164,9 +164,9 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     else:
         tmp_path.chmod(0o555)
         code = ""
-    code += "from diloco_comm.tools.common import outputs as o; from pathlib import Path; "
+    code += "from diloco_comm_tools.common import outputs as o; from pathlib import Path; "
     code += f"o.check_file('--json', Path({str(tmp_path / 'x.json')!r}))"
-    imported = f"import diloco_comm.tools.common.outputs; {code}"
+    imported = f"import diloco_comm_tools.common.outputs; {code}"
     ended = subprocess.run([sys.executable, "-c", imported], capture_output=True, text=True)
     assert ended.returncode == 1 and "Permission denied" in ended.stderr
 
@@ -230,7 +230,7 @@ def test_the_demo_is_printed_though_nothing_is_written(as_json: bool, tmp_path: 
     for name in ("demo.json", "demo.png"):
         full(tmp_path / name)
     words = ["demo", "--replicas", "2", "--steps", "2", "--sync-every", "2", "--gbps", "10"]
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", *words, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", *words, "--out", str(tmp_path)]
     command += ["--json"] * as_json
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 1
@@ -299,7 +299,7 @@ def test_training_goes_on_without_its_trace(steps: int, tmp_path: Path) -> None:
     """The program ends before the last step to record, and the trace is written then."""
     (tmp_path / "train.py").write_text(TRAIN.format(steps=steps))
     options = ["--out", "traces", "--skip", "2", "--steps", "4", "--"]
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "profile", "run", *options]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", "profile", "run", *options]
     command += [sys.executable, "train.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert ended.stdout == "trained to the end\n"
@@ -372,7 +372,7 @@ def test_option_type_of_the_benchmarks(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.fresh_interpreter
 def test_a_full_standard_output_is_one_sentence() -> None:
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", "plan", "--params", "7B"]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", "plan", "--params", "7B"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [*command, "--layers", "32", "--step-time", "2", "--json"],
@@ -391,7 +391,7 @@ def run_on_terminal(words: list[str]) -> tuple[str, str]:
     """Run a command whose stderr alone is a terminal; return stdout and what the terminal got."""
     parent, child = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", *words]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child, env=environment) as run:
         os.close(child)
         shown = b""
@@ -413,7 +413,7 @@ def test_a_bar_is_shown_on_a_terminal_and_nowhere_else() -> None:
     # The bar takes itself away, and never hides the cursor.
     assert shown.endswith("\x1b[2K") and "\x1b[?25l" not in shown
     assert "\x1b" not in out and "int4" in out
-    command = [sys.executable, "-m", "diloco_comm.tools.cli", *words]
+    command = [sys.executable, "-m", "diloco_comm_tools.cli", *words]
     piped = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert piped.returncode == 0 and piped.stderr == ""
     assert [line.split()[:1] for line in piped.stdout.splitlines()] == [

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.support.common import RESULTS
-from diloco_comm.tools.plan.estimate import Request, find_settings, needed_gbps
-from diloco_comm.tools.plan.published import (
+from diloco_comm_tools.plan.estimate import Request, find_settings, needed_gbps
+from diloco_comm_tools.plan.published import (
     GRID,
     INTELLECT_1,
     TABLE_4,
@@ -19,8 +19,8 @@ from diloco_comm.tools.plan.published import (
     compare,
     compare_measured,
 )
-from diloco_comm.tools.plan.request import EFFICIENCY
-from diloco_comm.tools.plan.simulator import GRID_GBPS, Schedule, Work, strided, utilisation
+from diloco_comm_tools.plan.request import EFFICIENCY
+from diloco_comm_tools.plan.simulator import GRID_GBPS, Schedule, Work, strided, utilisation
 
 
 def test_table_4_is_reproduced() -> None:

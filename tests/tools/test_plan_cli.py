@@ -13,11 +13,11 @@ import torch
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
 
 import diloco_comm
-from diloco_comm.tools.plan import command as plan_command
-from diloco_comm.tools.plan import losses
-from diloco_comm.tools.plan import request as plan_model
-from diloco_comm.tools.plan.estimate import Prices, make_plan
-from diloco_comm.tools.plan.request import CHOOSABLE, Request, Setting, choose
+from diloco_comm_tools.plan import command as plan_command
+from diloco_comm_tools.plan import losses
+from diloco_comm_tools.plan import request as plan_model
+from diloco_comm_tools.plan.estimate import Prices, make_plan
+from diloco_comm_tools.plan.request import CHOOSABLE, Request, Setting, choose
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
 PAID = ["--gbps", 1, "--tokens-per-step", 8192]

@@ -7,7 +7,7 @@ import json
 import pytest
 from cli_helpers import run_cli
 
-from diloco_comm.tools.common.sizes import parse_count
+from diloco_comm_tools.common.sizes import parse_count
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from decoupled_helpers import Setting, counting
 from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
 from diloco_comm.asynchronous.decoupled.syncer import Call, Commit
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link
-from diloco_comm.tools.plan.decoupled import DecoupledRequest, make_report
+from diloco_comm_tools.plan.decoupled import DecoupledRequest, make_report
 
 BY_HAND = [
     "--params", "1e6", "--step-time", 1, "--replicas", 4, "--sync-every", 20, "--fragments", 10,

@@ -11,7 +11,7 @@ import torch
 from cli_helpers import check_documented, run_cli
 
 from diloco_comm import Elastic
-from diloco_comm.tools.plan.failures import PUBLISHED, YEAR_S, compare, goodput
+from diloco_comm_tools.plan.failures import PUBLISHED, YEAR_S, compare, goodput
 
 
 def test_failures_of_the_published_table() -> None:

@@ -21,9 +21,9 @@ from trace_files import (
     write_kineto,
 )
 
-from diloco_comm.tools.profile import trace as intervals
-from diloco_comm.tools.profile.report import make_report, read_traces
-from diloco_comm.tools.profile.trace import TraceError
+from diloco_comm_tools.profile import trace as intervals
+from diloco_comm_tools.profile.report import make_report, read_traces
+from diloco_comm_tools.profile.trace import TraceError
 
 PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=12)
 

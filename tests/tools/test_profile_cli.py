@@ -26,7 +26,7 @@ from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
 from diloco_comm.backend import DilocoProcessGroup
 from diloco_comm.base import recording
 from diloco_comm.base.recording import Recorder
-from diloco_comm.tools.profile import command as profile_command
+from diloco_comm_tools.profile import command as profile_command
 
 PART: dict[str, Any] = {
     "communication_us": float,
@@ -119,7 +119,7 @@ torch.distributed.destroy_process_group()
 
 def profile_run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     options = ["--out", "traces", "--skip", "3", "--steps", "40", "--json", "--"]
-    line = [sys.executable, "-m", "diloco_comm.tools.cli", "profile", "run", *options, *command]
+    line = [sys.executable, "-m", "diloco_comm_tools.cli", "profile", "run", *options, *command]
     return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
 
 

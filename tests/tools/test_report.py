@@ -12,7 +12,7 @@ from cli_helpers import check_misuse, run_cli
 
 from diloco_comm import __version__
 from diloco_comm.base.service.keys import Keys, make_keys
-from diloco_comm.tools.report.command import MASK, mask, secrets_of
+from diloco_comm_tools.report.command import MASK, mask, secrets_of
 
 HF_TOKEN = "hf_" + "aB3" * 11
 WANDB_KEY = "0123456789abcdef" * 2 + "01234567"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from diloco_comm.tools.common import workers
-from diloco_comm.tools.common.workers import WorkerError, run_workers
+from diloco_comm_tools.common import workers
+from diloco_comm_tools.common.workers import WorkerError, run_workers
 
 SCRIPT = """
 import json, os, sys, time

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco_comm.tools.common import ranks
-from diloco_comm.tools.common.workers import run_workers
+from diloco_comm_tools.common import ranks
+from diloco_comm_tools.common.workers import run_workers
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

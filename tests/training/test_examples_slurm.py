@@ -13,7 +13,7 @@ import pytest
 from cli_helpers import check_arguments
 
 from diloco_comm.base.store_host import open_store
-from diloco_comm.tools.common.workers import free_port
+from diloco_comm_tools.common.workers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "examples" / "slurm"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco_comm import Blocking, Delayed, DiLoCo, Elastic, Link, StorePeers, Streaming
-from diloco_comm.tools.common.workers import free_port
+from diloco_comm_tools.common.workers import free_port
 
 NUM_STEPS = 8
 

@@ -28,7 +28,7 @@ from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.server.storage.snapshots import Storage
 from diloco_comm.asynchronous.worker.link import ServerLost
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo, RoundMetrics
-from diloco_comm.tools.common.workers import free_port
+from diloco_comm_tools.common.workers import free_port
 
 
 def server_main(options: argparse.Namespace) -> None:

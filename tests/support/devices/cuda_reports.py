@@ -18,7 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_comm.tools.common.reports import Report
+from diloco_comm_tools.common.reports import Report
 
 REPORTS = Path(__file__).resolve().parents[3] / "build/cuda"
 WANTED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

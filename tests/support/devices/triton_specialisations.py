@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 from triton_launches import BF16, FP16, FP32, Launch, each_kernel, everything, representative
 
 from diloco_comm.kernels import launching
-from diloco_comm.tools.common.reports import Report as MeasuredReport
+from diloco_comm_tools.common.reports import Report as MeasuredReport
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from diloco_comm.base.service.keys import allow, make_pairs
 from diloco_comm.elastic.registry import Registry, RegistryUnavailable, connect
 from diloco_comm.elastic.registry.server import RegistryServer
-from diloco_comm.tools.common.workers import free_port
+from diloco_comm_tools.common.workers import free_port
 
 # The project's own server, without keys and with keys; a TCPStore of the program's own; etcd.
 KINDS = ("tcp", "keyed", "store", "etcd")

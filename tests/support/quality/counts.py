@@ -21,7 +21,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("diloco_comm", "csrc", "kernels")
+ROOMS = ("diloco_comm", "diloco_comm_tools", "csrc", "kernels")
 # Pattern of a line of the source, and the most lines that may have it.
 MECHANISMS = {
     "tables": (r"    def swap\(self, old: bytes, new: bytes\)", 4),

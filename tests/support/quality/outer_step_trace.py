@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from diloco_comm import DiLoCo, Eager, Streaming
-from diloco_comm.tools.common import ranks
-from diloco_comm.tools.common.workers import run_workers
+from diloco_comm_tools.common import ranks
+from diloco_comm_tools.common.workers import run_workers
 
 PACKAGE = str(Path(sys.modules["diloco_comm"].__file__ or "").parent) + os.sep
 SYNC_EVERY = 4

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch.distributed as dist
 from outer_step_trace import PACKAGE, SETTINGS, Trace, look, trace_of
 
-from diloco_comm.tools.common import ranks
-from diloco_comm.tools.common.workers import run_workers
+from diloco_comm_tools.common import ranks
+from diloco_comm_tools.common.workers import run_workers
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_LINES = 3000

@@ -17,8 +17,8 @@ from unittest import mock
 
 import typer
 
-from diloco_comm.tools import cli
-from diloco_comm.tools.app import app
+from diloco_comm_tools import cli
+from diloco_comm_tools.app import app
 
 # Typer builds the whole tree of commands at every call, which takes longer than most tests.
 command_of = functools.cache(typer.main.get_command)

@@ -6,7 +6,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from diloco_comm.tools.demo.crew import Place
+from diloco_comm_tools.demo.crew import Place
 
 
 def idle(pipe: Connection, place: Place, given: Any) -> None:

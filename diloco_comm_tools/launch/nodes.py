@@ -1,0 +1,397 @@
+"""The launchers of one replica, one on each node, which start and end its workers together.
+
+Each launcher beats at a store that the launcher of node 0 hosts: it says who it is, and how its
+workers have ended. Node 0 alone decides, and writes what it has decided into the store's record. A
+replica of one node has no store, and is a group of one launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from diloco_comm import _C
+from diloco_comm.base import env
+from diloco_comm.base.service.addresses import name_of_place, parse_address
+from diloco_comm.base.store_host import HostedStore, dial_store, open_store, resolve
+from diloco_comm.elastic import exits
+
+from ..common.exits import note
+
+# Seconds between two beats, and for one answer of the store.
+_BEAT_S, _ANSWER_S = 0.5, 2.0
+# A second launcher of a node is refused if the first one still beats after so many seconds.
+_TWICE_S = 3.0
+# Seconds between two looks while nothing is to do, and before a wait is said.
+_LOOK_S, _SAY_S = 0.1, 10.0
+_RUN = "launch"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A launcher's own words.
+
+    Attributes:
+        node: Number of its node.
+        settings: By option; equal on all nodes.
+        asked: The signal that asks the replica to leave; "" for none.
+        attempt: Which its workers have taken part in last; "" before the first.
+        failed: Exit statuses of its workers that failed in that attempt; None while they run.
+        lived_s: Seconds for which they ran.
+    """
+
+    node: int
+    settings: dict[str, Any]
+    asked: str = ""
+    attempt: str = ""
+    failed: list[int] | None = None
+    lived_s: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.attempt or self.failed is not None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Node 0's words.
+
+    Attributes:
+        attempt: A random name; "" before the first.
+        launchers: Names of the launchers that take part in it, by node.
+        port: The workers meet at a store there.
+        stops: Workers that still run are to end.
+        leaving: The signal and the node that ask the replica to leave; "" for none.
+        refused: Why a launcher takes no part, by its name.
+        status: All launchers end with it; None while they go on.
+        why: A sentence for the end.
+    """
+
+    attempt: str = ""
+    launchers: list[str] = field(default_factory=list)
+    port: int = 0
+    stops: bool = False
+    leaving: str = ""
+    refused: dict[str, str] = field(default_factory=dict)
+    status: int | None = None
+    why: str = ""
+
+
+class Nodes:
+    """This node's launcher among the launchers of its replica.
+
+    Args:
+        node, num_nodes: Number of this node, and of all nodes.
+        endpoint: ``host:port`` of node 0's store; not needed for one node.
+        settings: By option; all nodes need the same.
+        signals: Names of the signals that have come; the first one lets the replica leave.
+
+    Raises:
+        ValueError: If the endpoint is not of its form, or node 0 cannot listen there.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        num_nodes: int,
+        endpoint: str,
+        settings: dict[str, Any],
+        signals: list[str],
+    ) -> None:
+        self._beat, self._signals = Beat(node, settings), signals
+        self._name = f"{node}.{uuid.uuid4().hex}"
+        self._num_nodes = num_nodes
+        self._patience_s, self._limit_s = env.suspect_after_s(), env.timeout_s()
+        self._decision = self._wanted = Decision()
+        self._beats: dict[str, tuple[Beat, float]] = {}
+        # On node 0: who has come for each node, and when others were seen first.
+        self._came: dict[int, str] = {}
+        self._first_seen: dict[str, float] = {}
+        self._next, self._told = 0.0, self._beat
+        self._answered = time.monotonic()
+        self._store: _C.StoreClient | None = None
+        self._reason = "no answer"
+        self._host: HostedStore | None = None
+        self._meeting: dist.TCPStore | None = None
+        self._place = parse_address("rdzv_endpoint", endpoint) if num_nodes > 1 else ("", 0)
+        if num_nodes > 1 and self.is_first:
+            self._host = _listen(*self._place, self._patience_s)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this launcher decides."""
+        return self._beat.node == 0
+
+    @property
+    def leaving(self) -> str:
+        """The signal that asks the replica to leave, with its node; "" for none."""
+        return self._signals[0] if self._signals else self._decision.leaving
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether workers that run here are to end."""
+        said = self._decision
+        is_over = said.attempt != self._beat.attempt or said.stops or said.status is not None
+        return is_over or self._silence_s > self._patience_s
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the workers that are not torchrun's on this node."""
+        if self._num_nodes == 1:
+            return {}
+        return {
+            "GROUP_RANK": str(self._beat.node),
+            "GROUP_WORLD_SIZE": str(self._num_nodes),
+            "MASTER_ADDR": self._place[0],
+            "MASTER_PORT": str(self._decision.port),
+            "TORCHELASTIC_RUN_ID": self._decision.attempt,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def begin(self, pause_s: float = 0.0) -> int | None:
+        """Wait until all nodes start their workers; return the status if the launcher ends instead.
+
+        Args:
+            pause_s: Before node 0 lets them start.
+        """
+        began, said_at = time.monotonic(), time.monotonic() + _SAY_S
+        while True:
+            self.look()
+            now = time.monotonic()
+            status = self._end(now - began - pause_s)
+            if status is not None:
+                return status
+            if self.is_first and now - began >= pause_s and not self._missing():
+                self._start()
+            said = self._decision
+            if said.attempt != self._beat.attempt and self._name in said.launchers:
+                self._beat = replace(self._beat, attempt=said.attempt, failed=None)
+                return None
+            if now > said_at and (self._silence_s or (self.is_first and self._missing())):
+                said_at = now + 6 * _SAY_S
+                note(f"waiting for {self._awaited()}")
+            if self._num_nodes > 1 or pause_s:
+                time.sleep(_LOOK_S)
+
+    def note_end(self, failed: list[int], lived_s: float) -> None:
+        """Say how this node's workers have ended."""
+        self._beat = replace(self._beat, failed=failed, lived_s=lived_s)
+        self.look()
+
+    def ends(self) -> tuple[list[int], float] | None:
+        """Return the statuses of all workers that failed, and the shortest life of these.
+
+        None while workers of a node run. A node that is lost counts as a worker that is lost.
+        """
+        ends = [self._end_of(name) for name in self._wanted.launchers]
+        if any(end is None for end in ends):
+            return None
+        failed = [end for end in ends if end is not None and end[0]]
+        lives = [lived_s for statuses, lived_s in failed if any(one > 0 for one in statuses)]
+        return [one for statuses, _ in failed for one in statuses], min(lives, default=float("inf"))
+
+    def close(self, status: int) -> None:
+        """Let the other launchers end with this status, if this one decides; idempotent."""
+        if self.is_first:
+            self._wanted = replace(self._wanted, status=status)
+            until = time.monotonic() + self._patience_s
+            self.look()
+            # The others have heard the status once they beat no more.
+            while self._others() and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+                self.look()
+        elif self._store is not None:
+            try:
+                self._store.look(_RUN, self._name, b"", 0, 0, _ANSWER_S)
+            except dist.DistError:
+                # The others find that out by themselves.
+                pass
+        self._store = self._host = self._meeting = None
+
+    # -------------------------------------------------------------------------------- the store
+
+    def look(self) -> None:
+        """Beat, and hear the others, if it is time or there is news."""
+        now = time.monotonic()
+        if self._signals and not self._beat.asked:
+            self._beat = replace(self._beat, asked=self._signals[0])
+        if self._num_nodes == 1:
+            self._hear({self._name: (self._beat, 0.0)})
+            self._decision = self._wanted
+            return
+        is_news = self._beat != self._told or (self.is_first and self._wanted != self._decision)
+        if now < self._next and not is_news:
+            return
+        self._next = now + _BEAT_S
+        try:
+            if self._store is None:
+                store = dial_store(*self._place, _ANSWER_S)
+                assert isinstance(store, _C.StoreClient)
+                self._store = store
+            beat = _text(self._beat)
+            _, _, text, _, _, lasts = self._store.look(_RUN, self._name, beat, 0, 0, _ANSWER_S)
+            self._told = self._beat
+            self._answered = time.monotonic()
+            decision = _read(Decision, text)
+            beats = {name: (_read(Beat, one), age_s) for name, one, age_s in lasts}
+            self._hear({name: (one, age_s) for name, (one, age_s) in beats.items() if one})
+            if self.is_first and self._wanted != decision:
+                self._store.swap_record(_RUN, text, _text(self._wanted), _ANSWER_S)
+                decision = self._wanted
+            self._decision = decision or Decision()
+        except dist.DistError as error:
+            self._store, self._reason = None, str(error).splitlines()[0]
+
+    @property
+    def _silence_s(self) -> float:
+        """Seconds for which the store has not answered; 0 while it does."""
+        has_store = self._num_nodes == 1 or self._store is not None
+        return 0.0 if has_store else time.monotonic() - self._answered
+
+    def _awaited(self) -> str:
+        place = name_of_place(*self._place)
+        if self._silence_s:
+            return f"the launcher of node 0 at {place}: {self._reason}"
+        return f"the launcher of node {', '.join(map(str, self._missing()))} at {place}"
+
+    def _end(self, waited_s: float) -> int | None:
+        """Return the status with which a launcher that waits ends; None to wait on."""
+        said = self._decision
+        sentence = said.refused.get(self._name, said.why)
+        if self._name in said.refused or said.status is not None:
+            if sentence and not self.is_first:
+                note(sentence)
+            return exits.MISFIT if self._name in said.refused else said.status
+        # Node 0 must hear of the wish, or it would wait for a launcher that has gone.
+        is_cut_off = self._silence_s > self._patience_s or len(self._signals) > 1
+        is_alone = self.is_first or self._name not in said.launchers
+        if self.leaving and (is_alone or is_cut_off):
+            return exits.LEFT
+        if self.is_first and (sentence := self._misfit()):
+            return self._give_up(exits.MISFIT, sentence)
+        silence_s = waited_s if self.is_first else self._silence_s
+        if silence_s <= self._limit_s or (self.is_first and not self._missing()):
+            return None
+        return self._give_up(exits.UNAVAILABLE, f"waited {self._limit_s:g} s for {self._awaited()}")
+
+    def _give_up(self, status: int, sentence: str) -> int:
+        note(sentence)
+        self._wanted = replace(self._wanted, why=sentence)
+        return status
+
+    # ---------------------------------------------------------------------------- node 0 alone
+
+    def _hear(self, beats: dict[str, tuple[Beat, float]]) -> None:
+        self._beats = beats
+        if not self.is_first:
+            return
+        wanted, now = self._wanted, time.monotonic()
+        for name, (beat, age_s) in beats.items():
+            if age_s > self._patience_s or name in wanted.refused:
+                continue
+            since = self._first_seen.setdefault(name, now)
+            first = self._came.setdefault(beat.node, name)
+            if first == name:
+                continue
+            if self._age_of(first) > self._patience_s:
+                self._came[beat.node] = name
+            elif now - since > _TWICE_S and self._age_of(first) < _TWICE_S / 2:
+                sentence = f"another launcher with --node-rank {beat.node} runs already"
+                wanted = replace(wanted, refused={**wanted.refused, name: sentence})
+        for name in wanted.launchers:
+            if name in beats and (asked := beats[name][0].asked) and not wanted.leaving:
+                wanted = replace(wanted, leaving=f"{asked} on node {beats[name][0].node}")
+        ends = [self._end_of(name) for name in wanted.launchers]
+        if any(end is not None and end[0] for end in ends):
+            wanted = replace(wanted, stops=True)
+        self._wanted = wanted
+
+    def _start(self) -> None:
+        port = 0
+        if self._num_nodes > 1:
+            # The workers meet here, as they do at torchrun's own store.
+            wait = timedelta(seconds=self._limit_s)
+            self._meeting = dist.TCPStore(
+                "localhost", 0, is_master=True, timeout=wait, wait_for_workers=False
+            )
+            port = self._meeting.port
+        launchers = [self._came[node] for node in range(self._num_nodes)]
+        attempt = uuid.uuid4().hex
+        self._wanted = replace(
+            self._wanted, attempt=attempt, launchers=launchers, port=port, stops=False
+        )
+        self._next = 0.0
+        self.look()
+
+    def _missing(self) -> list[int]:
+        """Return the nodes whose launchers have not come, or still end their workers."""
+        return [
+            node
+            for node in range(self._num_nodes)
+            if self._age_of(self._came.get(node, "")) > self._patience_s
+            or not self._beats[self._came[node]][0].is_idle
+        ]
+
+    def _age_of(self, name: str) -> float:
+        return self._beats[name][1] if name in self._beats else float("inf")
+
+    def _end_of(self, name: str) -> tuple[list[int], float] | None:
+        beat = self._beats[name][0] if name in self._beats else None
+        if beat is not None and beat.attempt == self._wanted.attempt and beat.failed is not None:
+            return beat.failed, beat.lived_s
+        return ([exits.RESTART], float("inf")) if self._age_of(name) > self._patience_s else None
+
+    def _others(self) -> list[str]:
+        return [
+            name
+            for name in self._beats
+            if name != self._name and self._age_of(name) <= self._patience_s
+        ]
+
+    def _misfit(self) -> str:
+        """Return a sentence about settings that differ between nodes; "" if there are none."""
+        for name in self._others():
+            beat = self._beats[name][0]
+            for option, value in self._beat.settings.items():
+                other = beat.settings.get(option)
+                if other != value:
+                    return (
+                        f"{option} is {value} on node 0 and {other} on node {beat.node}: all "
+                        "nodes of a replica need the same"
+                    )
+        return ""
+
+
+def _listen(host: str, port: int, seconds: float) -> HostedStore:
+    """Host the launchers' store; wait for a name that gets its address late."""
+    try:
+        resolve(host, port, "node 0", seconds=seconds)
+        return open_store(host, port)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ValueError(
+            f"node 0 cannot listen at --rdzv-endpoint {name_of_place(host, port)}: {reason}"
+        ) from None
+
+
+def _text(words: Beat | Decision) -> bytes:
+    return json.dumps(asdict(words)).encode()
+
+
+def _read(kind: type[T], text: bytes) -> T | None:
+    """Read a beat or a decision; None for another text."""
+    try:
+        values: Mapping[str, Any] = json.loads(text)
+        return kind(**values)
+    except (ValueError, TypeError):
+        return None
