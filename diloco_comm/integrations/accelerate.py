@@ -70,7 +70,7 @@ def attach(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(
             "under DeepSpeed the optimizer steps inside accelerator.backward(), where no hook "
-            "runs: use DiLoCo(..., attach=False) and call diloco.step() after each applied step"
+            "runs, and trains copies of the parameters: use FSDP2 or DDP inside a replica"
         )
     _refuse_if_restarted()
     _refuse_if_unwrapped(accelerator, model)

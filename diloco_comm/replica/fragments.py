@@ -279,7 +279,8 @@ def trainable_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Opti
         shape = tuple(next(iter(wanted.values())).shape)
         raise ValueError(
             f"the optimizer holds {len(wanted)} parameters that the model does not have, "
-            f"the first of shape {shape}: give the model that owns them"
+            f"the first of shape {shape}: give the model that owns them, or the optimizer of the "
+            "model's own parameters"
         )
     if not named:
         raise ValueError("the optimizer holds no parameter that requires a gradient")

@@ -413,10 +413,19 @@ def refuse_second_weights(optimizer: Any) -> None:
     """Raise if an optimizer, or a wrapper of one, trains two sets of weights that belong together.
 
     Raises:
-        TypeError: For Lookahead and for schedule-free optimizers: an exchange of one set would be
-            undone by the other.
+        TypeError: For Lookahead, for schedule-free optimizers, and for optimizers of DeepSpeed and
+            Megatron, which step copies: an exchange of one set would be undone by the other.
     """
     name = type(optimizer).__name__
+    trainer = {"deepspeed": "DeepSpeed", "megatron": "Megatron"}.get(
+        type(optimizer).__module__.partition(".")[0]
+    )
+    # DeepSpeed's own Adam and Lamb are optimizers of torch, and have none.
+    if trainer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{name} of {trainer} steps copies of the model's parameters, which would undo each "
+            "outer step: use FSDP2 or DDP inside a replica"
+        )
     names = " ".join(base.__name__.lower() for base in type(optimizer).__mro__)
     if "lookahead" in names:
         raise TypeError(second_weights(name, "its slow weights"))

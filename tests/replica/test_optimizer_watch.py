@@ -412,3 +412,17 @@ def test_an_end_without_flush_is_told(way: str, is_told: bool, workers) -> None:
     for rank, told in enumerate(workers(2).run(end, way)):
         lost = f"what replica {rank} learned since its last exchange is lost, up to inner step 6"
         assert [lost in text for text in told] == [True] * is_told, told
+
+
+@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.parametrize(
+    ("module", "trainer"),
+    [("deepspeed.runtime.zero.stage3", "DeepSpeed"), ("megatron.core.optimizer", "Megatron")],
+)
+def test_an_optimizer_that_steps_copies_is_refused(module: str, trainer: str, attach: bool) -> None:
+    """Both wrap an optimizer of flat copies, and are none of torch themselves."""
+    model = Regression()
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(162))], lr=0.1)
+    kind = type("ZeroOptimizer", (), {"__module__": module, "optimizer": inner})
+    with pytest.raises(TypeError, match=f"^ZeroOptimizer of {trainer} steps copies of the model"):
+        DiLoCo(model, kind(), sync_every=2, peers="alone", attach=attach)
