@@ -23,8 +23,10 @@ constexpr bool kIsSm8x = false;
 constexpr int kThreads = kWarps * kLanes;
 
 // Blocks that a multiprocessor of the device has room for.
-#if defined(__CUDA_ARCH__) && \
-    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostBlocks = 32 / kWarps;
+#elif defined(__CUDA_ARCH__) && \
+    ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
 constexpr int kMostBlocks = 48 / kWarps;
 #else
 constexpr int kMostBlocks = 64 / kWarps;

@@ -110,6 +110,9 @@ def refusal(given: int, spoken: int) -> str:
     )
 
 
+_MOST_KNOWN = 16
+
+
 class RefusedVersions:
     """The other versions that have come to a server; each is logged once.
 
@@ -123,6 +126,7 @@ class RefusedVersions:
 
     def log(self, version: int, error: Exception) -> None:
         """Log the refusal of a version that has not come before."""
-        if version not in self._known:
+        # A stranger may make up many.
+        if type(version) is int and version not in self._known and len(self._known) < _MOST_KNOWN:
             self._known.add(version)
             self._logger.warning("%s was refused: %s", self._peer, error)

@@ -111,7 +111,7 @@ class Beat:
         try:
             values = json.loads(text)
             version = values.pop("version")
-            if version != VERSION:
+            if version != VERSION or type(version) is not int:
                 _refused.log(version, ValueError(refusal(version, VERSION)))
                 return None
             own = {name: values.pop(name) for name in _OWN}

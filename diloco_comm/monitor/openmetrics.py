@@ -6,6 +6,7 @@ number. A counter falls only where its ``_created`` is another one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ JUDGED: Mapping[Family, Callable[[Process], float]] = {
         one.cut_from
     ),
     _gauge("inner_steps_per_second", "", "Speed of the training, without waits."): lambda one: (
-        one.speed
+        one.speed if one.silent_s <= SILENT_S else math.nan
     ),
 }
 OF_RUNS: Mapping[Family, Callable[[Run], float]] = {
@@ -98,7 +99,7 @@ OF_RUNS: Mapping[Family, Callable[[Run], float]] = {
     _gauge("last_view", "", "Number of the last view; 0 for a fixed group."): lambda run: (
         0 if run.seen.view is None else run.seen.view.number
     ),
-    _counter("view_changes", "", "Changes of the view since the host began."): lambda run: (
+    _counter("view_changes", "", "Changes of the view since the run was first seen."): lambda run: (
         run.changes
     ),
 }
@@ -153,7 +154,7 @@ def render(state: State, version: str) -> str:
     for family, judge in JUDGED.items():
         lines += _family(family, [(labels, judge(one), 0.0) for labels, one in _replicas(live)])
     for family, count in OF_RUNS.items():
-        lines += _family(family, [(labels, count(run), state.began) for labels, run in live])
+        lines += _family(family, [(labels, count(run), run.since) for labels, run in live])
     facts = {"host_runs": len(live), **state.facts}
     for family in OF_HOST:
         if family.name in facts:

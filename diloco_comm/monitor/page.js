@@ -48,7 +48,7 @@ function state(row) {
   if (row.marks.length) return [row.marks.join(", "), "warn"];
   if (!row.is_member && row.silent_s > SILENT_S) return ["gone", ""];
   if (row.waits_for.length) return ["waits", ""];
-  if (row.stage === "ended") return ["ended", ""];
+  if (row.stage === "ended" || row.stage === "not heard") return [row.stage, ""];
   return [row.stage || (row.is_member ? "training" : "newcomer"), row.is_member ? "good" : ""];
 }
 
@@ -173,7 +173,7 @@ function summary(run) {
   const members = run.members.filter((row) => row.is_member);
   const steps = Math.max(0, ...members.map((row) => row.inner_step));
   const words = [`${members.length} members`, `inner step ${steps.toLocaleString("en")}`];
-  if (run.has_ended) words.push("the run has ended");
+  if (run.has_ended) words.push(run.events.length ? run.events[0].text : "the run has ended");
   if (view === null) return ["fixed group", ...words].join(", ");
   if (view.is_finished) words.push("all steps are taken");
   return [`view ${view.number} (${view.cause})`, ...words].join(", ");

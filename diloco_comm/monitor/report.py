@@ -89,7 +89,9 @@ def _run_report(run: Run) -> dict[str, Any]:
 
 def _row(run: Run, process: Process) -> dict[str, Any]:
     beat, figures = process.beat, process.figures
-    stage = "ended" if run.has_ended else "" if beat is None else beat.stage
+    stage = "" if beat is None else beat.stage
+    if run.has_ended:
+        stage = "ended" if run.is_over else "not heard"
     inner_step = max(
         0 if beat is None else beat.place.inner_step, 0 if figures is None else figures.inner_step
     )

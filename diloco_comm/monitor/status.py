@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median_high
@@ -26,8 +26,6 @@ SPOKEN_S = 2.0
 # The speed of a replica is measured over so many seconds at most, and so many inner steps at least;
 # and only where the replica has trained for so large a part of the seconds.
 SPEED_S, MIN_STEPS, MIN_BUSY = 60.0, 5, 0.2
-# So many seconds and inner steps suffice.
-QUICK_S, QUICK_STEPS = 14.0, 50
 # Inner steps per second; no training is faster.
 MOST_SPEED = 1e5
 # A replica is slow below this part of the median speed of the others, until above the second one.
@@ -141,6 +139,11 @@ class Seen:
     @property
     def members(self) -> tuple[Key, ...]:
         return () if self.view is None else self.view.members
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """Numbers of the replicas that the last record leaves out because they were asked to go."""
+        return () if self.view is None else self.view.evicted
 
     @cached_property
     def member_set(self) -> frozenset[Key]:
@@ -271,6 +274,8 @@ class Run:
         points: Unix time in whole seconds and ``rounds``; at most ``MAX_POINTS``.
         step_s: Seconds between two points, which doubles when the points are too many.
         has_ended: The host has no message of the run any more: these are the last ones.
+        is_over: Then, that all replicas have ended, and not only fallen silent.
+        since: Unix time at which the run was first seen.
     """
 
     seen: Seen
@@ -283,6 +288,8 @@ class Run:
     points: tuple[tuple[int, int], ...] = ()
     step_s: float = FIRST_STEP_S
     has_ended: bool = False
+    is_over: bool = False
+    since: float = 0.0
 
     @property
     def is_finished(self) -> bool:
@@ -292,6 +299,10 @@ class Run:
     def silent_s(self) -> float:
         """Seconds since the last message of any replica; infinite without replicas."""
         return min((one.silent_s for one in self.replicas.values()), default=math.inf)
+
+    def counts(self, process: Process) -> bool:
+        """Whether a process is a member, as each one is of a group without a record."""
+        return process.is_member or self.seen.view is None
 
     @cached_property
     def processes(self) -> dict[Key, Process]:
@@ -330,7 +341,7 @@ def advance(before: State, snapshot: Snapshot, now: float) -> State:
             records.get(name, b""),
             beats.get(name, {}),
             posted.get(name, {}),
-            before.began,
+            before,
             now,
         )
         for name in names
@@ -365,14 +376,16 @@ def _ended(run: Run, seconds: float, now: float) -> Run:
         )
         for number, one in run.replicas.items()
     }
+    run = replace(run, replicas=replicas, others=())
+    if run.has_ended:
+        return run
     # The last figures of a fixed group are taken back while they are new.
     is_over = run.is_finished or all(
         one.is_gone or (one.beat is None and one.silent_s <= SILENT_S) for one in replicas.values()
     )
     words = "the run has ended" if is_over else "nothing is heard of the run any more"
-    events = () if run.has_ended else (Event(now, words),)
-    events = (*run.events, *events)[-MAX_EVENTS:]
-    return replace(run, replicas=replicas, others=(), events=events, has_ended=True)
+    events = (*run.events, Event(now, words))[-MAX_EVENTS:]
+    return replace(run, events=events, has_ended=True, is_over=is_over)
 
 
 def _by_run(texts: Iterable[Text]) -> dict[str, dict[str, tuple[bytes, float]]]:
@@ -403,7 +416,7 @@ def _next_run(
     record: bytes,
     beats: Mapping[str, tuple[bytes, float]],
     posted: Mapping[str, tuple[bytes, float]],
-    began: float,
+    state: State,
     now: float,
 ) -> Run:
     texts = {name: text for name, (text, _) in beats.items()}
@@ -413,7 +426,7 @@ def _next_run(
         # A record of another version, or a damaged one: the last one that could be read stands.
         seen = replace(Seen.of(b"", texts), view=before.seen.view)
     found = [
-        _process(key, seen, beat, figures, before, began, now)
+        _process(key, seen, beat, figures, before, state, now)
         for key, beat, figures in _messages(seen, beats, posted, now)
     ]
     if seen.view is None or not seen.view.is_finished:
@@ -440,7 +453,9 @@ def _next_run(
         if replicas[one.key.number] is not one and (one.is_member or one.silent_s <= most_s)
     ]
     run = Run(seen, dict(sorted(replicas.items())), others)
-    run = replace(run, replicas=_judged(run, before.processes))
+    judged = _judged(run, before.processes)
+    replicas = {number: judged[one.key] for number, one in run.replicas.items()}
+    run = replace(run, replicas=replicas, others=[judged[one.key] for one in others])
     return _continued(before, run, now)
 
 
@@ -469,16 +484,18 @@ def _process(
     beat: tuple[Beat | None, float],
     figures: tuple[Figures | None, float],
     before: Run,
-    began: float,
+    state: State,
     now: float,
 ) -> Process:
     former = before.processes.get(key)
+    # A host drops the texts of a process that is silent for long.
+    unheard_s = now - state.began if former is None else former.silent_s + now - state.now
     process = Process(
         key,
         key in seen.member_set,
         beat[0],
         _not_fallen(figures[0], None if former is None else former.figures),
-        min(beat[1], figures[1]) if beat[0] or figures[0] else max(now - began, 0.0),
+        min(beat[1], figures[1]) if beat[0] or figures[0] else max(unheard_s, 0.0),
         figures[1],
     )
     process = replace(process, rounds=_rounds(process.figures, former, before.rounds))
@@ -526,13 +543,7 @@ def _with_speed(process: Process, former: Process | None, now: float) -> Process
         one for one in samples if one.view == figures.view and one.inner_step <= sample.inner_step
     ]
     kept = [one for one in kept if sample.at - SPEED_S <= one.at < sample.at]
-    # Many steps tell the speed soon.
-    quick = [
-        one
-        for one in kept
-        if one.at <= sample.at - QUICK_S and one.inner_step <= sample.inner_step - QUICK_STEPS
-    ]
-    first = quick[-1] if quick else kept[0] if kept else sample
+    first = kept[0] if kept else sample
     if sample.inner_step - first.inner_step >= MIN_STEPS:
         whole_s = sample.at - first.at
         busy_s = whole_s - max(sample.idle_s - first.idle_s, 0.0)
@@ -616,23 +627,23 @@ def _are_deaf(one: Process, other: Process, old: Process | None) -> bool:
     return early.is_waiting and late.waited_s >= early.figures_s + AWAITED_S
 
 
-def _judged(run: Run, former: Mapping[Key, Process]) -> dict[int, Process]:
-    """Return the replicas with what the figures of the others say of them, and with their marks."""
+def _judged(run: Run, former: Mapping[Key, Process]) -> dict[Key, Process]:
+    """Return the processes with what the figures of the others say of them, and with marks."""
     waits: dict[int, dict[int, float]] = {}
-    # A newcomer waits for all members, and holds up nobody.
-    members = [one for one in run.replicas.values() if one.is_member or run.seen.view is None]
+    # A newcomer waits for all members, and holds up nobody; nor is its speed a measure.
+    members = [one for one in run.processes.values() if run.counts(one)]
     for process in members:
         for number in process.figures.waits_for if process.is_waiting and process.figures else ():
             waits.setdefault(number, {})[process.key.number] = process.waited_s
     # A replica that has ended, or is not heard, is no measure for the others.
-    heard = [one for one in run.replicas.values() if one.figures_s <= SILENT_S and not one.is_gone]
+    heard = [one for one in members if one.figures_s <= SILENT_S and not one.is_gone]
     speeds = [one.speed for one in heard if one.speed == one.speed]
     middle = median_high(speeds) if len(speeds) > 1 else math.nan
     return {
-        number: _marked(process, waits.get(number, {}), middle, former)
-        if not run.is_finished and (process.is_member or run.seen.view is None)
+        key: _marked(process, waits.get(key.number, {}), middle, former)
+        if not run.is_finished and run.counts(process)
         else replace(process, marks=_marks_outside(run, process))
-        for number, process in run.replicas.items()
+        for key, process in run.processes.items()
     }
 
 
@@ -680,7 +691,8 @@ def _holds_up(process: Process, awaited_s: float) -> bool:
 
 def _continued(before: Run, run: Run, now: float) -> Run:
     """Return a run with the events and rounds of before, and with those that are new."""
-    rounds = max([before.rounds, *[one.rounds for one in run.processes.values()]])
+    members = [one for one in run.processes.values() if run.counts(one)]
+    rounds = max([before.rounds, *[one.rounds for one in members]])
     points, step_s = before.points, before.step_s
     if not points or now - points[-1][0] >= step_s:
         points = (*points, (int(now), rounds))
@@ -692,7 +704,8 @@ def _continued(before: Run, run: Run, now: float) -> Run:
     changes = before.changes
     if before.seen.view is not None and run.seen.view is not None:
         changes += max(run.seen.view.number - before.seen.view.number, 0)
-    return replace(run, rounds=rounds, points=points, step_s=step_s, events=events, changes=changes)
+    run = replace(run, rounds=rounds, points=points, step_s=step_s, events=events)
+    return replace(run, changes=changes, since=before.since or now)
 
 
 def _cause(before: Run, run: Run) -> str:
@@ -712,20 +725,22 @@ def _cause(before: Run, run: Run) -> str:
 
 def _end_of_member(old: Process, before: Run, run: Run) -> str:
     number, now = old.key.number, run.processes.get(old.key, old)
+    if number in run.seen.asked or any(one.seen.is_evicted(old.key) for one in (before, run)):
+        return f"replica {number} left when asked"
     if old.cut_from:
         return f"replica {number} is left out, cut off from {numbers_of(old.cut_from)}"
-    asked = () if run.seen.view is None else run.seen.view.evicted
-    if number in asked or any(one.seen.is_evicted(old.key) for one in (before, run)):
-        return f"replica {number} left when asked"
     if old.is_gone or now.is_gone or _has_left(old, run) or _has_left(now, run):
         return f"replica {number} left by itself"
+    if now.silent_s <= SILENT_S:
+        return f"replica {number} is left out, though its beats come"
     return f"replica {number} is left out after {now.silent_s:.0f} s of silence"
 
 
 def _has_left(process: Process, run: Run) -> bool:
     """Whether a process goes because its program, or an operator, has asked for that."""
     is_leaving = process.beat is not None and process.beat.place.is_leaving
-    return is_leaving or run.seen.is_evicted(process.key)
+    is_asked = run.seen.is_evicted(process.key) or process.key.number in run.seen.asked
+    return is_leaving or (is_asked and not process.is_member)
 
 
 def _view_events(before: Run, run: Run) -> Iterable[str]:
@@ -748,25 +763,31 @@ def _process_events(before: Run, run: Run) -> Iterable[str]:
             yield f"replica {number} has started again"
         if process.is_gone and not (old.is_gone or run.is_finished):
             yield f"replica {number} has ended"
-        for mark in BEGINS:
-            if mark in process.marks - old.marks:
-                yield BEGINS[mark].format(number, numbers_of(process.cut_from))
-            elif mark in old.marks - process.marks and _is_news(mark, old, process, run):
-                yield ENDS[mark].format(number)
+    members = {key.number for key in run.seen.members} or set(run.replicas)
+    for key, process in run.processes.items():
+        was = before.processes.get(key)
+        had = frozenset() if was is None else was.marks
+        for mark in BEGINS if before.processes else ():
+            if mark in process.marks - had:
+                yield BEGINS[mark].format(key.number, numbers_of(process.cut_from))
+            elif mark in had - process.marks and was and _is_news(mark, was, process, run, members):
+                yield ENDS[mark].format(key.number)
     for number in sorted(before.replicas.keys() - run.replicas.keys()):
         if not before.replicas[number].is_gone:
             yield f"replica {number} is there no more"
 
 
-def _is_news(mark: str, old: Process, process: Process, run: Run) -> bool:
+def _is_news(mark: str, old: Process, process: Process, run: Run, members: Container[int]) -> bool:
     """Whether the end of a mark is neither an end of the replica nor a mark of another one."""
-    members = {key.number for key in run.seen.members} or set(run.replicas)
     if process.key.number not in members or process.is_gone or run.is_finished:
         return False
-    if mark in (CUT, SLOW_ONE) and process.silent_s > SILENT_S:
-        return False
-    is_reached = not process.cannot_reach and any(one in members for one in old.cut_from)
-    return mark != CUT or is_reached
+    if mark not in (CUT, SLOW_ONE):
+        return True
+    if process.silent_s > SILENT_S or mark == SLOW_ONE:
+        return process.silent_s <= SILENT_S and process.median == process.median
+    others = [run.replicas[one] for one in old.cut_from if one in members and one in run.replicas]
+    are_heard = all(one.silent_s <= SILENT_S and not one.is_gone for one in others)
+    return bool(others) and are_heard and not process.cannot_reach
 
 
 def numbers_of(numbers: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.support.simulated_host import BEGAN, SimulatedHost, key_of, reco
 from diloco_comm.group.beats import CHANGING, PULLING, TRAINING, Beat, eviction_of, name_of
 from diloco_comm.group.records import Key
 from diloco_comm.group.state import Place
+from diloco_comm.monitor import openmetrics
 from diloco_comm.monitor.figures import Figures
 from diloco_comm.monitor.report import status
 from diloco_comm.monitor.status import (
@@ -222,6 +224,9 @@ def test_rounds_are_those_of_the_replica_with_the_most(elastic: bool) -> None:
     assert world.report()["rounds"] == 20
     # And all of them start again.
     world.silent = {0, 1, 2}
+    if elastic:
+        members = tuple(key_of(one, 2) for one in range(3))
+        world.host.swap("r", record_of(2, [0, 1, 2], members=members))
     for second in range(1, 101):
         for one in range(3):
             again = {"created": BEGAN + 200, "rounds": second // 10}
@@ -371,6 +376,99 @@ def test_a_replica_that_was_cut_off_and_has_ended_reaches_nobody_again(end: str)
     if end == "finished":
         assert run["alerts"] == []
         assert all(row["cut_from"] == row["cannot_reach"] == [] for row in run["members"])
+
+
+@pytest.mark.parametrize("who", ["pair", "three", "restart"])
+def test_a_cut_has_no_end_where_nobody_is_heard(who: str) -> None:
+    world = World((0, 1) if who == "pair" else (0, 1, 2))
+    world.go(10)
+    others = {"pair": (1,), "three": (1, 2), "restart": (0, 2)}[who]
+    one = 1 if who == "restart" else 0
+    world.places = {one: {"cut": tuple(key_of(number).nonce for number in others)}}
+    world.go(5)
+    world.silent = {1} if who == "restart" else set(others)
+    for _ in range(5):
+        if who == "restart":
+            world.host.post("r", key_of(1, 1), created=world.now)
+            world.host.beat("r", key_of(1, 1), PULLING, entered=0)
+        world.go(5)
+    assert not [text for text in world.events() if "others again" in text]
+
+
+def test_a_newcomer_hides_no_alarm_of_the_member_whose_number_it_has() -> None:
+    world = World()
+    world.go(10)
+    world.silent = {2}
+    for second in range(0, 30, 5):
+        world.host.post("r", key_of(2, 1), created=BEGAN + 10)
+        world.host.beat("r", key_of(2, 1), PULLING, entered=0)
+        world.figures = {one: {"waits_for": (2,), "waits_s": second + 5.0} for one in (0, 1)}
+        run = world.go(5)
+    assert "replica 2: silent for 30 s" in run["alerts"]
+    assert [row["marks"] for row in run["members"][2:]] == [["awaited", "silent"], []]
+    assert {"replica 2 is silent", "others wait for replica 2"} <= set(world.events())
+
+
+def test_processes_that_are_no_members_are_no_measure() -> None:
+    world = World()
+    for second in range(0, 60, 5):
+        for number in range(50, 54):
+            world.host.post("r", Key(number, bytes(16)), inner_step=100 * second, rounds=10**6)
+        run = world.go(5)
+    assert run["alerts"] == []
+    assert run["rounds"] < 100
+
+
+def test_a_pause_of_some_seconds_is_no_slowness() -> None:
+    world = World()
+    world.speeds[0] = 0.0
+    for second in range(1, 300):
+        step = sum(10 for one in range(second) if not 50 <= one % 100 < 60)
+        world.figures[0] = {"inner_step": step}
+        world.silent = {one for one in range(3) if (second - one) % 5}
+        world.go(1)
+    assert not [text for text in world.events() if "slow" in text]
+
+
+def test_the_end_of_a_measure_is_no_end_of_slowness() -> None:
+    world = World()
+    world.speeds = {0: 10.0, 1: 10.0, 2: 3.0}
+    world.go(60)
+    world.silent = {0, 1}
+    world.go(20)
+    assert not [text for text in world.events() if "no more" in text]
+
+
+def test_a_member_that_beats_and_is_left_out_was_not_silent() -> None:
+    world = World()
+    world.go(30)
+    world.host.swap("r", record_of(2, [0, 2], left_out=(1,)))
+    world.go(5)
+    assert world.events()[-1] == "view 2: replica 1 is left out, though its beats come"
+
+
+def test_a_replica_that_was_cut_off_and_asked_to_leave_has_left() -> None:
+    world = World()
+    world.go(10)
+    world.places = {one: {"cut": (key_of(1).nonce,)} for one in (0, 2)}
+    world.go(5)
+    world.host.swap("r", record_of(2, [0, 2], left_out=(1,), evicted=(1,)))
+    world.silent = {1}
+    run = world.go(30)
+    assert "view 2: replica 1 left when asked" in world.events()
+    assert run["alerts"] == []
+
+
+def test_a_silence_goes_on_where_the_host_has_dropped_the_messages() -> None:
+    world = World()
+    world.now += 36000.0
+    world.go(10)
+    world.silent = {0, 1, 2}
+    world.go(100)
+    world.host.drop("r")
+    world.host.swap("r", record_of(1, [0, 1, 2]))
+    world.go(5)
+    assert [row["silent_s"] for row in world.report()["members"]] == [105.0] * 3
 
 
 def test_a_newcomer_that_reaches_no_member_is_the_one_that_is_cut_off() -> None:
@@ -590,6 +688,31 @@ def test_a_silent_replica_has_no_speed() -> None:
     world.silent = {1}
     world.go(15)
     assert [row["speed"] for row in world.report()["members"]] == [10.0, None, 10.0]
+    metrics = openmetrics.render(world.state, "1")
+    speed = 'diloco_inner_steps_per_second{run="r",replica="%d"} '
+    assert speed % 0 in metrics and speed % 1 not in metrics
+
+
+def test_a_run_that_begins_again_has_counters_of_its_own() -> None:
+    world = World()
+    world.go(10)
+    world.host.swap("r", record_of(3, [0, 1, 2]))
+    world.go(5)
+    changes = re.compile(r'(diloco_view_changes_\w+){run="r"} ([0-9.e+]+)')
+    first = dict(changes.findall(openmetrics.render(world.state, "1")))
+    world.host.drop("r")
+    world.silent = {0, 1, 2}
+    for _ in range(15):
+        world.now += 5
+        world.state = advance(world.state, world.host.snapshot(), world.now)
+    assert world.state.runs == {}
+    world.silent = set()
+    world.host.swap("r", record_of(1, [0, 1, 2]))
+    world.go(10)
+    again = dict(changes.findall(openmetrics.render(world.state, "1")))
+    assert float(first["diloco_view_changes_total"]) > float(again["diloco_view_changes_total"])
+    created = "diloco_view_changes_created"
+    assert float(first[created]) < float(again[created])
 
 
 def test_names_and_phases_that_turn_the_text_around_are_shown_as_escapes() -> None:

@@ -231,7 +231,7 @@ def test_examples_of_the_help_run(
         assert (ended.status, ended.err) == (0, "")
         output = ended.out + capfd.readouterr().out
     else:
-        assert re.fullmatch(r"torchrun --nproc-per-node 2 -m diloco_comm\.tools\.cli", launcher)
+        assert re.fullmatch(r"torchrun --nproc-per-node 2 -m diloco_comm_tools\.cli", launcher)
         (status, output), _ = ranks(2).run(run_rank, workers.free_port(), words, "torchrun")
         assert not status
     assert output.startswith(f"# {command}: diloco_comm")
