@@ -158,6 +158,9 @@ def _regroup(rank: int, world: int, address: tuple[str, int]) -> Any:
     assert ex.take_repairs() == []
     kept = kept and _equal(_residuals(buffers), agreed)
     sizes = len(buffers._owns), len(buffers._results)
+    # A member that closes at once breaks off the others, which may still begin the epoch.
+    ex.store.set(f"began/{rank}", "")
+    ex.store.wait([f"began/{one}" for one in range(world)])
     ex.close()
     return counts, kept, len(owed), sizes
 

@@ -49,8 +49,15 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups) {
     check_process();
     TORCH_CHECK(membership.size() == 1 || (!groups.empty() && groups.size() % 2 == 0),
                 "attach: each lane needs two groups, got ", groups.size());
-    auto session = std::make_shared<Session>(std::move(membership), std::move(groups),
-                                             options_.timeout, faults_);
+    std::shared_ptr<Session> session;
+    try {
+        session =
+            std::make_shared<Session>(membership, std::move(groups), options_.timeout, faults_);
+    } catch (const TransportError& error) {
+        // A member may have gone already.
+        const int64_t peer = membership.replicas[static_cast<size_t>(error.peer)];
+        throw std::runtime_error("replica " + std::to_string(peer) + ": " + error.what());
+    }
     std::shared_ptr<Session> old;  // freed without the lock
     std::unique_lock<std::mutex> lock(mutex_);
     require_idle(lock);
