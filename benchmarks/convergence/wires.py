@@ -4,6 +4,7 @@
     python -m benchmarks.convergence.wires --cells 0,1 --limit-s 200
     python -m benchmarks.convergence.wires --report --plot wires.png    # of the present runs
     python -m benchmarks.convergence.wires --report --page docs/explanation/bits.md
+    python -m benchmarks.convergence.wires --muloco --runs muloco.jsonl --json muloco.json
 
 A byte-level transformer on the standard library's sources, equal tokens for all wires of a cell.
 The method is that of the cell: blocking rounds, Streaming with two fragments, or Eager. The outer
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.convergence.tasks import Size, Text
 from benchmarks.convergence.wire_means import BySparseLoCo, Mean, OnWire
@@ -43,6 +45,8 @@ START_LR = 1.0
 SPARSE_LOCO = "SparseLoCo"
 # int4 has error feedback, as the documents advise; int2r has it not, as it has no need of it.
 WITH_FEEDBACK = {"int4"}
+# The end of the name of a wire that has error feedback beside the wire without.
+FEEDBACK = " +feedback"
 WIRES = (
     "fp32", "int4", "int2r", "int1r", "sub2", "sub4", "sub8", "sub16",
     "topk256", "topk128", "topk64", "topk32", SPARSE_LOCO,
@@ -93,6 +97,19 @@ CELLS = (
         seeds=(0, 1),
     ),
 )
+# MuLoCo: the model's name ends with the inner optimizer, whose learning rate is searched on fp32.
+_SEARCHED = {"AdamW": (1e-2, 3e-3, 3e-2), "Muon": (3e-2, 1e-2, 1e-1)}
+# The first rate is the best: there all wires are trained.
+MULOCO = tuple(
+    Cell(
+        f"118k, {inner} {lr:g}",
+        num_replicas=2,
+        wires=("fp32",) if index else ("fp32", "int2r", "int2r" + FEEDBACK),
+        seeds=() if index else SEEDS,
+    )
+    for inner, rates in _SEARCHED.items()
+    for index, lr in enumerate(rates)
+)
 
 
 @dataclass(frozen=True)
@@ -113,23 +130,20 @@ def train(run: Run) -> dict[str, Any]:
     """Train to the end; returns one line of the file."""
     begin = time.process_time()
     steps = run.rounds * run.sync_every
-    size = Size(steps, run.sync_every, BATCH_SIZE, INNER_LR, min(60, steps // 5))
-    config, world = MODELS[run.model], run.num_replicas
+    model, inner, inner_lr = _inner(run.model)
+    size = Size(steps, run.sync_every, BATCH_SIZE, inner_lr, min(60, steps // 5))
+    config, world = MODELS[model], run.num_replicas
     tasks = [Text(run.seed, i, world, BATCH_SIZE, config, NUM_WINDOWS) for i in range(world)]
-    optimizers = [
-        torch.optim.AdamW(
-            task.model.parameters(), INNER_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        for task in tasks
-    ]
-    replicas = [(t.model, optimizer) for t, optimizer in zip(tasks, optimizers, strict=True)]
+    optimizers = [inner_optimizers(task.model, inner == "Muon") for task in tasks]
+    replicas = [(task.model, own[0]) for task, own in zip(tasks, optimizers, strict=True)]
     rounds = make_rounds(run, replicas)
     for step in range(steps):
-        for task, optimizer in zip(tasks, optimizers, strict=True):
-            optimizer.param_groups[0]["lr"] = size.lr_at(step)
+        for task, own in zip(tasks, optimizers, strict=True):
             task.loss(task.model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in own:
+                optimizer.param_groups[0]["lr"] = size.lr_at(step)
+                optimizer.step()
+                optimizer.zero_grad()
         rounds.after_step(step + 1)
     rounds.flush(steps)
     return {
@@ -139,6 +153,29 @@ def train(run: Run) -> dict[str, Any]:
         "loss": tasks[0].validate(1)[0],
         "cpu_s": time.process_time() - begin,
     }
+
+
+def _inner(name: str) -> tuple[str, str, float]:
+    """Return the model, the inner optimizer and its learning rate."""
+    if name in MODELS:
+        return name, "AdamW", INNER_LR
+    model, inner = name.rsplit(", ", 1)
+    return model, inner.split()[0], float(inner.split()[1])
+
+
+def inner_optimizers(model: nn.Module, has_muon: bool) -> list[torch.optim.Optimizer]:
+    """Return AdamW, and Muon for the matrices of the layers if there is to be one.
+
+    Muon scales its steps to the size of AdamW's, so that both have one learning rate.
+    """
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if has_muon and p.ndim == 2 and name.startswith("blocks.")]
+    ids = set(map(id, matrices))
+    others = [param for _, param in named if id(param) not in ids]
+    adamw = torch.optim.AdamW(others, INNER_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if not has_muon:
+        return [adamw]
+    return [adamw, torch.optim.Muon(matrices, INNER_LR, adjust_lr_fn="match_rms_adamw")]
 
 
 def make_rounds(run: Run, replicas: Sequence[Replica]) -> Rounds:
@@ -151,13 +188,13 @@ def make_rounds(run: Run, replicas: Sequence[Replica]) -> Rounds:
         return BlockingRounds(replicas, _means(run, replicas), run.sync_every, run.lr)
     if run.wire == SPARSE_LOCO or run.method not in METHODS:
         raise ValueError(f"no method {run.method!r} with wire {run.wire!r}")
-    wire = WireFormat(run.wire)
+    wire = _format(run.wire)
     return METHODS[run.method](
         replicas,
         wire,
         sync_every=run.sync_every,
         lr=run.lr,
-        error_feedback=_has_feedback(wire),
+        error_feedback=_has_feedback(run.wire),
         seed=run.seed,
     )
 
@@ -166,12 +203,16 @@ def _means(run: Run, replicas: Sequence[Replica]) -> Mean:
     params = list(replicas[0][0].parameters())
     if run.wire == SPARSE_LOCO:
         return BySparseLoCo(params, run.num_replicas)
-    wire = WireFormat(run.wire)
-    return OnWire(wire, params, run.num_replicas, _has_feedback(wire), run.seed)
+    feedback = _has_feedback(run.wire)
+    return OnWire(_format(run.wire), params, run.num_replicas, feedback, run.seed)
 
 
-def _has_feedback(wire: WireFormat) -> bool:
-    return wire.is_sparse or wire.name in WITH_FEEDBACK
+def _format(wire: str) -> WireFormat:
+    return WireFormat(wire.removesuffix(FEEDBACK))
+
+
+def _has_feedback(wire: str) -> bool:
+    return wire.endswith(FEEDBACK) or wire in WITH_FEEDBACK or _format(wire).is_sparse
 
 
 def open_runs(path: Path) -> RunFile:
@@ -226,14 +267,17 @@ def main() -> int:
     add("--report", action="store_true", help="train nothing")
     add("--page", type=Path, help="Markdown page whose tables are written anew")
     add("--cells", type=lambda t: [int(n) for n in t.split(",")], default=list(range(len(CELLS))))
+    add("--muloco", action="store_true", help="train MuLoCo and DiLoCo in place of the cells")
     add("--limit-s", type=float, default=float("inf"), help="begin no run after this many seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = open_runs(args.runs)
+    runs.command += " --muloco" * args.muloco
     wires = Wires(runs, args.limit_s)
     try:
-        for number in [] if args.report else args.cells:
-            wires.make(CELLS[number])
+        cells = MULOCO if args.muloco else [CELLS[number] for number in args.cells]
+        for cell in [] if args.report else cells:
+            wires.make(cell)
     except TimeoutError:
         print("# the time is up: the same command goes on with the missing runs")
     runs.write_record(args.json, report_lines(runs.rows), condense(runs.rows))

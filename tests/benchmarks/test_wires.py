@@ -196,6 +196,14 @@ def test_one_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
         run = wires.Run(wire, 0, 1.0, "118k", 2, sync_every=2, rounds=2, method=method)
         row = wires.train(run)
         assert row["method"] == method and 4 < row["loss"] < 7 and 0 < row["bits"] < 2
+    losses = {
+        (inner, wire): wires.train(
+            wires.Run(wire, 0, 1.0, f"118k, {inner} 0.01", 2, sync_every=2, rounds=4)
+        )["loss"]
+        for inner in ("AdamW", "Muon")
+        for wire in wires.MULOCO[0].wires
+    }
+    assert all(3 < loss < 7 for loss in losses.values()) and len(set(losses.values())) == 6
     with pytest.raises(ValueError, match="no method 'eager' with wire 'SparseLoCo'"):
         wires.train(replace(run, wire=wires.SPARSE_LOCO))
 
@@ -213,12 +221,13 @@ def test_a_run_that_diverges_has_a_loss_that_is_no_number() -> None:
         assert all(values(model).isnan().any() for model, _ in replicas)
 
 
-def recorded() -> dict[str, Any]:
-    return json.loads((wires.common.RESULTS / "convergence" / "wires.json").read_text())
+def recorded(name: str = "wires") -> dict[str, Any]:
+    return json.loads((wires.common.RESULTS / "convergence" / f"{name}.json").read_text())
 
 
-def test_the_recorded_table_is_that_of_the_recorded_runs() -> None:
-    record = recorded()
+@pytest.mark.parametrize("name", ["wires", "muloco"])
+def test_the_recorded_table_is_that_of_the_recorded_runs(name: str) -> None:
+    record = recorded(name)
     rows = wires_report.recorded_runs(record["results"])
     assert record["output"] == list(wires_report.report_lines(rows))
     assert wires_report.condense(rows) == record["results"]
