@@ -65,6 +65,10 @@ def find(environ: Mapping[str, str] | None = None) -> Launch | None:
     return _slurm(environ) if _is_task(environ) else None
 
 
+# The launches that ``replica_per_process`` has taken out of the environment of this process.
+hidden: list[Launch] = []
+
+
 def refuse_if_forgotten(environ: Mapping[str, str] | None = None) -> None:
     """Raise if a launcher has started several processes that are in no process group.
 
@@ -72,6 +76,12 @@ def refuse_if_forgotten(environ: Mapping[str, str] | None = None) -> None:
         RuntimeError: The message says which function to call.
     """
     environ = os.environ if environ is None else environ
+    if hidden and hidden[-1].world_size > 1:
+        raise RuntimeError(
+            f"replica_per_process() has made this process one of {hidden[-1].world_size} replicas, "
+            "but peers= is not given, so that each process would train alone: write `replicas = "
+            "replica_per_process()`, and give **replicas to DiLoCo or to its callback"
+        )
     if all(name in environ for name in _TORCHRUN):
         launcher, number = "torchrun", _number(environ, "WORLD_SIZE")
     elif _is_task(environ):

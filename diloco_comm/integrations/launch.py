@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base import recording
-from ..base.launch import Launch, find
+from ..base.launch import Launch, find, hidden
 from ..options import StorePeers
 
 # The variables by which trainers find other processes. Similar names such as LOCAL_DATA_DIR belong
@@ -57,6 +57,7 @@ def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
     for name in (*_TORCHRUN, *_SRUN):
         os.environ.pop(name, None)
     _show_one_device(launch.local_rank)
+    hidden.append(launch)
     return {"peers": StorePeers(store, launch.rank, of=launch.world_size)}
 
 

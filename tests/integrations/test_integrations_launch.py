@@ -137,6 +137,30 @@ def test_only_the_variables_of_the_launcher_are_taken(
     assert told["changed"] == [] and told["is_launched"] is False
 
 
+FORGOTTEN = """
+import torch
+from diloco_comm import DiLoCo
+from diloco_comm.integrations.launch import replica_per_process
+replicas = replica_per_process()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+said = ""
+try:
+    DiLoCo(model, optimizer, sync_every=1)
+except RuntimeError as error:
+    said = str(error)
+DiLoCo(model, optimizer, sync_every=1, peers="alone").close()
+DiLoCo(model, optimizer, sync_every=1, **replicas).close()
+tell(said=said)
+"""
+
+
+def test_a_replica_that_is_not_told_of_the_others_is_refused(tmp_path: Path) -> None:
+    for told in torchrun(FORGOTTEN, tmp_path, 2):
+        assert told["said"].startswith("replica_per_process() has made this process one of 2 repl")
+        assert told["said"].endswith("give **replicas to DiLoCo or to its callback")
+
+
 def too_late(rank: int, world: int) -> Any:
     from diloco_comm.integrations.launch import replica_per_process
 
