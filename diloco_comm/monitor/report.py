@@ -98,7 +98,7 @@ def _row(run: Run, process: Process) -> dict[str, Any]:
     return {
         "id": process.key.number,
         "process": process.key.nonce.hex()[:8],
-        "is_member": process.is_member or run.seen.view is None,
+        "is_member": run.counts(process),
         "stage": stage,
         "phase": printable(process.phase[:_PHASE]),
         "inner_step": inner_step,
@@ -122,7 +122,7 @@ def _words(run: Run, process: Process) -> Iterable[str]:
     if process.is_gone and process.beat is not None:
         yield process.beat.stage
         return
-    is_left = not (process.is_member or run.seen.view is None or run.is_finished)
+    is_left = not (run.counts(process) or run.is_finished)
     if SILENT in process.marks or (is_left and process.silent_s > SILENT_S):
         yield f"silent for {process.silent_s:.0f} s"
     if AWAITED in process.marks:

@@ -704,8 +704,15 @@ def _continued(before: Run, run: Run, now: float) -> Run:
     changes = before.changes
     if before.seen.view is not None and run.seen.view is not None:
         changes += max(run.seen.view.number - before.seen.view.number, 0)
-    run = replace(run, rounds=rounds, points=points, step_s=step_s, events=events)
-    return replace(run, changes=changes, since=before.since or now)
+    return replace(
+        run,
+        rounds=rounds,
+        points=points,
+        step_s=step_s,
+        events=events,
+        changes=changes,
+        since=before.since or now,
+    )
 
 
 def _cause(before: Run, run: Run) -> str:
@@ -783,8 +790,10 @@ def _is_news(mark: str, old: Process, process: Process, run: Run, members: Conta
         return False
     if mark not in (CUT, SLOW_ONE):
         return True
-    if process.silent_s > SILENT_S or mark == SLOW_ONE:
-        return process.silent_s <= SILENT_S and process.median == process.median
+    if process.silent_s > SILENT_S:
+        return False
+    if mark == SLOW_ONE:
+        return process.median == process.median
     others = [run.replicas[one] for one in old.cut_from if one in members and one in run.replicas]
     are_heard = all(one.silent_s <= SILENT_S and not one.is_gone for one in others)
     return bool(others) and are_heard and not process.cannot_reach
