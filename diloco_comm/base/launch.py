@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -65,8 +66,32 @@ def find(environ: Mapping[str, str] | None = None) -> Launch | None:
     return _slurm(environ) if _is_task(environ) else None
 
 
-# The launches that ``replica_per_process`` has taken out of the environment of this process.
-hidden: list[Launch] = []
+@dataclass
+class Hidden:
+    """The launch that ``replica_per_process`` has taken out of this process's environment.
+
+    Attributes:
+        world_size: Number of its processes; 1 without such a launch.
+        is_used: A DiLoCo of this process has met other replicas.
+    """
+
+    world_size: int = 1
+    is_used: bool = False
+
+    def warn_if_unused(self) -> None:
+        """Warn at the end of a process that has trained, as it seems, without the others."""
+        has_failed = hasattr(sys, "last_value")
+        if self.world_size > 1 and not (self.is_used or has_failed):
+            print(
+                f"replica_per_process() has made this process one of {self.world_size} replicas, "
+                "but no DiLoCo was told of the others: what this process has trained is shared "
+                "with none of them. Give **replicas to DiLoCo or to its callback, and the callback "
+                "to the trainer",
+                file=sys.stderr,
+            )
+
+
+hidden = Hidden()
 
 
 def refuse_if_forgotten(environ: Mapping[str, str] | None = None) -> None:
@@ -76,9 +101,9 @@ def refuse_if_forgotten(environ: Mapping[str, str] | None = None) -> None:
         RuntimeError: The message says which function to call.
     """
     environ = os.environ if environ is None else environ
-    if hidden and hidden[-1].world_size > 1:
+    if hidden.world_size > 1:
         raise RuntimeError(
-            f"replica_per_process() has made this process one of {hidden[-1].world_size} replicas, "
+            f"replica_per_process() has made this process one of {hidden.world_size} replicas, "
             "but peers= is not given, so that each process would train alone: write `replicas = "
             "replica_per_process()`, and give **replicas to DiLoCo or to its callback"
         )

@@ -60,7 +60,7 @@ def attach(
         arguments: Arguments of ``make``, such as ``sync_every=100``.
 
     Raises:
-        ValueError: Under DeepSpeed, whose optimizer steps inside ``accelerator.backward``; if the
+        ValueError: Under DeepSpeed, whose engine steps inside ``accelerator.backward``; if the
             prepared model averages gradients over several replicas; if the accelerator knows of one
             process in a job of several; if the model is not what ``accelerator.prepare`` returned;
             inside accelerate's ``find_executable_batch_size``, which begins one replica anew.
@@ -69,8 +69,8 @@ def attach(
     given = check(attach, make, arguments)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(
-            "under DeepSpeed the optimizer steps inside accelerator.backward(), where no hook "
-            "runs, and trains copies of the parameters: use FSDP2 or DDP inside a replica"
+            "under DeepSpeed the accelerator holds no optimizer of the model's own parameters: use "
+            "FSDP2 or DDP inside a replica, or DeepSpeed without ZeRO in a loop of your own"
         )
     _refuse_if_restarted()
     _refuse_if_unwrapped(accelerator, model)

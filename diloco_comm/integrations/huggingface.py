@@ -252,8 +252,8 @@ class DiLoCoCallback(TrainerCallback):
             )
         if args.deepspeed:
             raise ValueError(
-                "under DeepSpeed the optimizer steps inside backward(), where no hook runs: use "
-                "FSDP2 or DDP inside a replica"
+                "under DeepSpeed the trainer holds no optimizer of the model's own parameters: use "
+                "FSDP2 or DDP inside a replica, or DeepSpeed without ZeRO in a loop of your own"
             )
 
     def _detach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from typing import Any
@@ -57,7 +58,8 @@ def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
     for name in (*_TORCHRUN, *_SRUN):
         os.environ.pop(name, None)
     _show_one_device(launch.local_rank)
-    hidden.append(launch)
+    hidden.world_size = launch.world_size
+    atexit.register(hidden.warn_if_unused)
     return {"peers": StorePeers(store, launch.rank, of=launch.world_size)}
 
 

@@ -114,6 +114,7 @@ def replica_group(
         RuntimeError: If a launcher has started several processes, and nothing joins them.
     """
     is_alone = store is None and num_replicas == 1
+    launch.hidden.is_used |= store is not None
     if mesh is not None:
         if not hasattr(mesh, "get_group"):
             raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")

@@ -223,7 +223,8 @@ class SameData:
             who = "all replicas" if len(alike) == len(headers) else named(alike)
             warn(
                 f"{who} had equal parameters at a send up to inner step {headers[0].inner_step}: "
-                "they train on the same data, and learn no more than one replica; give each "
-                "replica its own part of the data, see DiLoCo.shard",
+                "they train on the same data, or on one mean of their gradients (does "
+                "DistributedDataParallel span them?), and learn no more than one replica; give "
+                "each replica its own part of the data, see DiLoCo.shard",
                 RuntimeWarning,
             )

@@ -161,6 +161,26 @@ def test_a_replica_that_is_not_told_of_the_others_is_refused(tmp_path: Path) -> 
         assert told["said"].endswith("give **replicas to DiLoCo or to its callback")
 
 
+NO_CALLBACK = """
+import sys
+sys.stderr = open(f"stderr-{RANK}", "w", buffering=1)
+from diloco_comm.integrations.launch import replica_per_process
+replicas = replica_per_process()
+if USES:
+    from problems import attach
+    attach(sync_every=1, **replicas)[2].close()
+tell()
+"""
+
+
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_replica_whose_trainer_has_no_callback_is_told_so(uses: bool, tmp_path: Path) -> None:
+    torchrun(NO_CALLBACK.replace("USES", str(uses)), tmp_path)
+    for rank in (0, 1):
+        said = (tmp_path / f"stderr-{rank}").read_text()
+        assert ("but no DiLoCo was told of the others" in said) is not uses
+
+
 def too_late(rank: int, world: int) -> Any:
     from diloco_comm.integrations.launch import replica_per_process
 

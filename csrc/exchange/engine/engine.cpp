@@ -81,7 +81,9 @@ void Engine::seal() {
         dead_->message = kSealed;
     }
     if (session_) session_->abort();
-    require_idle(lock);
+    const bool is_idle = wait_until_idle(lock, options_.timeout);
+    if (is_closing_) return;  // close() ends the session, with all rounds
+    check_idle(is_idle);
     dead = std::move(session_);
 }
 
@@ -104,6 +106,10 @@ bool Engine::wait_until_idle(std::unique_lock<std::mutex>& lock, milliseconds pa
 void Engine::require_idle(std::unique_lock<std::mutex>& lock) {
     const bool is_idle = wait_until_idle(lock, options_.timeout);
     TORCH_CHECK(!is_closing_, "this DiLoCo is closed");
+    check_idle(is_idle);
+}
+
+void Engine::check_idle(bool is_idle) const {
     TORCH_CHECK(is_idle, "an exchange that was started before is still under way after ",
                 rounded(std::chrono::duration<double>(options_.timeout).count()), " s");
 }

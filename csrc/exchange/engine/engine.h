@@ -84,6 +84,7 @@ class Engine {
     void refuse_if_dead() const;
     bool wait_until_idle(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds patience);
     void require_idle(std::unique_lock<std::mutex>& lock);
+    void check_idle(bool is_idle) const;
     void encode_all(const JobPtr& job);
 
     const EngineOptions options_;
