@@ -40,8 +40,7 @@ from .keys.command import keys_app
 from .launch.command import EXAMPLES as LAUNCH_EXAMPLES
 from .launch.command import SETTINGS as LAUNCH_SETTINGS
 from .launch.command import launch
-from .plan.command import EXAMPLES as PLAN_EXAMPLES
-from .plan.command import plan
+from .plan.command import plan_app
 from .profile.command import profile
 from .registry.members import EXAMPLES as MEMBERS_EXAMPLES
 from .registry.members import members
@@ -98,12 +97,12 @@ def options(
     """Low-communication training for PyTorch: DiLoCo and its relatives."""
 
 
-app.command(epilog=PLAN_EXAMPLES)(plan)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.command(epilog=REPORT_EXAMPLES)(report)
 app.command(epilog=MEMBERS_EXAMPLES)(members)
 app.command(epilog=LAUNCH_EXAMPLES, context_settings=LAUNCH_SETTINGS)(launch)
 app.command(epilog=REPLAY_EXAMPLES)(replay)
+app.add_typer(plan_app, name="plan")
 app.add_typer(profile, name="profile")
 app.add_typer(bench.app, name="bench")
 app.add_typer(serve_app, name="serve")

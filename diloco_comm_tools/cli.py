@@ -22,13 +22,14 @@ def main() -> None:
         import typer
 
         from .app import app
+        from .common.options import as_today
     except ModuleNotFoundError as error:
         _explain(error)
     # Typer's own name for the class differs between its versions.
     usage_error: Any = typer.BadParameter.__base__
     try:
         with stoppable():
-            sys.exit(app(standalone_mode=False))
+            sys.exit(app(as_today(sys.argv[1:]), standalone_mode=False))
     except Stopped as stopped:
         print(f"diloco-comm: ended by {stopped.name}", file=sys.stderr)
         raise

@@ -129,7 +129,7 @@ def make_report(
     syncer_gbps: float | None = None,
     tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Return what ``plan --decoupled`` prints, as JSON types.
+    """Return what ``plan decoupled`` prints, as JSON types.
 
     Args:
         gbps: Bandwidth of each learner's link in each direction, Gbit/s.

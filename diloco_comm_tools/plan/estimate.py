@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from diloco_comm.ops.wire import ELEMENT_WIRES, WIRES, WireFormat
 
-from ..common.sizes import at_least, not_negative, positive
+from ..common.sizes import positive
 from . import losses
+from .options import Prices
 from .request import (
     AUTO,
     CHOOSABLE,
@@ -179,37 +180,17 @@ LATENCIES_MS = (0.0, 10.0, 50.0, 100.0, 200.0)
 MONTH_DAYS = 30
 
 
-@dataclass(frozen=True)
-class Prices:
-    """The price of traffic and machines, and the tokens of an inner step.
-
-    Attributes:
-        tokens_per_step: Tokens that one replica takes in an inner step.
-        egress_usd_per_gb: For each 1e9 bytes that a replica sends.
-        gpu_usd_per_hour: For each GPU.
-        gpus: GPUs of one replica.
-    """
-
-    tokens_per_step: int
-    egress_usd_per_gb: float = 0.0
-    gpu_usd_per_hour: float = 0.0
-    gpus: int = 1
-
-    def __post_init__(self) -> None:
-        at_least(1, tokens_per_step=self.tokens_per_step, gpus_per_replica=self.gpus)
-        not_negative(egress_usd_per_gb=self.egress_usd_per_gb)
-        not_negative(gpu_usd_per_hour=self.gpu_usd_per_hour)
-
-    def per_billion_tokens(self, request: Request, share: float) -> dict[str, float]:
-        """Return the dollars that 1e9 tokens cost at a compute utilisation, in all and by part."""
-        steps = 1e9 / self.tokens_per_step
-        gpu_hours = steps * request.step_time / share * self.gpus / 3600
-        sent_gb = steps / request.steps_a_round * request.bytes_per_round / 1e9
-        parts = {
-            "gpus": gpu_hours * self.gpu_usd_per_hour,
-            "egress": sent_gb * self.egress_usd_per_gb,
-        }
-        return {**parts, "total": sum(parts.values())}
+def usd_per_billion_tokens(prices: Prices, request: Request, share: float) -> dict[str, float]:
+    """Return the dollars that 1e9 tokens cost at a compute utilisation, in all and by part."""
+    assert prices.tokens_per_step is not None
+    steps = 1e9 / prices.tokens_per_step
+    gpu_hours = steps * request.step_time / share * prices.gpus / 3600
+    sent_gb = steps / request.steps_a_round * request.bytes_per_round / 1e9
+    parts = {
+        "gpus": gpu_hours * prices.gpu_usd_per_hour,
+        "egress": sent_gb * prices.egress_usd_per_gb,
+    }
+    return {**parts, "total": sum(parts.values())}
 
 
 def make_plan(
@@ -323,7 +304,7 @@ def _cheapest(
 
     def cost(setting: Setting) -> float:
         one = _requested(request, setting)
-        return prices.per_billion_tokens(one, setting.utilisation)["total"]
+        return usd_per_billion_tokens(prices, one, setting.utilisation)["total"]
 
     allowed = _requested(request, first)
     fit = [s for s in candidates if losses.loses_no_more(_requested(request, s), allowed)]
@@ -355,6 +336,8 @@ def _described(
         "bytes_per_day": one.bytes_per_day(share),
         "bytes_per_month": MONTH_DAYS * one.bytes_per_day(share),
         "extra_memory_bytes": one.extra_memory_bytes,
-        "usd_per_1e9_tokens": None if prices is None else prices.per_billion_tokens(one, share),
+        "usd_per_1e9_tokens": None
+        if prices is None
+        else usd_per_billion_tokens(prices, one, share),
         "loss": losses.expected(one) if with_outer else None,
     }

@@ -93,7 +93,7 @@ def make_report(
     failures_a_year: float,
     plan: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what ``plan --failures`` prints: the published table, or the user's own run.
+    """Return what ``plan failures`` prints: the published table, or the user's own run.
 
     Args:
         chips: Chips of the user's run; None for the table.

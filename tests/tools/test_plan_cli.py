@@ -16,7 +16,8 @@ import diloco_comm
 from diloco_comm_tools.plan import command as plan_command
 from diloco_comm_tools.plan import losses
 from diloco_comm_tools.plan import request as plan_model
-from diloco_comm_tools.plan.estimate import Prices, make_plan
+from diloco_comm_tools.plan.estimate import make_plan, usd_per_billion_tokens
+from diloco_comm_tools.plan.options import Prices
 from diloco_comm_tools.plan.request import CHOOSABLE, Request, Setting, choose
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
@@ -112,7 +113,10 @@ def plan_json(*arguments: object) -> dict[str, Any]:
     return json.loads(ended.out)
 
 
-@pytest.mark.parametrize("arguments", examples(plan_command.EXAMPLES), ids=" ".join)
+EPILOGS = (plan_command.EXAMPLES, plan_command.FAILURES_EXAMPLES, plan_command.DECOUPLED_EXAMPLES)
+
+
+@pytest.mark.parametrize("arguments", sum(map(examples, EPILOGS), []), ids=" ".join)
 def test_examples_of_the_help_run(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,12 +154,18 @@ def test_bits_come_from_the_wire_unless_given() -> None:
     assert plan_json(*SMALL, "--bits", 5, "--replicas", 4)["bits_per_param"] == 5
 
 
-def test_the_former_name_of_replicas_works_with_a_note() -> None:
-    ended = run_cli("plan", *SMALL, "--json", "--workers", 4)
-    assert ended.status == 0
-    assert json.loads(ended.out) == plan_json(*SMALL, "--replicas", 4)
-    assert ended.err == "diloco-comm: --workers is deprecated: its name is --replicas\n"
-    assert "--workers" not in run_cli("plan", "--help").out
+@pytest.mark.parametrize("name", ["published", "failures"])
+def test_a_former_option_is_the_sub_command_of_its_name(name: str) -> None:
+    assert run_cli("plan", f"--{name}", "--json") == run_cli("plan", name, "--json")
+
+
+def test_the_help_page_is_short_and_the_whole_one_has_all() -> None:
+    """The rare options run as well as the others, and stand in the whole page alone."""
+    short, whole = run_cli("plan", "--help").out, run_cli("plan", "--help-all").out
+    # Of --help-all and --help, too.
+    assert short.count("│ --") == 15 + 2
+    assert "--block-size" in whole and "--block-size" not in short
+    assert run_cli("plan", "--help").out == short
 
 
 def test_link_agrees_with_the_totals() -> None:
@@ -250,7 +260,7 @@ def test_a_link_for_which_there_is_no_setting_is_one_sentence(tmp_path: Path) ->
 
 
 def test_published_tables_as_json() -> None:
-    tables = plan_json("--published")
+    tables = plan_json("published")
     entry = {
         "row": str,
         "model": str,
@@ -339,7 +349,7 @@ def test_no_listed_setting_with_no_more_loss_is_cheaper_than_the_choice(
         # A wire below four bits has records of H=10 alone.
         known = setting["wire"] in ("fp32", "bf16", "int8", "int4") or one.sync_every == 10
         if setting["method"] in CHOOSABLE and known and nats <= without["loss"]["nats"]:
-            cost[str(setting)] = prices.per_billion_tokens(one, share)["total"]
+            cost[str(setting)] = usd_per_billion_tokens(prices, one, share)["total"]
     assert cost and link["chosen"]["usd_per_1e9_tokens"]["total"] <= min(cost.values()) * 1.000001
 
 
@@ -520,15 +530,13 @@ def test_size_comes_from_a_model_config(
             [*SMALL, "--gbps", 1, "--gpu-usd-per-hour", 1, "--tokens-per-step", 0],
             "--tokens-per-step must be at least 1, got 0",
         ),
-        ([*SMALL, "--syncer-gbps", 2], "--syncer-gbps needs --decoupled"),
+        ([*SMALL, "--syncer-gbps", 2], "No such option: --syncer-gbps"),
         ([*SMALL, "--bits", 0], "--bits must be a positive number, got 0"),
         ([*SMALL, "--rtt-ms", -1], "--rtt-ms must be a number of at least 0, got -1"),
         ([*SMALL, "--gbps", 0], "--gbps must be a positive number, got 0"),
         ([*SMALL, "--target", 0.9], "--target needs --gbps: the bandwidth of the link"),
-        ([*SMALL, "--quorum", 2], "--quorum needs --decoupled"),
-        ([*SMALL, "--lost-seconds", 9], "--lost-seconds needs --failures"),
-        (["--failures", "--published"], "--published and --failures exclude each other"),
-        (["--published", "--gbps", 1], "--published does not take --gbps: leave out that option"),
+        ([*SMALL, "published"], "stands before published: write the options of published behind"),
+        (["published", "--gbps", 1], "No such option: --gbps"),
         ([*SMALL, "--gbps", 1, "--target", 1], "--target must be between 0 and 1, got 1"),
         ([*SMALL, "--params", "7X"], "must be a number such as 25e6, 350M, 7B or 1.5T, got '7X'"),
         ([*SMALL, "--params", "B"], "must be a number such as 25e6, 350M, 7B or 1.5T, got 'B'"),

@@ -1,4 +1,4 @@
-"""``diloco-comm plan --failures``: the published goodput, the user's numbers, refusals."""
+"""``diloco-comm plan failures``: the published goodput, the user's numbers, refusals."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def test_failures_by_hand() -> None:
 
 def test_failures_of_own_numbers() -> None:
     own = ["--chips", "20K", "--replicas", 3, "--lost-seconds", 300, "--failures-per-year", 0.5]
-    report = json.loads(run_cli("plan", "--failures", *own, "--json").out)
+    report = json.loads(run_cli("plan", "failures", *own, "--json").out)
     assert report["failures"]["goodput"] == goodput(20_000, 3, 300.0, 0.5)
     learners = [entry["learners"] for entry in report["failures"]["by_learners"]]
     assert learners == [1, 2, 3, 4, 8, 16]
     check_documented(report["failures"], "reference/plan-json.md")
-    shown = run_cli("plan", "--failures", *own).out
+    shown = run_cli("plan", "failures", *own).out
     assert "20,000 chips, 0.5 failures of a chip a year, 300 s lost at a failure" in shown
     assert f"{report['failures']['goodput']:.1%}" in shown
 
 
 def test_failures_of_the_table_are_printed() -> None:
-    shown = run_cli("plan", "--failures").out
+    shown = run_cli("plan", "failures").out
     assert "72/73" in shown and "30 numbers" in shown and "rigid" in shown
-    entries = json.loads(run_cli("plan", "--failures", "--json").out)["published_failures"]
+    entries = json.loads(run_cli("plan", "failures", "--json").out)["published_failures"]
     assert entries == compare()
     check_documented([*entries[0], "published_failures"], "reference/plan-json.md")
 
@@ -53,7 +53,7 @@ MODEL = "--params 1e9 --layers 24 --step-time 1 --gbps 1 --efficiency 0.5".split
 
 def test_failures_with_a_model_and_a_link() -> None:
     """8 GB of outer parameters and momentum on half a Gbit/s: 128 s beside the 22 of a restart."""
-    own = ["--failures", "--chips", "20000", "--replicas", "4", *MODEL]
+    own = ["failures", "--chips", "20000", "--replicas", "4", *MODEL]
     report = json.loads(run_cli("plan", *own, "--json").out)["failures"]
     link = report["link"]
     assert (link["state_bytes"], link["copy_s"]) == (8e9, pytest.approx(128.0))
@@ -76,7 +76,7 @@ def test_failures_with_a_model_and_a_link() -> None:
 
 
 def test_failures_on_a_link_that_is_too_slow() -> None:
-    own = ["--failures", "--chips", "64", *MODEL, "--gbps", "0.001"]
+    own = ["failures", "--chips", "64", *MODEL, "--gbps", "0.001"]
     assert "No setting that was tried reaches --target on this link" in run_cli("plan", *own).out
     link = json.loads(run_cli("plan", *own, "--json").out)["failures"]["link"]
     assert link["program"] is None and link["trained"] is None
@@ -85,32 +85,32 @@ def test_failures_on_a_link_that_is_too_slow() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--chips", "8"], "--chips needs --failures"),
+        (["--chips", "8"], "No such option: --chips"),
         (
-            ["--failures", "--chips", "9", "--bits", "4", "--quorum", "9"],
-            "--failures does not take --bits, --quorum: leave out those options",
+            ["failures", "--chips", "9", "--bits", "4", "--quorum", "9"],
+            "No such option: --bits",
         ),
         (
-            ["--failures", "--chips", "9", "--params", "1B", "--layers", "9"],
+            ["failures", "--chips", "9", "--params", "1B", "--layers", "9"],
             "--step-time is missing: the seconds of an inner step without communication",
         ),
-        (["--failures", "--chips", "9", "--gbps", "1"], "--params and --layers missing"),
+        (["failures", "--chips", "9", "--gbps", "1"], "--params and --layers missing"),
         (
-            ["--failures", "--chips", "9", *"--params 1B --layers 9 --step-time 1".split()],
-            "--failures with a model needs --gbps: the bandwidth of the link of a replica",
+            ["failures", "--chips", "9", *"--params 1B --layers 9 --step-time 1".split()],
+            "failures of a model need --gbps: the bandwidth of the link of a replica",
         ),
         (
-            ["--failures", *"--params 1B --layers 9 --step-time 1 --gbps 1".split()],
-            "--params, --layers, --step-time, --gbps needs --chips",
+            ["failures", *"--params 1B --layers 9 --step-time 1 --gbps 1".split()],
+            "--params, --step-time, --layers, --gbps needs --chips",
         ),
         (
-            ["--failures", "--replicas", "4", "--json"],
+            ["failures", "--replicas", "4", "--json"],
             "--replicas needs --chips: without it the paper's table is shown",
         ),
-        (["--failures", "--chips", "1"], "got 2 learners and 1 chips"),
-        (["--failures", "--chips", "9", "--lost-seconds", "-1"], "--lost-seconds must be a number"),
+        (["failures", "--chips", "1"], "got 2 learners and 1 chips"),
+        (["failures", "--chips", "9", "--lost-seconds", "-1"], "--lost-seconds must be a number"),
         (
-            ["--failures", "--chips", "9", "--failures-per-year", "nan"],
+            ["failures", "--chips", "9", "--failures-per-year", "nan"],
             "--failures-per-year must be a number of at least 0, got nan",
         ),
     ],

@@ -19,6 +19,7 @@ import typer
 
 from diloco_comm_tools import cli
 from diloco_comm_tools.app import app
+from diloco_comm_tools.common.options import MORE
 
 # Typer builds the whole tree of commands at every call, which takes longer than most tests.
 command_of = functools.cache(typer.main.get_command)
@@ -98,7 +99,11 @@ def check_arguments(arguments: list[str], place: str) -> None:
     try:
         while True:
             context = command.make_context(name, list(arguments), parent=context)
-            hidden = [one.opts[0] for one in command.params if getattr(one, "hidden", False)]
+            hidden = [
+                one.opts[0]
+                for one in command.params
+                if getattr(one, "hidden", False) and one.rich_help_panel != MORE
+            ]
             assert not {word.partition("=")[0] for word in arguments} & {*hidden}, place
             arguments = [*getattr(context, "_protected_args", ()), *context.args]
             if not hasattr(command, "commands") or not arguments:
