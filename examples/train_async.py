@@ -3,7 +3,7 @@
     diloco-comm serve --listen 127.0.0.1:29500 --sync-every 20 --period 2 --lr 0.3 --dylu &
     python examples/train_async.py --worker 0 &
     python examples/train_async.py --worker 1 --pause 0.1 &      # a slower machine
-    diloco-comm serve --status tcp://127.0.0.1:29500
+    diloco-comm serve status tcp://127.0.0.1:29500
 
 Workers may be started, stopped and killed at any time; the server goes on with those that are
 there. Everything below is a training loop for one machine; the line that makes it asynchronous is

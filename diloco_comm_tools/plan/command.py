@@ -55,6 +55,11 @@ DECOUPLED_EXAMPLES = """Examples:
 \b
 diloco-comm plan decoupled --params 7B --step-time 2 --replicas 8 --sync-every 24 --gbps 20
 """
+PUBLISHED_EXAMPLES = """Examples:
+
+\b
+diloco-comm plan published
+"""
 # An option, another one that it needs, and what that is.
 _NEEDS = (
     ("target", "gbps", "the bandwidth of the link that must reach it"),
@@ -73,10 +78,11 @@ plan_app = typer.Typer(epilog=EXAMPLES)
 @with_dataclasses
 def plan(
     context: typer.Context,
+    *,
     model: Model,
+    layers: Layers = None,
     run: Run,
     prices: Prices,
-    layers: Layers = None,
     gbps: Gbps = None,
     target: Target = 0.95,
     choose: Annotated[
@@ -184,7 +190,7 @@ def failures(
         from .request import AUTO, WIRES_CHOSEN, Request
 
         with in_sentences():
-            run = Run(workers=replicas, wire=wire, rtt_ms=rtt_ms, efficiency=efficiency)
+            run = Run(replicas=replicas, wire=wire, rtt_ms=rtt_ms, efficiency=efficiency)
             request = Request(*size, step_time, **run.arguments(size[1]))
             named = WIRES_CHOSEN if wire in (None, AUTO) else (request.wire,)
             made = make_plan(request, gbps, target, chosen_wires=named)
@@ -240,7 +246,7 @@ def decoupled(
     print_report(report, as_json, print_decoupled)
 
 
-@plan_app.command()
+@plan_app.command(epilog=PUBLISHED_EXAMPLES)
 def published(as_json: AsJson = False) -> None:
     """Compare with the papers' tables."""
     from .published import GRID, INTELLECT_1, TABLE_4, TABLE_5, compare, compare_measured

@@ -197,7 +197,7 @@ def _serve_lines(request: DecoupledRequest, syncers: int) -> list[str]:
     """Return the command of each syncer; its options are named as in the request."""
     rule = request.rule
     command = (
-        f"diloco-comm serve --decoupled --quorum {rule.quorum} --gamma {rule.gamma:g} "
+        f"diloco-comm serve decoupled --quorum {rule.quorum} --gamma {rule.gamma:g} "
         f"--delay {rule.delay} --sync-every {request.sync_every} --fragments {request.fragments} "
         f"--wire {request.wire} --wire-down {request.wire_down} --keys keys"
     )

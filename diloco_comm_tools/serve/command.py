@@ -1,11 +1,11 @@
-"""The sub-commands ``diloco-comm serve``, with its own ``keygen``, and ``diloco-comm replay``."""
+"""``diloco-comm serve`` and its sub-commands, and ``diloco-comm replay``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -14,6 +14,7 @@ import typer
 from ..common.console import announcer
 from ..common.exits import fail, given_options, in_options, misuse, sentence_of
 from ..common.hosts import Http, HttpToken, Listen, Server, closed_by_signal
+from ..common.options import is_for_below, option, rare, with_dataclasses
 from ..common.outputs import check_folder
 
 # The paragraphs behind \b keep their line breaks.
@@ -21,8 +22,21 @@ EXAMPLES = """Examples:
 
 \b
 diloco-comm serve --rule delayed --period 4 --sync-every 50 --snapshot snapshots
-diloco-comm serve --decoupled --quorum 2 --fragments 4 --wire-down int4 --snapshot snapshots
-diloco-comm serve --status tcp://127.0.0.1:29500 --json
+"""
+DECOUPLED_EXAMPLES = """Examples:
+
+\b
+diloco-comm serve decoupled --quorum 2 --fragments 4 --wire-down int4 --snapshot snapshots
+"""
+STATUS_EXAMPLES = """Examples:
+
+\b
+diloco-comm serve status tcp://127.0.0.1:29500 --json
+"""
+TRUNCATE_EXAMPLES = """Examples:
+
+\b
+diloco-comm serve truncate --snapshot snapshots
 """
 KEYGEN_EXAMPLES = """Examples:
 
@@ -36,14 +50,67 @@ REPLAY_EXAMPLES = """Examples:
 diloco-comm replay snapshots
 """
 
-# Options of one kind of server alone.
-DECOUPLED_OPTIONS = (
-    "quorum", "gamma", "delay", "fragments", "merge", "by_mean", "wire", "wire_down", "receipt",
-    "alpha", "error_feedback", "shard", "keep_tape", "drop_tape",
-)  # fmt: skip
-_OF_RULE = ("lr", "momentum", "period", "activation", "discount", "max_staleness")
-_OF_SERVER = ("listen", "lost_after", "snapshot", "snapshot_every", "keys", "insecure")
-ASYNCHRONOUS_OPTIONS = ("period", "activation", "discount", "max_staleness", "dylu", "grace")
+SyncEvery = Annotated[int, option("Inner steps of a round.")]
+Keys = Annotated[Path | None, option("Folder of CURVE keys.")]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What every server of a model is given."""
+
+    snapshot: Annotated[Path | None, option("Folder of snapshot and journal.")] = None
+    keys: Keys = None
+    lost_after: Annotated[
+        float, rare("Seconds of silence after which a worker counts as gone.")
+    ] = 30.0
+    snapshot_every: Annotated[
+        int, rare("Updates, or merges of decoupled training, between two snapshots.")
+    ] = 100
+    insecure: Annotated[bool, rare("Listen on an open address without keys.", "--insecure")] = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When and how the server of asynchronous training takes an outer step."""
+
+    lr: Annotated[float, option("Outer learning rate.")] = 0.7
+    momentum: Annotated[float, option("Outer momentum.")] = 0.9
+    period: Annotated[int, option("Updates of an outer step (delayed, buffer).")] = 4
+    activation: Annotated[float, rare("c of delayed Nesterov, in [0, 1/N].")] = 0.0
+    discount: Annotated[float, rare("Exponent of the staleness discount.")] = 0.0
+    max_staleness: Annotated[int | None, rare("Refuse staler updates.")] = None
+
+
+@dataclass(frozen=True)
+class Merging:
+    """What the syncer of decoupled training merges, and when."""
+
+    quorum: Annotated[int, option("Learners that make a merge.")] = 1
+    gamma: Annotated[float, option("Share of the slack that the grace window takes.")] = 0.5
+    delay: Annotated[
+        int,
+        option("tau, inner steps in which a merge should be back; 0: no grace window."),
+    ] = 0
+    fragments: Annotated[str, option("A number, layers:N or sequential:N.")] = "1"
+    wire: Annotated[str, option("Wire format of the reports.")] = "int8"
+    wire_down: Annotated[str, option("Wire format of the commits.")] = "fp32"
+    sync_every: SyncEvery = 50
+    merge: Annotated[str, rare("rda or mean.")] = "rda"
+    by_mean: Annotated[
+        list[str] | None, rare("Names of parameters that merge by the mean; repeatable.")
+    ] = None
+    receipt: Annotated[str, rare("overwrite, carry or blend.")] = "overwrite"
+    alpha: Annotated[float, rare("Weight of local parameters, for blend.")] = 0.5
+    error_feedback: Annotated[bool, rare("Reports carry their errors.", "--error-feedback")] = False
+    shard: Annotated[str, rare("i/S, this syncer has the fragments i, i+S, ...")] = "0/1"
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What of a decoupled run is kept."""
+
+    keep_tape: Annotated[bool, rare("Keep all journals in --snapshot.", "--keep-tape")] = False
+    drop_tape: Annotated[bool, rare("Remove the tape in --snapshot.", "--drop-tape")] = False
 
 
 class ModelServer(Server, Protocol):
@@ -54,143 +121,111 @@ class ModelServer(Server, Protocol):
         ...
 
 
-serve_app = typer.Typer(
-    help="Host a server of asynchronous or decoupled training, show its status, make its keys.",
-    epilog=EXAMPLES,
-)
+serve_app = typer.Typer(epilog=EXAMPLES)
 
 
 @serve_app.callback(invoke_without_command=True)
+@with_dataclasses
 def serve(
     context: typer.Context,
+    *,
     listen: Listen = "127.0.0.1:29500",
-    rule: Annotated[
-        str,
-        typer.Option(
-            help="delayed, nesterov, heavy-ball, sgd or buffer; "
-            "--decoupled: nesterov, heavy-ball or sgd."
-        ),
-    ] = "delayed",
-    lr: Annotated[float, typer.Option(help="Outer learning rate.")] = 0.7,
-    momentum: Annotated[float, typer.Option(help="Outer momentum.")] = 0.9,
-    period: Annotated[int, typer.Option(help="Updates of an outer step (delayed, buffer).")] = 4,
-    activation: Annotated[float, typer.Option(help="c of delayed Nesterov, in [0, 1/N].")] = 0.0,
-    discount: Annotated[float, typer.Option(help="Exponent of the staleness discount.")] = 0.0,
-    max_staleness: Annotated[int | None, typer.Option(help="Refuse staler updates.")] = None,
-    sync_every: Annotated[int, typer.Option(help="Inner steps of a round.")] = 50,
-    dylu: Annotated[bool, typer.Option("--dylu", help="Fewer steps for slower workers.")] = False,
-    grace: Annotated[float, typer.Option(help="Seconds of the grace period.")] = 0.0,
-    lost_after: Annotated[
-        float, typer.Option(help="Seconds of silence after which a worker counts as gone.")
-    ] = 30.0,
-    snapshot: Annotated[Path | None, typer.Option(help="Folder of snapshot and journal.")] = None,
-    snapshot_every: Annotated[
-        int, typer.Option(help="Updates (--decoupled: merges) between two snapshots.")
-    ] = 100,
+    rule: Annotated[str, option("delayed, nesterov, heavy-ball, sgd or buffer.")] = "delayed",
+    of_rule: Rule,
+    serving: Serving,
+    sync_every: SyncEvery = 50,
+    dylu: Annotated[bool, option("Fewer steps for slower workers.", "--dylu")] = False,
+    grace: Annotated[float, option("Seconds of the grace period.")] = 0.0,
     model_sizes: Annotated[
-        float, typer.Option(help="Memory of the server in fp32 models, for rule and updates.")
+        float, rare("Memory of the server in fp32 models, for rule and updates.")
     ] = 4.0,
-    decoupled: Annotated[
-        bool, typer.Option("--decoupled", help="Host the syncer of decoupled training.")
-    ] = False,
-    quorum: Annotated[int, typer.Option(help="--decoupled: learners that make a merge.")] = 1,
-    gamma: Annotated[
-        float, typer.Option(help="--decoupled: share of the slack that the grace window takes.")
-    ] = 0.5,
-    delay: Annotated[
-        int,
-        typer.Option(
-            help="--decoupled: tau, inner steps in which a merge should be back; "
-            "0: no grace window."
-        ),
-    ] = 0,
-    fragments: Annotated[
-        str, typer.Option(help="--decoupled: a number, layers:N or sequential:N.")
-    ] = "1",
-    merge: Annotated[str, typer.Option(help="--decoupled: rda or mean.")] = "rda",
-    by_mean: Annotated[
-        list[str] | None,
-        typer.Option(help="--decoupled: names of parameters that merge by the mean; repeatable."),
-    ] = None,
-    wire: Annotated[str, typer.Option(help="--decoupled: format of the reports.")] = "int8",
-    wire_down: Annotated[str, typer.Option(help="--decoupled: format of the commits.")] = "fp32",
-    receipt: Annotated[
-        str, typer.Option(help="--decoupled: overwrite, carry or blend.")
-    ] = "overwrite",
-    alpha: Annotated[
-        float, typer.Option(help="--decoupled: weight of local parameters, for blend.")
-    ] = 0.5,
-    error_feedback: Annotated[
-        bool, typer.Option("--error-feedback", help="--decoupled: reports carry their errors.")
-    ] = False,
-    shard: Annotated[
-        str, typer.Option(help="--decoupled: i/S, this syncer has the fragments i, i+S, ...")
-    ] = "0/1",
-    keep_tape: Annotated[
-        bool, typer.Option("--keep-tape", help="--decoupled: keep all journals in --snapshot.")
-    ] = False,
-    drop_tape: Annotated[
-        bool, typer.Option("--drop-tape", help="--decoupled: remove the tape in --snapshot.")
-    ] = False,
-    truncate: Annotated[
-        bool,
-        typer.Option(
-            "--truncate", help="Cut a damaged journal in --snapshot at the damage, and end."
-        ),
-    ] = False,
-    keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
-    key_name: Annotated[str, typer.Option(help="Pair of keys for --status.")] = "worker",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen on an open address without keys.")
-    ] = False,
     http: Http = None,
     http_token: HttpToken = None,
-    status: Annotated[
-        str | None, typer.Option(help="Show the status of the server at this tcp://host:port.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="With --status: every second.")] = False,
-    timeout: Annotated[float, typer.Option(help="With --status: seconds to wait.")] = 5.0,
 ) -> None:
-    """Host the shared model until Ctrl-C or SIGTERM.
+    """Host the shared model of asynchronous training until Ctrl-C or SIGTERM.
 
-    Workers attach with AsyncDiLoCo; with --decoupled, learners attach with DecoupledDiLoCo.
+    Workers attach with AsyncDiLoCo.
     """
-    if context.invoked_subcommand is not None:
+    if is_for_below(context, given_options(context)):
         return
-    if http is not None and (status is not None or truncate):
-        misuse("--http does not go with --status or --truncate, which host nothing")
-    if watch and status is None:
-        misuse("--watch is for --status: it shows a server that runs, and hosts none")
-    if watch and as_json:
-        misuse("--watch and --json exclude each other: call --status --json as often as you like")
-    if status is not None:
-        _show(context)
-        return
-    if truncate:
-        _truncate(snapshot)
-        return
-    options = given_options(context)
-    of_the_other = ASYNCHRONOUS_OPTIONS if decoupled else DECOUPLED_OPTIONS
-    used = next((options[name] for name in of_the_other if name in options), None)
-    if used is not None:
-        misuse(f"{used} does not go with --decoupled" if decoupled else f"{used} needs --decoupled")
-    make = _make_decoupled if decoupled else _make_asynchronous
-    _host(context, partial(make, context.params, options), snapshot, as_json=as_json)
+
+    def make() -> ModelServer:
+        from diloco_comm.asynchronous.server.server import AsyncServer
+
+        from .run import make_rule
+
+        made = make_rule(rule, **asdict(of_rule))
+        return AsyncServer(
+            made,
+            listen=listen,
+            sync_every=sync_every,
+            dylu=dylu,
+            grace=grace,
+            model_sizes=model_sizes,
+            **vars(serving),
+        )
+
+    _host(context, make, serving.snapshot, as_json=as_json)
 
 
-def _show(context: typer.Context) -> None:
-    """Show the status of a server, and end with a sentence if there is no answer."""
+@serve_app.command(epilog=DECOUPLED_EXAMPLES)
+@with_dataclasses
+def decoupled(
+    context: typer.Context,
+    *,
+    listen: Listen = "127.0.0.1:29500",
+    rule: Annotated[str, option("nesterov, heavy-ball or sgd.")] = "nesterov",
+    lr: Annotated[float, option("Outer learning rate.")] = 0.7,
+    momentum: Annotated[float, option("Outer momentum.")] = 0.9,
+    merging: Merging,
+    serving: Serving,
+    tape: Tape,
+    model_sizes: Annotated[
+        float | None, rare("Memory of the server in fp32 models, for merges and reports.")
+    ] = None,
+    http: Http = None,
+    http_token: Annotated[Path | None, rare("File with the page's password.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Host the syncer of decoupled training until Ctrl-C or SIGTERM.
+
+    Learners attach with DecoupledDiLoCo.
+    """
+
+    def make() -> ModelServer:
+        from .run import make_server
+
+        outer = {"name": rule, "lr": lr, "momentum": momentum}
+        sizes = {} if model_sizes is None else {"model_sizes": model_sizes}
+        options = {"listen": listen, **vars(serving), **vars(tape), **sizes}
+        return make_server(vars(merging), outer, options)
+
+    _host(context, make, serving.snapshot, as_json=as_json)
+
+
+@serve_app.command(epilog=STATUS_EXAMPLES)
+def status(
+    context: typer.Context,
+    server: Annotated[str, typer.Argument(metavar="ADDRESS", help="The server's tcp://host:port.")],
+    keys: Keys = None,
+    key_name: Annotated[str, option("Pair of keys.")] = "worker",
+    watch: Annotated[bool, option("Show the status every second.", "--watch")] = False,
+    timeout: Annotated[float, option("Seconds to wait.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show the status of a server of asynchronous or decoupled training."""
     from diloco_comm.asynchronous.worker.link import ServerLost
     from diloco_comm.base.service.addresses import parse_address, tcp_address
 
     from .run import show_status
 
-    names = ("as_json", "watch", "keys", "key_name", "timeout")
-    options, keys = {name: context.params[name] for name in names}, context.params["keys"]
+    if watch and as_json:
+        misuse("--watch and --json exclude each other: call status --json as often as you like")
+    options = {"keys": keys, "key_name": key_name, "timeout": timeout}
     try:
-        address = tcp_address(*parse_address("status", context.params["status"]))
-        show_status(address, **options)
+        address = tcp_address(*parse_address("address", server))
+        show_status(address, as_json=as_json, watch=watch, **options)
     except ValueError as error:
         misuse(in_options(str(error), context.params))
     except ServerLost as error:
@@ -200,40 +235,20 @@ def _show(context: typer.Context) -> None:
         fail(f"the server {address} has not answered for {error.seconds:.1f} s: {asked}")
 
 
-def _truncate(snapshot: Path | None) -> None:
+@serve_app.command(epilog=TRUNCATE_EXAMPLES)
+def truncate(
+    snapshot: Annotated[Path | None, option("The server's folder of snapshot and journal.")] = None,
+) -> None:
     """Cut a damaged journal at the damage, and say what was cut off."""
     from diloco_comm.asynchronous.server.storage.snapshots import truncate_journal
     from diloco_comm.base.log import DamagedLog
 
     if snapshot is None:
-        misuse("--truncate needs --snapshot, the folder with the journal")
+        misuse("truncate needs --snapshot, the folder with the journal")
     try:
         print(truncate_journal(snapshot))
     except (ValueError, OSError, DamagedLog) as error:
         fail(sentence_of(error))
-
-
-def _make_asynchronous(options: dict[str, Any], given: dict[str, str]) -> ModelServer:
-    from diloco_comm.asynchronous.server.server import AsyncServer
-
-    from .run import make_rule
-
-    rule = make_rule(options["rule"], **{name: options[name] for name in _OF_RULE})
-    names = (*_OF_SERVER, "sync_every", "dylu", "grace", "model_sizes")
-    return AsyncServer(rule, **{name: options[name] for name in names})
-
-
-def _make_decoupled(options: dict[str, Any], given: dict[str, str]) -> ModelServer:
-    from .run import make_server
-
-    rule = options["rule"] if "rule" in given else "nesterov"
-    outer = {"name": rule, "lr": options["lr"], "momentum": options["momentum"]}
-    tape = ("keep_tape", "drop_tape")
-    settings = [name for name in (*DECOUPLED_OPTIONS, "sync_every") if name not in tape]
-    names = [*_OF_SERVER, *tape, *(["model_sizes"] if "model_sizes" in given else [])]
-    return make_server(
-        {name: options[name] for name in settings}, outer, {name: options[name] for name in names}
-    )
 
 
 @closed_by_signal()

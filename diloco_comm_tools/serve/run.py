@@ -40,7 +40,7 @@ def _outer(
     lr: float,
     momentum: float,
     names: Sequence[str] = _OUTERS,
-    where: str = " with --decoupled",
+    where: str = " for decoupled training",
 ) -> OuterOptimizer:
     if name == "sgd":
         return SGD(lr)

@@ -102,7 +102,7 @@ def test_a_server_goes_on_while_the_disk_is_full(
     assert "No space left on device" in said["problem"] and str(folder) in said["problem"]
     assert "a crash loses the updates after version 7" in said["problem"]
     assert said["unsaved_updates"] == 6 and said["folder"] == str(folder)
-    shown = run_cli("serve", "--status", server.address).out
+    shown = run_cli("serve", "status", server.address).out
     assert "No space left on device" in " ".join(shown.split())
     # The files are whole, and end with the last update that fitted.
     assert {path.name for path in folder.iterdir()} == {"lock", "snapshot", journal}
@@ -309,5 +309,5 @@ def test_a_folder_that_becomes_read_only(everybodys: Path) -> None:
 def test_the_status_of_a_server_that_keeps_nothing() -> None:
     with AsyncServer(PLAIN, parameters=[torch.ones(7)]) as server:
         assert json.loads(json.dumps(status(server)))["storage"] is None
-        shown = run_cli("serve", "--status", server.address)
+        shown = run_cli("serve", "status", server.address)
         assert "nothing is kept on disk" in shown.out

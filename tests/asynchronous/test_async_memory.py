@@ -393,7 +393,7 @@ def test_what_hinders_an_update_that_waits_is_its_own(files: Spool, error: int, 
             wait_until(lambda: status(server)["problem"] != "")
             problem = status(server)["problem"]
             assert re.fullmatch(f"an update of 4,096 bytes waits for {why}", problem)
-            shown = run_cli("serve", "--status", server.address).out
+            shown = run_cli("serve", "status", server.address).out
             assert "an update of 4,096 bytes waits for " in " ".join(shown.split())
             files.error = None
             assert two.hear().kind == Kind.WANT

@@ -76,7 +76,7 @@ def test_live_workers_of_one_name_get_numbers_and_places_that_are_free() -> None
         assert (successor.name, successor.seq) == (names[1], 1)
         report = status(server)
         assert list(report["workers"]) == names and report["refused"] == {}
-        shown = run_cli("serve", "--status", server.address).out
+        shown = run_cli("serve", "status", server.address).out
         assert all(name in shown for name in names)
         for worker in (workers[0], successor, workers[2]):
             worker.close()

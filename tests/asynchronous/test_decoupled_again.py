@@ -218,7 +218,7 @@ def test_a_tape_that_is_not_kept_any_more_ends_with_a_word(
     words = "has a tape of the run.*: give keep_tape to go on with the tape, or drop_tape to remove"
     with pytest.raises(ValueError, match=words):
         make_server(CARRY, snapshot=tmp_path)
-    ended = run_cli("serve", "--decoupled", "--listen", "127.0.0.1:0", "--snapshot", tmp_path)
+    ended = run_cli("serve", "decoupled", "--listen", "127.0.0.1:0", "--snapshot", tmp_path)
     check_misuse(ended, "give --keep-tape to go on with the tape, or --drop-tape to remove the")
     with pytest.raises(ValueError, match="keep_tape and drop_tape exclude each other"):
         make_server(CARRY, snapshot=tmp_path, keep_tape=True, drop_tape=True)

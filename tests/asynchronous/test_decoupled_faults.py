@@ -157,7 +157,7 @@ def test_a_syncer_on_a_full_disk_sends_no_commit_until_there_is_room(
             "No space left on device; merges wait until the journal takes them" in said["problem"]
         )
         assert str(folder) in said["problem"]
-        shown = run_cli("serve", "--status", server.address).out
+        shown = run_cli("serve", "status", server.address).out
         assert "No space left on device" in " ".join(shown.split())
         # A newcomer takes what the others have.
         _, other = attach(server.address, "b")

@@ -148,7 +148,7 @@ def test_the_status_says_what_the_page_says(tmp_path: Path) -> None:
         assert report["learners"]["a"]["steps"] == 6
         assert report["learners"]["a"]["merged"] == learner.metrics.merged == report["commits"]
         assert report["storage"]["unsaved_updates"] == 0
-        shown = run_cli("serve", "--status", server.address)
+        shown = run_cli("serve", "status", server.address)
         assert shown.status == 0 and f"{report['commits']} merges" in shown.out
         assert "quorum 1, every 4 steps" in shown.out
         assert repr(learner) == (

@@ -108,6 +108,10 @@ def serve(folder: Path, *options: str) -> Any:
     return run_cli("serve", *address, "--snapshot", folder, *options)
 
 
+def truncate(folder: Path) -> Any:
+    return run_cli("serve", "truncate", "--snapshot", folder)
+
+
 def records_of(folder: Path) -> list[Any]:
     log = snapshots.Log(folder / "journal-0", snapshots.JOURNAL, is_writable=False)
     records = list(log.read())
@@ -127,11 +131,11 @@ def test_a_flipped_bit_in_the_middle_is_refused_until_it_is_cut_by_hand(
     # The second record is lost, and two whole ones behind it.
     assert f"loses the last {size - second.begin} bytes, with 2 whole records" in ended.err
     assert journal.stat().st_size == size and "Traceback" not in ended.err
-    cut = serve(folder, "--truncate")
+    cut = truncate(folder)
     assert cut.status == 0 and f"is cut off at byte {second.begin}: " in cut.out
     kept = folder / f"journal-0.cut-{second.begin}-1"
     assert kept.stat().st_size == size - second.begin and str(kept) in cut.out
-    assert "is not damaged, and nothing was cut off" in serve(folder, "--truncate").out
+    assert "is not damaged, and nothing was cut off" in truncate(folder).out
     back = AsyncServer(PLAIN, snapshot=folder)
     assert back.state.coordinator.ledger()["a"]["seq"] == 1
     back.stop()
@@ -156,13 +160,13 @@ def test_a_flipped_bit_in_a_snapshot_is_refused(folder: Path, place: int) -> Non
 
 
 def test_truncate_needs_a_journal_that_no_server_has(folder: Path, tmp_path: Path) -> None:
-    ended = run_cli("serve", "--truncate")
-    assert ended.status == 2 and "--truncate needs --snapshot" in ended.err
+    ended = run_cli("serve", "truncate")
+    assert ended.status == 2 and "truncate needs --snapshot" in ended.err
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "has no journal of a server" in serve(empty, "--truncate").err
+    assert "has no journal of a server" in truncate(empty).err
     with AsyncServer(PLAIN, snapshot=folder):
-        ended = serve(folder, "--truncate")
+        ended = truncate(folder)
         assert ended.status == 1 and "belongs to another server" in ended.err
 
 

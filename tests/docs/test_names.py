@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -25,19 +26,17 @@ def names() -> Iterator[tuple[str, str]]:
     table = text.split("## Names and symbols\n", 1)[1]
     for line in table.splitlines():
         for name in re.findall(r"`([^`]+)`", line):
-            owner, argument = re.fullmatch(r"(\w+)(?:\(| --)([\w-]+)(?:=\))?", name).groups()  # type: ignore[union-attr]
+            owner, argument = re.fullmatch(
+                r"(\w+(?: \w+)?)(?:\(| --)([\w-]+)(?:=\))?", name
+            ).groups()  # type: ignore[union-attr]
             yield owner, argument.replace("-", "_")
 
 
 def called(owner: str) -> Callable[..., Any]:
-    if owner == "plan":
-        from diloco_comm_tools.plan.command import plan
-
-        return plan
-    if owner == "serve":
-        from diloco_comm_tools.serve.command import serve
-
-        return serve
+    if owner.startswith(("plan", "serve")):
+        command, _, below = owner.partition(" ")
+        module = importlib.import_module(f"diloco_comm_tools.{command}.command")
+        return getattr(module, below or command)
     return getattr(diloco_comm, owner, None) or getattr(asynchronous, owner)
 
 

@@ -195,7 +195,8 @@ def test_examples_of_serve_run(
     (keygen,) = lines["serve keygen"]
     made = run_cli(*keygen.split()[1:])
     assert made.status == 0 and (tmp_path / "keys/allowed/tokyo.key").exists()
-    *hosts, status = (line.split()[1:] for line in lines["serve"])
+    commands = ("serve", "serve decoupled", "serve status")
+    *hosts, status = (lines[command][0].split()[1:] for command in commands)
     for words, counted in zip(hosts, ("updates", "commits"), strict=True):
         words = ["diloco-comm", *words, "--listen", "127.0.0.1:0", "--json"]
         program = "import os, sys; from diloco_comm_tools import cli; os.chdir(sys.argv[1]); "

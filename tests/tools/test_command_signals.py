@@ -65,7 +65,7 @@ def ended_by(job: Job, number: signal.Signals) -> tuple[int, str]:
 @pytest.mark.nightly("2 s each", but=["store-SIGTERM", "registry-SIGINT"])
 @pytest.mark.parametrize("number", SIGNALS, ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(
-    "words", [["store"], ["relay"], ["registry"], ["serve"], ["serve", "--decoupled"]], ids=" ".join
+    "words", [["store"], ["relay"], ["registry"], ["serve"], ["serve", "decoupled"]], ids=" ".join
 )
 def test_a_server_ends_with_status_0(
     command: Callable[..., Job], words: list[str], number: signal.Signals
@@ -76,15 +76,15 @@ def test_a_server_ends_with_status_0(
     assert ended_by(job, number) == (0, f"closed by {number.name}\n")
 
 
-@pytest.mark.nightly("2 s each", but=["serve --status-SIGTERM"])
+@pytest.mark.nightly("2 s each", but=["serve status-SIGTERM"])
 @pytest.mark.parametrize("number", SIGNALS, ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(
     "words",
     [
         ["members", "--run", "r", "--registry"],
         ["members", "--run", "r", "--watch", "--registry"],
-        ["serve", "--status"],
-        ["serve", "--watch", "--status"],
+        ["serve", "status"],
+        ["serve", "status", "--watch"],
         ["doctor", "--links", "--replica", "0", "--of", "2", "--store"],
     ],
     ids=" ".join,

@@ -45,9 +45,13 @@ WRITERS: dict[tuple[str, str], list[str]] = {
     ("registry", "--journal"): ["registry", "--listen", "127.0.0.1:0"],
     ("report", "--out"): ["report"],
     ("serve", "--snapshot"): ["serve", "--listen", "127.0.0.1:0"],
+    ("serve decoupled", "--snapshot"): ["serve", "decoupled", "--listen", "127.0.0.1:0"],
 }
 # A folder has to be there for them, or the option is followed by more words.
-OTHERS = {("bench tune", "--out"), ("launch", "--state-dir"), ("profile run", "--out")}
+OTHERS = {
+    *(("bench tune", "--out"), ("launch", "--state-dir"), ("profile run", "--out")),
+    ("serve truncate", "--snapshot"),
+}
 READ = {"--config", "--data", "--http-token", "--model-config", "--safetensors", "--key", "--keys"}
 
 

@@ -113,10 +113,16 @@ def plan_json(*arguments: object) -> dict[str, Any]:
     return json.loads(ended.out)
 
 
-EPILOGS = (plan_command.EXAMPLES, plan_command.FAILURES_EXAMPLES, plan_command.DECOUPLED_EXAMPLES)
+EPILOGS = (
+    plan_command.EXAMPLES,
+    plan_command.FAILURES_EXAMPLES,
+    plan_command.DECOUPLED_EXAMPLES,
+    plan_command.PUBLISHED_EXAMPLES,
+)
+ALL_EXAMPLES = [example for epilog in EPILOGS for example in examples(epilog)]
 
 
-@pytest.mark.parametrize("arguments", sum(map(examples, EPILOGS), []), ids=" ".join)
+@pytest.mark.parametrize("arguments", ALL_EXAMPLES, ids=" ".join)
 def test_examples_of_the_help_run(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,8 +53,8 @@ class AsyncServer(Service):
 
     greeting = Kind.HELLO
     wrong_greeting = (
-        "this server hosts asynchronous training: attach with AsyncDiLoCo, or start the server "
-        "with --decoupled"
+        "this server hosts asynchronous training: attach with AsyncDiLoCo, or host it with "
+        "`diloco-comm serve decoupled`"
     )
 
     def __init__(

@@ -54,7 +54,7 @@ class DecoupledDiLoCo:
 
     Args:
         model, optimizer: As in ``DiLoCo``; parameters are written in place, in host memory.
-        server: ``tcp://host:port`` of a ``diloco-comm serve --decoupled`` or a ``DecoupledServer``;
+        server: ``tcp://host:port`` of a ``diloco-comm serve decoupled`` or a ``DecoupledServer``;
             of a sharded syncer the addresses of all shards.
         name: Name of this learner, unique; as in ``AsyncDiLoCo``.
         tokens: Tokens of an inner step, or a function that returns those of the step just taken.

@@ -59,8 +59,8 @@ class DecoupledServer(Service):
 
     greeting = Kind.JOIN
     wrong_greeting = (
-        "this server hosts decoupled training: attach with DecoupledDiLoCo, or start the server "
-        "without --decoupled"
+        "this server hosts decoupled training: attach with DecoupledDiLoCo, or host it with "
+        "`diloco-comm serve`"
     )
 
     def __init__(

@@ -32,7 +32,7 @@ logger = logger_of(__name__)
 SNAPSHOT, JOURNAL = "server-snapshot", "server-journal"
 _REMEDY = (
     "restore the file from a backup, or cut the newest journal there with `diloco-comm serve "
-    "--snapshot ... --truncate`"
+    "truncate --snapshot ...`"
 )
 _OUR_JOURNAL = re.compile(r"journal-\d+(\.new)?")
 

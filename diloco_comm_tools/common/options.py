@@ -1,0 +1,115 @@
+"""Options of commands that are fields of dataclasses, and rare ones that a help page leaves out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from .exits import in_sentences, misuse
+
+# The panel of rare options; ``--help-all`` shows it.
+MORE = "More options"
+# Former options of a command that are sub-commands of their names now.
+FORMER: Mapping[str, Sequence[str]] = {
+    "plan": ("--published", "--failures", "--decoupled"),
+    "serve": ("--decoupled", "--status", "--truncate"),
+}
+
+
+def option(help: str, *names: str) -> Any:
+    """Describe an option that is a field of a dataclass."""
+    return typer.Option(*names, help=help)
+
+
+def rare(help: str, *names: str) -> Any:
+    """Describe an option that only ``--help-all`` shows."""
+    return typer.Option(*names, help=help, hidden=True, rich_help_panel=MORE)
+
+
+def _show_all(context: typer.Context, is_asked: bool) -> None:
+    if not is_asked:
+        return
+    rare_ones: list[Any] = [
+        one for one in context.command.params if getattr(one, "rich_help_panel", None) == MORE
+    ]
+    for one in rare_ones:
+        one.hidden = False
+    typer.echo(context.get_help())
+    for one in rare_ones:
+        one.hidden = True
+    raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        callback=_show_all,
+        is_eager=True,
+        help="Show the rare options, too.",
+    ),
+]
+
+
+def with_dataclasses(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of its arguments that are dataclasses.
+
+    A field's ``Annotated`` type describes its option, and has the field's default. A dataclass that
+    refuses its values with a ValueError ends the command with that sentence.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    kinds: dict[str, Any] = {
+        name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)
+    }
+    parameters = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in kinds:
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(kind=keyword, annotation=hints[name]))
+            continue
+        of_fields = get_type_hints(kinds[name], include_extras=True)
+        parameters += [
+            _parameter(field.name, field.default, of_fields[field.name])
+            for field in dataclasses.fields(kinds[name])
+        ]
+    parameters.append(_parameter("help_all", False, HelpAll))
+
+    @functools.wraps(function)
+    def command(help_all: bool, **values: Any) -> None:
+        for name, kind in kinds.items():
+            names = [field.name for field in dataclasses.fields(kind)]
+            with in_sentences(names):
+                values[name] = kind(**{one: values.pop(one) for one in names})
+        function(**values)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=annotation)
+
+
+def is_for_below(context: typer.Context, given: Mapping[str, str]) -> bool:
+    """Whether a command is called for one of its sub-commands, which takes no options of it."""
+    name = context.invoked_subcommand
+    if name is not None and given:
+        options = ", ".join(given.values())
+        misuse(f"{options} stands before {name}: write the options of {name} behind its name")
+    return name is not None
+
+
+def as_today(arguments: list[str]) -> list[str]:
+    """Return a command line with a sub-command in the place of the option that it was."""
+    for former in FORMER.get(arguments[0], ()) if arguments else ():
+        if former in arguments:
+            others = [word for word in arguments[1:] if word != former]
+            return [arguments[0], former[2:], *others]
+    return arguments
