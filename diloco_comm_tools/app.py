@@ -16,8 +16,8 @@ import typer
 from diloco_comm import __version__
 
 from .bench import command as bench
+from .common.commands import fail, given_options, in_sentences, misuse, sentence_of
 from .common.console import announcer, new_console, present
-from .common.exits import fail, given_options, in_sentences, misuse, sentence_of
 from .common.hosts import (
     AddressAsJson,
     Http,

@@ -22,7 +22,7 @@ def main() -> None:
         import typer
 
         from .app import app
-        from .common.options import as_today
+        from .common.commands import as_today
     except ModuleNotFoundError as error:
         _explain(error)
     # Typer's own name for the class differs between its versions.

@@ -17,7 +17,7 @@ import typer
 
 from diloco_comm.base.files import whole_file
 
-from ..common.exits import FAILED, fail, in_options, misuse
+from ..common.commands import FAILED, fail, in_options, misuse
 from ..common.sizes import parse_count, parse_size
 
 app = typer.Typer(

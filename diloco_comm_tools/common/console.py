@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from diloco_comm.base import launch
 from diloco_comm.base.files import whole_file
 
-from .exits import fail
+from .commands import fail
 
 if TYPE_CHECKING:
     from rich.console import Console

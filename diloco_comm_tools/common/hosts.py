@@ -15,8 +15,8 @@ import typer
 from diloco_comm.base.interrupts import Stopped
 from diloco_comm.base.service.addresses import name_of_place, parse_address
 
+from .commands import fail, in_sentences, note
 from .console import announcer
-from .exits import fail, in_sentences, note
 
 if TYPE_CHECKING:
     from diloco_comm.base.service.relay import Relay

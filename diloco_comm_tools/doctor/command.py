@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.exits import FAILED, fail, given_options, in_options, misuse, note
+from ..common.commands import FAILED, fail, given_options, in_options, misuse, note
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,7 +12,7 @@ import typer
 
 from diloco_comm.base.errors import named
 
-from ..common.exits import fail, misuse
+from ..common.commands import fail, misuse
 from ..common.outputs import check_folder
 
 if TYPE_CHECKING:

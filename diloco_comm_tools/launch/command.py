@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.exits import fail, in_options, misuse
+from ..common.commands import fail, in_options, misuse
 from ..common.outputs import check_folder
 
 # The paragraphs behind \b keep their line breaks.

@@ -24,7 +24,7 @@ from diloco_comm.base.service.addresses import name_of_place, parse_address
 from diloco_comm.base.store_host import HostedStore, dial_store, open_store, resolve
 from diloco_comm.elastic import exits
 
-from ..common.exits import note
+from ..common.commands import note
 
 # Seconds between two beats, and for one answer of the store.
 _BEAT_S, _ANSWER_S = 0.5, 2.0

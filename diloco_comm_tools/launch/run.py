@@ -24,7 +24,7 @@ from diloco_comm.base.env import PREFIX
 from diloco_comm.elastic import exits
 from diloco_comm.elastic.state_folder import StateFolder
 
-from ..common.exits import FAILED, note
+from ..common.commands import FAILED, note
 from . import child
 from .nodes import Nodes
 

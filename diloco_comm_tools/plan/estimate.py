@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from diloco_comm.ops.wire import ELEMENT_WIRES, WIRES, WireFormat
 
 from ..common.sizes import positive
 from . import losses
-from .options import Prices
 from .request import (
     AUTO,
     CHOOSABLE,
@@ -31,6 +30,8 @@ from .simulator import GRID_GBPS
 # runs lost nothing on int4. Sparse wires are left out: at equal bits they lose more than sub2 to
 # sub16.
 _CANDIDATES = ("int4", "int2r", "int1r", "sub2", "sub4", "sub8", "sub16")
+# A request and its compute utilisation, to the US dollars for 1e9 tokens, by part.
+Cost: TypeAlias = Callable[[Request, float], dict[str, float]]
 ROUNDS_TRIED = (10, 20, 30, 50, 100, 200, 500, 1000)
 WIRES_TRIED = ("fp32", "bf16", "int8", "int4", "int2r", "int1r", "sub8")
 
@@ -180,26 +181,13 @@ LATENCIES_MS = (0.0, 10.0, 50.0, 100.0, 200.0)
 MONTH_DAYS = 30
 
 
-def usd_per_billion_tokens(prices: Prices, request: Request, share: float) -> dict[str, float]:
-    """Return the dollars that 1e9 tokens cost at a compute utilisation, in all and by part."""
-    assert prices.tokens_per_step is not None
-    steps = 1e9 / prices.tokens_per_step
-    gpu_hours = steps * request.step_time / share * prices.gpus / 3600
-    sent_gb = steps / request.steps_a_round * request.bytes_per_round / 1e9
-    parts = {
-        "gpus": gpu_hours * prices.gpu_usd_per_hour,
-        "egress": sent_gb * prices.egress_usd_per_gb,
-    }
-    return {**parts, "total": sum(parts.values())}
-
-
 def make_plan(
     request: Request,
     gbps: float | None = None,
     target: float = 0.95,
     *,
     chosen_wires: Sequence[str] = WIRES_CHOSEN,
-    prices: Prices | None = None,
+    prices: Cost | None = None,
     with_outer: bool = False,
 ) -> dict[str, Any]:
     """Return all that is known about a request, as JSON types (docs/reference/plan-json.md).
@@ -257,7 +245,7 @@ def _on_link(
     target: float,
     is_auto: bool,
     chosen_wires: Sequence[str],
-    prices: Prices | None,
+    prices: Cost | None,
     with_outer: bool,
 ) -> dict[str, Any]:
     link = np.array([gbps])
@@ -298,13 +286,13 @@ def _cheapest(
     first: Setting,
     candidates: Sequence[Setting],
     target: float,
-    prices: Prices,
+    prices: Cost,
 ) -> tuple[Setting, str]:
     """Return the cheapest candidate that loses no more than the first setting, and why."""
 
     def cost(setting: Setting) -> float:
         one = _requested(request, setting)
-        return usd_per_billion_tokens(prices, one, setting.utilisation)["total"]
+        return prices(one, setting.utilisation)["total"]
 
     allowed = _requested(request, first)
     fit = [s for s in candidates if losses.loses_no_more(_requested(request, s), allowed)]
@@ -326,7 +314,7 @@ def _requested(request: Request, setting: Setting) -> Request:
 
 
 def _described(
-    request: Request, chosen: Setting, prices: Prices | None, with_outer: bool
+    request: Request, chosen: Setting, prices: Cost | None, with_outer: bool
 ) -> dict[str, Any]:
     """Return the chosen settings as arguments, with their traffic, memory, cost and loss."""
     one, share = _requested(request, chosen), chosen.utilisation
@@ -336,8 +324,6 @@ def _described(
         "bytes_per_day": one.bytes_per_day(share),
         "bytes_per_month": MONTH_DAYS * one.bytes_per_day(share),
         "extra_memory_bytes": one.extra_memory_bytes,
-        "usd_per_1e9_tokens": None
-        if prices is None
-        else usd_per_billion_tokens(prices, one, share),
+        "usd_per_1e9_tokens": None if prices is None else prices(one, share),
         "loss": losses.expected(one) if with_outer else None,
     }

@@ -17,9 +17,9 @@ from typing import Annotated
 
 import typer
 
+from ..common.commands import fail, in_sentences, misuse
 from ..common.console import print_report as show_report
 from ..common.console import save_plot
-from ..common.exits import fail, in_sentences, misuse
 from ..common.outputs import check_folder, checked_plot
 from ..common.sizes import at_least
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.commands import fail, in_sentences, misuse
 from ..common.console import show_table
-from ..common.exits import fail, in_sentences, misuse
 
 if TYPE_CHECKING:
     from diloco_comm.elastic.registry import Registry

@@ -23,7 +23,7 @@ import typer
 from diloco_comm.base import env
 from diloco_comm.base.files import whole_file
 
-from ..common.exits import fail, in_sentences, misuse
+from ..common.commands import fail, in_sentences, misuse
 from ..common.outputs import check_file
 
 # The paragraphs behind \b keep their line breaks.

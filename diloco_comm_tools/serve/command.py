@@ -11,10 +11,19 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
+from ..common.commands import (
+    fail,
+    given_options,
+    in_options,
+    is_for_below,
+    misuse,
+    option,
+    rare,
+    sentence_of,
+    with_dataclasses,
+)
 from ..common.console import announcer
-from ..common.exits import fail, given_options, in_options, misuse, sentence_of
 from ..common.hosts import Http, HttpToken, Listen, Server, closed_by_signal
-from ..common.options import is_for_below, option, rare, with_dataclasses
 from ..common.outputs import check_folder
 
 # The paragraphs behind \b keep their line breaks.
@@ -56,7 +65,7 @@ Keys = Annotated[Path | None, option("Folder of CURVE keys.")]
 
 @dataclass(frozen=True)
 class Serving:
-    """What every server of a model is given."""
+    """The options of both servers."""
 
     snapshot: Annotated[Path | None, option("Folder of snapshot and journal.")] = None
     keys: Keys = None
@@ -83,7 +92,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Merging:
-    """What the syncer of decoupled training merges, and when."""
+    """The merges of decoupled training, and when they come."""
 
     quorum: Annotated[int, option("Learners that make a merge.")] = 1
     gamma: Annotated[float, option("Share of the slack that the grace window takes.")] = 0.5
@@ -107,7 +116,7 @@ class Merging:
 
 @dataclass(frozen=True)
 class Tape:
-    """What of a decoupled run is kept."""
+    """The part of a decoupled run that is kept."""
 
     keep_tape: Annotated[bool, rare("Keep all journals in --snapshot.", "--keep-tape")] = False
     drop_tape: Annotated[bool, rare("Remove the tape in --snapshot.", "--drop-tape")] = False

@@ -16,8 +16,8 @@ import diloco_comm
 from diloco_comm_tools.plan import command as plan_command
 from diloco_comm_tools.plan import losses
 from diloco_comm_tools.plan import request as plan_model
-from diloco_comm_tools.plan.estimate import make_plan, usd_per_billion_tokens
-from diloco_comm_tools.plan.options import Prices
+from diloco_comm_tools.plan.command import Prices
+from diloco_comm_tools.plan.estimate import make_plan
 from diloco_comm_tools.plan.request import CHOOSABLE, Request, Setting, choose
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
@@ -168,7 +168,7 @@ def test_a_former_option_is_the_sub_command_of_its_name(name: str) -> None:
 def test_the_help_page_is_short_and_the_whole_one_has_all() -> None:
     """The rare options run as well as the others, and stand in the whole page alone."""
     short, whole = run_cli("plan", "--help").out, run_cli("plan", "--help-all").out
-    # Of --help-all and --help, too.
+    # --help-all and --help stand beside 15 options.
     assert short.count("│ --") == 15 + 2
     assert "--block-size" in whole and "--block-size" not in short
     assert run_cli("plan", "--help").out == short
@@ -344,7 +344,7 @@ def test_no_listed_setting_with_no_more_loss_is_cheaper_than_the_choice(
 ) -> None:
     request = Request(1e9, 24, 1.0, rtt_ms=50, efficiency=None)
     prices = Prices(8192, *usd, gpus=8)
-    link = make_plan(request, gbps, prices=prices)["link"]
+    link = make_plan(request, gbps, prices=prices.per_billion_tokens)["link"]
     without = make_plan(request, gbps, with_outer=True)["link"]["chosen"]
     assert link["chosen"]["loss"]["nats"] <= without["loss"]["nats"]
     cost = {}
@@ -355,7 +355,7 @@ def test_no_listed_setting_with_no_more_loss_is_cheaper_than_the_choice(
         # A wire below four bits has records of H=10 alone.
         known = setting["wire"] in ("fp32", "bf16", "int8", "int4") or one.sync_every == 10
         if setting["method"] in CHOOSABLE and known and nats <= without["loss"]["nats"]:
-            cost[str(setting)] = usd_per_billion_tokens(prices, one, share)["total"]
+            cost[str(setting)] = prices.per_billion_tokens(one, share)["total"]
     assert cost and link["chosen"]["usd_per_1e9_tokens"]["total"] <= min(cost.values()) * 1.000001
 
 

@@ -19,7 +19,7 @@ import typer
 
 from diloco_comm_tools import cli
 from diloco_comm_tools.app import app
-from diloco_comm_tools.common.options import MORE
+from diloco_comm_tools.common.commands import MORE
 
 # Typer builds the whole tree of commands at every call, which takes longer than most tests.
 command_of = functools.cache(typer.main.get_command)
