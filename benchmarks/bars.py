@@ -26,8 +26,7 @@ from typing import Any
 from benchmarks.against_torchft import peer as torchft_peer
 from benchmarks.exchange import netns
 from benchmarks.support import common
-from diloco_comm.ops.phases import received_bits
-from diloco_comm.ops.wire import WireFormat
+from diloco_comm.ops.wire import WireFormat, received_bits
 
 _SKIPPED = 77  # exit status of private_loopback.py where making a namespace is not allowed
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from diloco_comm import DiLoCo, Elastic, Link
-from diloco_comm.elastic.happenings import Happening, ViewChanged
+from diloco_comm.elastic.events import Happening, ViewChanged
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--steps", type=int, default=20_000)

@@ -33,7 +33,7 @@ from .checks import (
     check_residuals,
     check_terms,
 )
-from .launching import (
+from .launch import (
     PROGRAMS,
     bounded,
     check_max_blocks,

@@ -32,7 +32,7 @@ from benchmarks.convergence.report import draw, tuning_losses, write_report
 from benchmarks.convergence.tasks import SIZES, SMOKE, TASKS, Size, Task
 from benchmarks.support import common
 from diloco_comm import DiLoCo
-from diloco_comm_tools.demo.ddp import BucketExchange
+from diloco_comm_tools.demo.replica import BucketExchange
 
 TUNING_SEED = 1000
 RUNS = common.RUNS / "convergence"

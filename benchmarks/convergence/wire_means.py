@@ -12,9 +12,8 @@ from torch import Tensor
 from benchmarks.convergence.sparse_loco import SparseLoCo
 from diloco_comm import ops
 from diloco_comm.methods.overlap import Terms
-from diloco_comm.ops.phases import mean_layout, num_phases
 from diloco_comm.ops.residuals import Residuals
-from diloco_comm.ops.wire import Layout, WireFormat, encoding_keys
+from diloco_comm.ops.wire import Layout, WireFormat, encoding_keys, mean_layout, num_phases
 
 Params = Sequence[Tensor]
 

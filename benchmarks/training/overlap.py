@@ -33,8 +33,8 @@ from diloco_comm import DiLoCo, Link, Nesterov
 from diloco_comm.methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
 from diloco_comm_tools.common import ranks
 from diloco_comm_tools.demo.data import Batches, load_corpus
-from diloco_comm_tools.demo.ddp import BucketExchange
 from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig, byte_loss
+from diloco_comm_tools.demo.replica import BucketExchange
 
 POLICIES: dict[str, Callable[[int], Overlap]] = {
     "blocking": lambda delay: Blocking(),

@@ -16,8 +16,8 @@ from ..group.signs import Signs
 from ..group.state import Action, Drained, Fence, Leave, Stage, State
 from ..group.table import Seen, Table
 from .exits import is_asked_to_leave
-from .happenings import Fenced, Suspected, Waiting
 from .state_folder import StateFolder
+from .events import Fenced, Suspected, Waiting
 
 logger = logger_of(__name__)
 

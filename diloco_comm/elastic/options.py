@@ -22,7 +22,7 @@ from ..base.checks import MOST_INT32, flag, integer, not_negative, timeout_secon
 from ..base.errors import ReplicaMismatch, SyncError
 from ..base.service.addresses import parse_address, with_scheme
 from ..base.store_host import dial_store, open_store, place_of_store, resolve
-from ..exchange.waiting import WaitLog
+from ..exchange.waits import WaitLog
 from ..group.records import NO_RECORD, Key
 from ..group.state import Settings, State
 from . import exits
@@ -38,7 +38,7 @@ from .registry.protocol import (
 from .state_folder import StateFolder
 
 if TYPE_CHECKING:
-    from .happenings import Happening
+    from .events import Happening
 
 # Seconds between two beats.
 PERIOD_S = 0.5

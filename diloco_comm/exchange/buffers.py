@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .. import _C
 from ..base.memory import CPU, Payload
-from ..ops.phases import mean_layout, num_phases
 from ..ops.residuals import Residuals
-from ..ops.wire import Layout, WireFormat
+from ..ops.wire import Layout, WireFormat, mean_layout, num_phases
 from ..ops.wire_options import check_options
 from .round import Header, Round, Standing, Terms
 

@@ -32,7 +32,7 @@ from ..base.memory import Payload
 from ..ops.offload import Offloaded, chunks_of
 from ..ops.residuals import Residuals
 from ..ops.wire import Layout
-from . import waiting
+from . import waits
 
 Kind = Literal["sync", "flush", "all_reduce"]
 # Pairs of a payload, uint8, and its coefficient: their sum is the weighted mean.
@@ -577,8 +577,8 @@ def wait_for_job(
             awaited_s[int(found[1])] += last - before
         if last >= deadline:
             return False
-        if log is None and last - begin >= waiting.FIRST_S:
-            log = waiting.WaitLog(last - begin)
+        if log is None and last - begin >= waits.FIRST_S:
+            log = waits.WaitLog(last - begin)
         if log is not None:
             log.tick(lambda what_for=what_for: what_for)  # type: ignore[misc]
     return True

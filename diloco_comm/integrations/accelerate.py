@@ -24,8 +24,8 @@ from torch import nn
 from ..base.checks import warn
 from ..replica import sharding
 from ..training.diloco import DiLoCo
-from .attaching import Make, check, choices_for, without_arguments
-from .wrapping import refuse_if_alone_in_a_job, refuse_if_spans_replicas
+from .attachment import Make, check, choices_for, without_arguments
+from .division import refuse_if_alone_in_a_job, refuse_if_spans_replicas
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -29,22 +29,27 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..base.checks import choice, flag, logger_of
 from ..base.files import load_state, save_state
 from ..training.diloco import DiLoCo
-from .attaching import (
+from .attachment import (
+    CHOICES,
+    Evaluate,
     Make,
+    Swap,
+    TrainerSteps,
     attach,
     check,
     choices_for,
     finish,
+    leave_schedules,
+    move_schedule,
     refuse_same_folder,
     savable,
+    share_best,
     state_with_local,
     step_of,
     with_norms,
     with_total_steps,
 )
-from .counting import TrainerSteps, leave_schedules, move_schedule
-from .evaluating import CHOICES, Evaluate, Swap, share_best
-from .wrapping import Division, refuse_if_alone_in_a_job, refuse_if_spans_replicas
+from .division import Division, refuse_if_alone_in_a_job, refuse_if_spans_replicas
 from .writers import FIGURES, Choice, Figures
 
 if TYPE_CHECKING:

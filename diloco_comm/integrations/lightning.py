@@ -33,20 +33,24 @@ from torch.utils._pytree import tree_map
 from ..base.checks import choice, flag, logger_of
 from ..rounds import handshake
 from ..training.diloco import DiLoCo
-from .attaching import (
+from .attachment import (
+    CHOICES,
+    Evaluate,
     Make,
+    Swap,
+    TrainerSteps,
     attach,
     check,
     choices_for,
     finish,
+    leave_schedules,
+    move_schedule,
     refuse_same_folder,
     state_with_local,
     with_norms,
     with_total_steps,
 )
-from .counting import TrainerSteps, leave_schedules, move_schedule
-from .evaluating import CHOICES, Evaluate, Swap
-from .wrapping import Division, refuse_if_spans_replicas
+from .division import Division, refuse_if_spans_replicas
 from .writers import FIGURES, Choice, Figures
 
 if TYPE_CHECKING:

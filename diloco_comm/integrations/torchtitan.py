@@ -28,8 +28,8 @@ from ..methods.overlap import Blocking, Overlap, Streaming
 from ..options import StorePeers, check_names, choices_of, with_defaults
 from ..training.arguments import Arguments
 from ..training.diloco import DiLoCo
-from .attaching import finish
-from .wrapping import refuse_if_spans_replicas
+from .attachment import finish
+from .division import refuse_if_spans_replicas
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -20,7 +20,7 @@ from .. import __version__
 from ..group.table import POST_S
 
 if TYPE_CHECKING:
-    from ..elastic.totals import ElasticTotals
+    from ..elastic.events import ElasticTotals
     from ..group.driver import Driver
     from ..rounds.metrics import Recorder
 

@@ -17,22 +17,230 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .phases import mean_layout, num_phases
+from . import reference_codec, reference_rotation, reference_sparse
 from .reference_codec import HUGE, SMALLEST_SCALE
-from .reference_digest import digest as digest
-from .reference_fragment import (
-    as_written,
-    blend,
-    fp32,
-    gather,
-    normalised,
-    runs_of,
-    scatter,
-    total_elements,
-)
-from .reference_runs import decode_run, encode_run
-from .reference_sums import ordered_sum, sum_by_blocks
-from .wire import Layout, WireFormat, encoding_keys
+from .wire import Layout, WireFormat, encoding_keys, mean_layout, num_phases
+
+STEP = 0x9E3779B97F4A7C15
+FACTOR = 0xBF58476D1CE4E5B9
+SHIFT = 29
+MASK64 = (1 << 64) - 1
+
+
+def _signed(number: int) -> int:
+    """Return the int64 that has the bits of a number mod 2^64."""
+    number &= MASK64
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Shift int64 words to the right and fill up with zeros."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor as int64 words, the last filled up with zero bytes."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    padded = torch.zeros(-(-flat.numel() // 8) * 8, dtype=torch.uint8, device=tensor.device)
+    padded[: flat.numel()] = flat
+    return padded.view(torch.int64)
+
+
+def products(words: Tensor, first_word: int = 0) -> Tensor:
+    """Return the terms of consecutive int64 words [..., n] in the sum of products."""
+    index = torch.arange(words.shape[-1], dtype=torch.int64, device=words.device)
+    u = words ^ ((index + (first_word + 1)) * _signed(STEP))
+    v = (u ^ _shifted(u, SHIFT)) * _signed(FACTOR)
+    high = _shifted(v, 32)
+    return ((v ^ high) & 0xFFFFFFFF) * high
+
+
+def digest(tensor: Tensor, sums: Tensor, first_word: int = 0, max_blocks: int = 0) -> None:
+    """Add the sum of products and the sum of words of a tensor's bytes to ``sums``."""
+    words = _words(tensor)
+    sums += torch.stack([products(words, first_word).sum(), words.sum()])
+
+
+def mix(z: int) -> int:
+    """Scramble a 64-bit number: the finaliser of splitmix64."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return z ^ (z >> 31)
+
+
+def finish_digest(product: int, sum: int, num_bytes: int) -> int:
+    """Return the digest of ``num_bytes`` bytes from their two sums mod 2^64."""
+    return mix((product & MASK64) ^ mix((sum & MASK64) ^ mix(num_bytes)))
+
+
+# ----------------------------------------------------------------------------------- fragment
+
+
+def fp32(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float32)
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    """Return weights over their sum (fp64, in rank order), each rounded once to fp32."""
+    total = sum(float(weight) for weight in weights)
+    return [fp32(float(weight) / total).item() for weight in weights]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """View a dense tensor as one dimension, in the order of its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def gather(tensors: Sequence[Tensor], begin: int, end: int) -> Tensor:
+    """Return elements [begin, end) of the concatenation as fp32."""
+    if not tensors:
+        return torch.empty(0)
+    return torch.cat([flat(tensor).float() for tensor in tensors])[begin:end]
+
+
+def _pieces(values: Tensor, tensors: Sequence[Tensor], begin: int) -> list[tuple[Tensor, Tensor]]:
+    """Pair values of elements begin, begin + 1, ... with the tensors' own parts."""
+    pieces, offset = [], 0
+    for tensor in tensors:
+        first = max(begin, offset)
+        last = min(begin + values.numel(), offset + tensor.numel())
+        if first < last:
+            own = flat(tensor)[first - offset : last - offset]
+            pieces.append((values[first - begin : last - begin], own))
+        offset += tensor.numel()
+    return pieces
+
+
+def scatter(values: Tensor, tensors: Sequence[Tensor], begin: int) -> None:
+    """Write values into elements begin, begin + 1, ... of the concatenation, rounded to nearest."""
+    for part, own in _pieces(values, tensors, begin):
+        own.copy_(part.to(own.dtype))
+
+
+def as_written(values: Tensor, tensors: Sequence[Tensor], begin: int) -> Tensor:
+    """Return c(values), fp32: what ``scatter`` would leave in the tensors."""
+    pieces = _pieces(values, tensors, begin)
+    return torch.cat([values[:0], *(part.to(own.dtype).float() for part, own in pieces)])
+
+
+def blend(values: Tensor, tensors: Sequence[Tensor], begin: int, alpha: float) -> None:
+    """Set elements begin, ... to alpha * element + (1 - alpha) * value, rounded toward c(value)."""
+    for part, own in _pieces(values, tensors, begin):
+        mean = fp32(alpha) * own.float() + fp32(1 - alpha) * part
+        own.copy_(_rounded_toward(mean, part.to(own.dtype)))
+
+
+def _rounded_toward(x: Tensor, target: Tensor) -> Tensor:
+    """Round fp32 values to the dtype of the targets, in the direction of the targets.
+
+    The result is x rounded to nearest where that value lies on the target's side of x, and else
+    the neighbour on the target's side. Above 65504 in fp16 the neighbour above is Inf, and from Inf
+    the neighbour below is 65504. A zero has the sign of x. NaN is rounded as ``Tensor.to`` does.
+    """
+    nearest = x.to(target.dtype)
+    if target.dtype == torch.float32:
+        return nearest
+    is_beyond = torch.where(x >= target, nearest > x, nearest < x)
+    # The magnitudes of a sign are in the order of their bits.
+    neighbour = nearest.view(torch.int16) + torch.where(nearest.abs() < x.abs(), 1, -1)
+    return torch.where(is_beyond, neighbour.to(torch.int16).view(target.dtype), nearest)
+
+
+def total_elements(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def runs_of(begin: int, end: int, run_elements: int) -> list[tuple[int, int, int]]:
+    """Return (run index, first element, end) of the runs that cover [begin, end)."""
+    firsts = range(begin, end, run_elements)
+    return [(i // run_elements, i, min(i + run_elements, end)) for i in firsts]
+
+
+# ----------------------------------------------------------------------------------- sums
+
+
+NORM_TILE = 65536
+NORM_LANES = 16
+
+
+def ordered_sum(x: Tensor) -> float:
+    """Return the sum of 1-D fp64 values.
+
+    Tiles of 65536 elements are added one after the other; in a tile sixteen partial sums take every
+    sixteenth element, then the upper half is added to the lower half until one is left.
+    """
+    return _one_after_the_other(_lane_sums(x, NORM_TILE))
+
+
+def sum_by_blocks(x: Tensor, block_size: int) -> float:
+    """Return the sum of 1-D fp64 values.
+
+    Blocks are summed as the tiles of ``ordered_sum``, and added one after the other in each tile of
+    65536 elements; then tiles are added one after the other.
+    """
+    blocks = _lane_sums(x, block_size).split(NORM_TILE // block_size)
+    return _one_after_the_other([_one_after_the_other(tile) for tile in blocks])
+
+
+def _one_after_the_other(values: Tensor | list[float]) -> float:
+    total = 0.0
+    for value in values if isinstance(values, list) else values.tolist():
+        total += value
+    return total
+
+
+def _lane_sums(x: Tensor, size: int) -> Tensor:
+    """Return the sum of each ``size`` elements, in sixteen lanes."""
+    parts = torch.nn.functional.pad(x, (0, -x.numel() % size)).view(
+        -1, size // NORM_LANES, NORM_LANES
+    )
+    lanes = torch.zeros(parts.shape[0], NORM_LANES, dtype=torch.float64)
+    for row in range(parts.shape[1]):
+        lanes = lanes + parts[:, row]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes.flatten()
+
+
+# ----------------------------------------------------------------------------------- runs
+
+
+def encode_run(
+    x: Tensor,
+    run: Tensor,
+    run_elements: int,
+    wire: WireFormat,
+    first_index: int,
+    stochastic: bool,
+    key: int,
+    has_feedback: bool,
+) -> int:
+    """Encode x into one run of a payload and return the number of bad elements.
+
+    Args:
+        first_index: Index in the fragment of the first element, for stochastic rounding.
+        has_feedback: The rounding errors are kept for the next encoding; a rotated wire then takes
+            its least squares scale.
+    """
+    if wire.is_rotated:
+        return reference_rotation.encode_run(x, run, run_elements, wire, key, has_feedback)
+    if wire.is_sparse:
+        return reference_sparse.encode_run(x, run, run_elements, wire)
+    return reference_codec.encode_run(x, run, run_elements, wire, first_index, stochastic, key)
+
+
+def decode_run(run: Tensor, run_elements: int, wire: WireFormat, count: int) -> Tensor:
+    """Return the first ``count`` elements of one run as fp32."""
+    if wire.is_rotated:
+        return reference_rotation.decode_run(run, run_elements, wire, count)
+    if wire.is_sparse:
+        return reference_sparse.decode_run(run, run_elements, wire, count)
+    return reference_codec.decode_run(run, run_elements, wire, count)
+
+
+# ---------------------------------------------------------------------------------------- reference
+
 
 _F = TypeVar("_F", bound=Callable)
 

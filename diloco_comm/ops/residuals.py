@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory import CPU, persistent
-from .phases import mean_wire
-from .wire import WireFormat
+from .wire import WireFormat, mean_wire
 
 
 def drop_bad(residual: Tensor, wire: WireFormat) -> None:

@@ -1,4 +1,4 @@
-"""Wire formats, the byte layout of a payload, and the key of stochastic rounding.
+"""Wire formats, the byte layout of a payload, the key of stochastic rounding, and the phases.
 
 Pure arithmetic on sizes. The bits of each code are defined in ``csrc/wire`` and, in plain PyTorch,
 in ``reference.py``; ``docs/developers/wire-formats.md`` describes both.
@@ -8,12 +8,13 @@ This module imports no other module of the package, so every module may import i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 # The names of ``WIRES``, for type checkers.
 WireName = Literal[
@@ -210,11 +211,11 @@ def parse(wire: str | WireFormat, block_size: int | None = None) -> WireFormat:
     """Turn a wire's name into a ``WireFormat``; a ``WireFormat`` is returned as it is.
 
     Args:
-        block_size: None is that of the ``WireFormat``, or the wire's own.
+        block_size: None: as in the ``WireFormat``, or the wire's own.
 
     Raises:
-        ValueError: If the name or the block size is unknown, or the block size is not that of the
-            ``WireFormat``.
+        ValueError: If the name or the block size is unknown, or the block size differs from
+            the ``WireFormat``'s.
         TypeError: If ``wire`` is neither a string nor a ``WireFormat``.
     """
     if isinstance(wire, WireFormat):
@@ -408,3 +409,55 @@ def encoding_keys(
     if stochastic or wire.is_random:
         mean = rng_key(seed, 0 if wire.is_random else replica, STAGE_REDUCE, round, fragment)
     return own, mean
+
+
+# ---------------------------------------------------------------------- phases of a reduction
+
+_OWNER_OF_ROTATED, _OWNER_OF_SPARSE = WireFormat("int1r"), WireFormat("int2r")
+
+
+def mean_wire(wire: WireFormat) -> WireFormat:
+    """Return the wire on which the owner of a part encodes the mean of payloads on ``wire``."""
+    if wire.is_sparse:
+        return _OWNER_OF_SPARSE
+    return _OWNER_OF_ROTATED if wire.is_gathered else wire
+
+
+def num_phases(wire: WireFormat, num_replicas: int, *, must_gather: bool = False) -> int:
+    """Return 0 for one replica, 1 if all payloads go to all, 2 if owners reduce them.
+
+    Args:
+        must_gather: A wire that ``is_gathered`` stays so with any number of replicas.
+    """
+    if num_replicas == 1:
+        return 0
+    if num_replicas == 2:
+        return 1
+    if not wire.is_gathered:
+        return 2
+    # A replica receives, over (W - 1) / W: W payloads, or two of the owner's wire.
+    costs_more = num_replicas * wire.bits_per_element > 2 * mean_wire(wire).bits_per_element
+    return 2 if costs_more and not must_gather else 1
+
+
+def mean_layout(layout: Layout, num_replicas: int, *, must_gather: bool = False) -> Layout:
+    """Return how the payloads of a mean are laid out: in the same runs, on the mean's wire."""
+    is_reduced = num_phases(layout.wire, num_replicas, must_gather=must_gather) == 2
+    return replace(layout, wire=mean_wire(layout.wire)) if is_reduced else layout
+
+
+def received_bits(wire: WireFormat, num_replicas: int, *, must_gather: bool = False) -> float:
+    """Return the bits that a replica receives, and sends, for each element of an exchange."""
+    others = num_replicas - 1
+    if num_phases(wire, num_replicas, must_gather=must_gather) < 2:
+        return others * wire.bits_per_element
+    both = wire.bits_per_element + mean_wire(wire).bits_per_element
+    return both * others / num_replicas
+
+
+def held_bits(wire: WireFormat, num_replicas: int, *, must_gather: bool = False) -> float:
+    """Return the bits of all payloads that a replica holds for each element of an exchange."""
+    phases = num_phases(wire, num_replicas, must_gather=must_gather)
+    if phases < 2:
+        return num_replicas * wire.bits_per_element
+    return wire.bits_per_element + mean_wire(wire).bits_per_element

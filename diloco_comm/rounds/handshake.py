@@ -23,7 +23,7 @@ from ..base.service.addresses import Proxy, parse_address, proxy_of, tcp_address
 from ..base.service.keys import LinkKeys, link_keys
 from ..base.store_host import dial_store
 from ..exchange.exchange import Exchange, ExchangeOptions
-from ..exchange.waiting import call_patiently
+from ..exchange.waits import call_patiently
 from ..ops.digests import each_digest
 from ..replica import sharding
 

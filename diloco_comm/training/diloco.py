@@ -36,16 +36,16 @@ from ..rounds.part import SyncedFragment, SyncedPart
 from ..rounds.state_dict import Scope, collect, saved_writes, with_run
 from . import arguments
 from .group import Place, Replica, join, meet_workers, progress_of, shard_group_of, workers_of
-from .planning import make_plan
+from .plan import make_plan
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from ..elastic.totals import ElasticTotals
+    from ..elastic.events import ElasticTotals
     from ..methods.settings import Config
     from ..replica.fragments import FragmentSpec
     from ..replica.model_watch import Checks
-    from .leasing import Leasing
+    from .leases import Leasing
     from .views import ElasticTraining
 
 

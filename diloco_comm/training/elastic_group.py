@@ -14,9 +14,8 @@ from ..base.checks import logger_of
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
 from ..elastic.driver import Driver
 from ..elastic.exits import LEFT_STAGE, end_with_status, forget_sigterm, heed_sigterm
-from ..elastic.happenings import ViewChanged, Waiting
 from ..elastic.options import PERIOD_S, Elastic, Place, meeting_place
-from ..elastic.totals import Meter
+from ..elastic.events import Meter, ViewChanged, Waiting
 from ..exchange.membership.follower import (
     HEAR_S,
     Attempt,

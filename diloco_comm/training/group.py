@@ -20,7 +20,7 @@ from ..base.service.keys import link_keys
 from ..exchange.exchange import Exchange
 from ..exchange.membership.change import Change
 from ..exchange.membership.own_link import LinkShare
-from ..exchange.waiting import describe_store
+from ..exchange.waits import describe_store
 from ..methods.settings import Settings
 from ..monitor.figures import FiguresOf
 from ..ops.digests import digest_of
@@ -34,7 +34,7 @@ from ..replica.fragments import (
     unexchanged_tensors,
 )
 from ..replica.workers import ReplicaWorkers
-from ..rounds import handshake, history, joining
+from ..rounds import admission, handshake, history
 from ..rounds.metrics import Recorder
 from ..rounds.nonfinite import OnReset
 from ..rounds.progress import Progress
@@ -44,7 +44,7 @@ from ..rounds.state_dict import Scope
 from ..rounds.step_timed import StepTimed
 from .arguments import backend_of
 from .inner_state import InnerStates
-from .planning import Plan
+from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Place:
     source_rank: int = 0
     change: ElasticChange | None = None
     link_share: LinkShare | None = None
-    beside: joining.CopyBeside | None = None
+    beside: admission.CopyBeside | None = None
     inner: InnerStates | None = None
 
     @classmethod
@@ -348,7 +348,7 @@ class Agreement:
     """Compare this replica with the others: at the start, and in each new group.
 
     Args:
-        beside: See ``joining.share``; None where newcomers copy the state in ``share_state``.
+        beside: See ``admission.share``; None where newcomers copy the state in ``share_state``.
         inner: Gives newcomers the state of the inner optimizers; None where they begin afresh.
 
     Attributes:
@@ -362,7 +362,7 @@ class Agreement:
         self,
         replica: Replica,
         rounds: RoundRunner,
-        beside: joining.CopyBeside | None,
+        beside: admission.CopyBeside | None,
         inner: InnerStates | None,
     ) -> None:
         self._exchange, self._plan, self._settings = rounds.exchange, replica.plan, replica.settings
@@ -373,7 +373,7 @@ class Agreement:
         self.overwritten: int | None = None
         self.copied_bytes = 0
         self.is_state_shared = replica.settings.overlap.is_shared
-        # Frozen parameters keep their values, and need no second digest when replicas join.
+        # Frozen parameters keep their values, and need no second digest when replicas admission.
         self._frozen: handshake.Digests = {}
 
     def start(self, place: Place) -> int:
@@ -418,7 +418,7 @@ class Agreement:
             The inner step of that replica.
         """
         exchange, parts = self._exchange, self._plan.parts
-        given = joining.begin_from(exchange, parts, inner_step, self._impl, source_rank)
+        given = admission.begin_from(exchange, parts, inner_step, self._impl, source_rank)
         for part in parts:
             history.begin(part, is_shared=True)
         self.refuse_different_state()
@@ -508,7 +508,7 @@ class Agreement:
         exchange, outer = self._exchange, self._settings.outer
         beside = self._beside if self.is_state_shared else None
         parts = self._plan.parts
-        shared = joining.share(exchange, parts, inner_step, outer, self._impl, beside)
+        shared = admission.share(exchange, parts, inner_step, outer, self._impl, beside)
         self.copied_bytes = shared.copied_bytes
         if self._inner is not None:
             self._inner.share(exchange)

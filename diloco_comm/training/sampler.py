@@ -25,7 +25,7 @@ from ..elastic.leases import REPEAT, SKIP, Account, Plan
 from ..methods.settings import Settings
 from ..replica import sharding
 from ..replica.workers import ReplicaWorkers
-from .leasing import Leasing
+from .leases import Leasing
 
 # Number of a part, from 0, and how many parts there are.
 Place = tuple[int, int]

@@ -34,8 +34,8 @@ from ..rounds.step_timed import StepTimed
 from .elastic_group import ElasticGroup, is_about_group
 from .group import Agreement, Joined, Place, Replica, join
 from .inner_state import InnerStates, warn_of_schedules
-from .leasing import Leasing
-from .planning import Plan
+from .leases import Leasing
+from .plan import Plan
 from .state_transfer import StateTransfer
 
 # Seconds between two looks whether the rounds under way have ended.

@@ -13,8 +13,7 @@ from torch import Tensor
 from diloco_comm import ops, reference
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header, Mean
-from diloco_comm.ops.phases import mean_layout
-from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat, mean_layout
 
 
 def format_of(wire: str, block_size: int) -> WireFormat:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from diloco_comm.elastic.happenings import JoinProgress
+from diloco_comm.elastic.events import JoinProgress
 
 from ..common import plots
 from ..common.console import Claim, plain_table, print_whole

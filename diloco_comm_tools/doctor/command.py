@@ -195,7 +195,7 @@ def _request(options: dict[str, Any], timeout_s: float) -> Request:
 def self_test_of(findings: list[Finding], timeout_s: float) -> dict[str, Any]:
     """Run the self-test, and add a finding if it fails."""
     from .facts import Finding
-    from .selftest import run_self_test
+    from .job import run_self_test
 
     result = run_self_test(timeout_s)
     if not result["ok"]:

@@ -15,8 +15,14 @@ import numpy as np
 
 from diloco_comm.methods.outer import SGD, OuterOptimizer
 from diloco_comm.methods.overlap import Overlap, Streaming
-from diloco_comm.ops.phases import held_bits, num_phases, received_bits
-from diloco_comm.ops.wire import ELEMENT_WIRES, WIRES, WireFormat
+from diloco_comm.ops.wire import (
+    ELEMENT_WIRES,
+    WIRES,
+    WireFormat,
+    held_bits,
+    num_phases,
+    received_bits,
+)
 
 from ..common.sizes import at_least, not_negative, positive
 from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, ElasticSampler, Link, ReplicaMismatch, SyncError, Wire
-from diloco_comm.elastic.totals import ElasticTotals
+from diloco_comm.elastic.events import ElasticTotals
 from diloco_comm.rounds.handshake import gather_json
-from diloco_comm.training import leasing
+from diloco_comm.training import leases
 
 NUM_SAMPLES, BATCH, LAST_STEP, SYNC_EVERY = 1 << 20, 3, 400, 4
 
@@ -64,7 +64,7 @@ def break_off_once(number: int) -> None:
             raise SyncError("a link broke", stage="view")
         return values
 
-    leasing.gather_json = gather  # type: ignore[attr-defined]
+    leases.gather_json = gather  # type: ignore[attr-defined]
 
 
 def live(

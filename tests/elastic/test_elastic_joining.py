@@ -15,7 +15,7 @@ from registries import Host
 from workers import Pool
 
 from diloco_comm import Eager, Streaming
-from diloco_comm.elastic.happenings import ViewChanged
+from diloco_comm.elastic.events import ViewChanged
 from diloco_comm.ops.digests import digest_of
 
 NUM_PARAMETERS = sum(param.numel() for param in make_model().parameters())

@@ -22,7 +22,7 @@ from fault_replicas import BLOCK, hash_of, make_model, make_optimizer, take_inne
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, LeftBehind, Link, Wire
-from diloco_comm.elastic.happenings import ViewChanged
+from diloco_comm.elastic.events import ViewChanged
 
 H = 4
 HUB = -1

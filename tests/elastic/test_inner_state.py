@@ -29,7 +29,7 @@ from diloco_comm import (
     Streaming,
     SyncError,
 )
-from diloco_comm.elastic.happenings import ViewChanged
+from diloco_comm.elastic.events import ViewChanged
 from diloco_comm.exchange.membership import member
 from diloco_comm.training import inner_state
 from diloco_comm.training.inner_state import InnerStates

@@ -26,7 +26,7 @@ from diloco_comm.elastic import options
 from diloco_comm.elastic.registry import Registry, RegistryUnavailable, connect
 from diloco_comm.elastic.registry.protocol import KeyRefused
 from diloco_comm.elastic.registry.server import RegistryServer
-from diloco_comm.exchange import waiting
+from diloco_comm.exchange import waits
 from diloco_comm.group import driver
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -251,7 +251,7 @@ def test_wrong_arguments_are_one_sentence(tmp_path: Path) -> None:
 def test_who_waits_for_a_registry_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_S", 0.5)
+    monkeypatch.setattr(waits, "FIRST_S", 0.5)
     keys = make_registry_keys(tmp_path, "paris")
     with serving(keys=keys / "server.key_secret") as server:
         with pytest.raises(SyncError, match="waited 2 s for the registry"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_comm.elastic.totals import ElasticTotals, Meter
+from diloco_comm.elastic.events import ElasticTotals, Meter
 
 
 def test_the_times_of_two_views() -> None:

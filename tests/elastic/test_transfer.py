@@ -13,8 +13,8 @@ from transfer_group import SERVICE, Group, training
 from diloco_comm import _C
 from diloco_comm.elastic.transfer import donors
 from diloco_comm.elastic.transfer.donors import Donor
-from diloco_comm.elastic.transfer.downloads import values_of
 from diloco_comm.elastic.transfer.messages import Answer, Kind, Wanted
+from diloco_comm.elastic.transfer.newcomer import values_of
 from diloco_comm.group.beats import Way
 from diloco_comm.methods.outer import SGD, Adam, Nesterov
 from diloco_comm.rounds.round_log import state_tensors

@@ -20,9 +20,8 @@ from workers import Pool
 
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops import reference
-from diloco_comm.ops import reference_digest as reference_of_digests
-from diloco_comm.ops.phases import mean_layout, num_phases
-from diloco_comm.ops.wire import ROTATED_WIRES, Layout, WireFormat
+from diloco_comm.ops import reference as reference_of_digests
+from diloco_comm.ops.wire import ROTATED_WIRES, Layout, WireFormat, mean_layout, num_phases
 
 WIRES = [*ROTATED_WIRES, "topk64"]
 Workers = Callable[[int], Pool]

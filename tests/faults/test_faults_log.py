@@ -14,7 +14,7 @@ from fault_replicas import (
     connect,
 )
 
-from diloco_comm.exchange import waiting
+from diloco_comm.exchange import waits
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header
 from diloco_comm.ops.wire import WireFormat
@@ -85,7 +85,7 @@ def test_waits_are_told_to_the_log(fresh_workers: Fresh) -> None:
 def test_a_store_that_does_not_come_is_told_to_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_S", 0.2)
+    monkeypatch.setattr(waits, "FIRST_S", 0.2)
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{place.getsockname()[1]}"
@@ -98,8 +98,8 @@ def test_the_log_is_told_at_growing_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
-    log = waiting.WaitLog()
+    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
+    log = waits.WaitLog()
     for second in range(1200):
         now[0] = float(second)
         log.tick(lambda: "replica 1")

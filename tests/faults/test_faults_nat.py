@@ -25,7 +25,7 @@ from workers import Pool
 from zygote import Job, Zygote
 
 from diloco_comm import DiLoCo, Elastic, Link, StorePeers, SyncError, connect_store
-from diloco_comm.elastic.happenings import Happening, JoinProgress, ViewChanged
+from diloco_comm.elastic.events import Happening, JoinProgress, ViewChanged
 
 pytestmark = [
     pytest.mark.slow,

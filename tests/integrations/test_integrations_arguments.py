@@ -14,7 +14,7 @@ from trainers import Rows, WithLoss, needs
 from workers import Pool
 
 from diloco_comm import DiLoCo, Link, StorePeers, Wire, eager_diloco, fedavg, local_sgd
-from diloco_comm.integrations.attaching import check, with_norms
+from diloco_comm.integrations.attachment import check, with_norms
 
 TRAINERS = [
     pytest.param("huggingface", marks=needs("transformers")),

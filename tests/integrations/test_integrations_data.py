@@ -21,7 +21,7 @@ from trainers import WithLoss, make_optimizer, needs, on_store
 from workers import Crew, Pool, Zygote
 
 from diloco_comm import DiLoCo
-from diloco_comm.integrations.wrapping import _shown
+from diloco_comm.integrations.division import _shown
 
 NUM_SAMPLES, WIDTH = 60, 24
 

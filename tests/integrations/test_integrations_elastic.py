@@ -21,8 +21,7 @@ from trainers import Rows, WithLoss, make_optimizer, needs
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, Link
-from diloco_comm.integrations.attaching import attach
-from diloco_comm.integrations.counting import move_schedule
+from diloco_comm.integrations.attachment import attach, move_schedule
 
 LAST_STEP, LONG_RUN = 40, 60
 NUM_BATCHES = 10

@@ -18,8 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from diloco_comm import DiLoCo
-from diloco_comm.integrations.attaching import attach, parameters_of, savable, state_with_local
-from diloco_comm.integrations.evaluating import Swap
+from diloco_comm.integrations.attachment import (
+    Swap,
+    attach,
+    parameters_of,
+    savable,
+    state_with_local,
+)
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "replicas_of_several_workers.py"
 

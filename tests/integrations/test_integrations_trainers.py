@@ -31,7 +31,7 @@ from trainers import (
 from workers import Pool
 
 from diloco_comm import DiLoCo, NonFiniteError
-from diloco_comm.integrations.evaluating import Swap
+from diloco_comm.integrations.attachment import Swap
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco_comm import _C, ops
-from diloco_comm.ops import reference_digest
+from diloco_comm.ops import reference as reference_digest
 from diloco_comm.ops.digests import chained, digest_of, each_digest
 
 MASK = (1 << 64) - 1

@@ -10,7 +10,7 @@ import torch
 from test_ops_digest import random_bytes
 from torch import Tensor
 
-from diloco_comm.ops import reference_digest
+from diloco_comm.ops import reference as reference_digest
 from diloco_comm.ops.digests import each_digest
 
 # --------------------------------------------------------------------- changes that must be seen

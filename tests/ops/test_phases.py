@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_comm.ops.phases import (
+from diloco_comm.ops.wire import (
+    WIRES,
+    Layout,
+    WireFormat,
     held_bits,
     mean_layout,
     mean_wire,
     num_phases,
     received_bits,
 )
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 
 # The most replicas among which all payloads go to all, and the owners' wire beyond.
 LIMITS = {

@@ -29,7 +29,7 @@ from test_ops_bounds import test_misaligned_tensors_between_guards as check_guar
 from triton_cases import IS_COMPILED, every_impl, interpreted, no_overflow_warning
 
 from diloco_comm import ops
-from diloco_comm.ops import reference, reference_sums
+from diloco_comm.ops import reference
 from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, Layout, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -63,16 +63,17 @@ def test_reduce(impl: str, wire: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("max_blocks", [1, 2, 3, 1000])
 def test_a_bounded_grid(impl: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that take several tiles each, of reduce and of digest; 1000 bound nothing."""
-    from diloco_comm.kernels import launching, operators
+    from diloco_comm.kernels import launch as launches
+    from diloco_comm.kernels import operators
 
     grids = []
 
     def launch(name: str, kernel: Any, num_programs: int, *args: Any, **meta: Any) -> None:
         grids.append(num_programs)
-        launching.launch(name, kernel, num_programs, *args, **meta)
+        launches.launch(name, kernel, num_programs, *args, **meta)
 
     monkeypatch.setattr(operators, "launch", launch)
-    count = 4 * launching.PROGRAMS["reduce"][0] + 301
+    count = 4 * launches.PROGRAMS["reduce"][0] + 301
     for wire, num_ranks in (("int8", 3), ("int4", 9), ("fp8_e4m3", 2), ("fp16", 2)):
         form = WireFormat(wire, 64)
         received = reducing.received_runs(num_ranks, count, form, "bad", 5)
@@ -81,7 +82,7 @@ def test_a_bounded_grid(impl: str, max_blocks: int, monkeypatch: pytest.MonkeyPa
         options |= {"residual": values(count, "bad", 6), "max_blocks": max_blocks}
         reducing.check_reduce(received, weights, count, form, impl, **options)
     rng = torch.Generator().manual_seed(1)
-    num_bytes = 4 * 8 * launching.PROGRAMS["digest"][0] + 13
+    num_bytes = 4 * 8 * launches.PROGRAMS["digest"][0] + 13
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=rng)
     for shift in (0, 4, 1):
         given, expected = torch.tensor([[3, -7], [3, -7]])
@@ -210,10 +211,11 @@ def test_norms(impl: str, num_elements: int, monkeypatch: pytest.MonkeyPatch) ->
 
     A tile has several batches of rows, and there are several batches of tiles.
     """
-    from diloco_comm.kernels import launching, norms
+    from diloco_comm.kernels import launch as launches
+    from diloco_comm.kernels import norms
 
-    monkeypatch.setattr(reference_sums, "NORM_TILE", 128)
-    monkeypatch.setitem(launching.PROGRAMS, "norms", (128, 1))
+    monkeypatch.setattr(reference, "NORM_TILE", 128)
+    monkeypatch.setitem(launches.PROGRAMS, "norms", (128, 1))
     monkeypatch.setattr(norms, "ROWS", 4)
     monkeypatch.setattr(norms, "BATCH", 4)
     params = tensors_like(num_elements, num_elements)
@@ -228,11 +230,11 @@ def test_norms(impl: str, num_elements: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_tile_of_norms_is_the_reference_s() -> None:
-    from diloco_comm.kernels import launching
+    from diloco_comm.kernels import launch as launches
     from diloco_comm.kernels.norms import LANES, ROWS
 
-    tile = reference_sums.NORM_TILE
-    assert (launching.PROGRAMS["norms"][0], LANES) == (tile, reference_sums.NORM_LANES)
+    tile = reference.NORM_TILE
+    assert (launches.PROGRAMS["norms"][0], LANES) == (tile, reference.NORM_LANES)
     assert tile % (ROWS * LANES) == 0
 
 

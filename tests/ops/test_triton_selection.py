@@ -223,7 +223,7 @@ def brute_force(tensors: list[torch.Tensor], run_elements: int, tile: int) -> li
 
 @given(data=st.data())
 def test_tiles_say_where_their_elements_lie(data: st.DataObject) -> None:
-    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.launch", reason="needs Triton")
     tensors = tensors_like(data.draw(st.integers(0, 300)), data.draw(st.integers(0, 99)))
     run_elements, tile = data.draw(st.sampled_from([(32, 32), (64, 32), (96, 64), (512, 64)]))
     rows, segments = tables.build_tiles(tensors, run_elements, tile)
@@ -250,7 +250,7 @@ def test_tiles_say_where_their_elements_lie(data: st.DataObject) -> None:
 
 def test_whole_tiles_of_aligned_tensors_are_direct() -> None:
     """A model of ordinary shapes is read by address, all but the ends of runs."""
-    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.launch", reason="needs Triton")
     tensors = [torch.zeros(4096 * n, dtype=DTYPES[n % 3]) for n in range(1, 7)]
     rows, _ = tables.build_tiles(tensors, 4096 * 7, 2048)
     assert (rows[:, 1] >= 0).all()
@@ -258,7 +258,7 @@ def test_whole_tiles_of_aligned_tensors_are_direct() -> None:
 
 @interpreted
 def test_tables_are_made_once_and_again_when_tensors_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.launch", reason="needs Triton")
     made = []
     real = tables.build_tiles
     monkeypatch.setattr(tables, "build_tiles", lambda *args: made.append(1) or real(*args))
@@ -277,7 +277,7 @@ def test_tables_are_made_once_and_again_when_tensors_move(monkeypatch: pytest.Mo
 
 @interpreted
 def test_old_tables_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.launch", reason="needs Triton")
     # A row of a tile and two of segments for each fragment.
     monkeypatch.setattr(tables, "MAX_TABLE_BYTES", 3 * 8 * (2 + 2 * 4))
     outer = torch.arange(20.0)
@@ -292,7 +292,7 @@ def test_old_tables_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_lone_tensor_needs_no_tables(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh buffers are decoded into in every round: none may make the host wait for a copy."""
-    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.launch", reason="needs Triton")
     monkeypatch.setattr(tables, "make_tiles", None)
     monkeypatch.setattr(tables, "find_tiles", None)
     case = fragment(5000, WireFormat("int8", 256), num_runs=2)
@@ -312,7 +312,7 @@ def test_a_lone_tensor_needs_no_tables(dtype: torch.dtype, monkeypatch: pytest.M
 
 
 def test_a_capture_of_tensors_never_met_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.launch", reason="needs Triton")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="call them once before the capture"):
         tables.make_tiles([torch.zeros(4)], torch.device("cuda", 0), 32, 32)

@@ -25,7 +25,7 @@ from diloco_comm import (
     Streaming,
 )
 from diloco_comm.ops import finish_digest
-from diloco_comm.ops.reference_digest import digest as reference_digest
+from diloco_comm.ops.reference import digest as reference_digest
 
 POLICIES: dict[str, dict[str, Any]] = {
     "blocking": {"outer": Nesterov()},

@@ -22,8 +22,8 @@ from diloco_comm_tools.common import workers
 from diloco_comm_tools.doctor import command as doctor_command
 from diloco_comm_tools.doctor import facts as doctor
 from diloco_comm_tools.doctor import job as doctor_job
+from diloco_comm_tools.doctor import job as doctor_selftest
 from diloco_comm_tools.doctor import report as doctor_report
-from diloco_comm_tools.doctor import selftest as doctor_selftest
 from diloco_comm_tools.doctor.facts import Finding
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

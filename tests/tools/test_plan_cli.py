@@ -14,7 +14,7 @@ from cli_helpers import check_documented, check_misuse, check_schema, examples, 
 
 import diloco_comm
 from diloco_comm_tools.plan import command as plan_command
-from diloco_comm_tools.plan import losses
+from diloco_comm_tools.plan import estimate as losses
 from diloco_comm_tools.plan import request as plan_model
 from diloco_comm_tools.plan.command import Prices
 from diloco_comm_tools.plan.estimate import make_plan

@@ -12,7 +12,7 @@ from benchmarks.convergence import wires_report
 from benchmarks.support.common import RESULTS
 from diloco_comm import SGD, Nesterov
 from diloco_comm.ops.wire import WIRES
-from diloco_comm_tools.plan import losses
+from diloco_comm_tools.plan import estimate as losses
 from diloco_comm_tools.plan.request import WIRES_CHOSEN, Request
 
 RECORDED = Request(118e3, 2, 0.1, workers=4, sync_every=10, wire="int4")

@@ -14,8 +14,8 @@ from cli_helpers import run_cli
 import diloco_comm
 from benchmarks.support.common import RESULTS
 from diloco_comm.ops.wire import WIRES, WireFormat
+from diloco_comm_tools.plan import estimate as plan_losses
 from diloco_comm_tools.plan import estimate as plan_wires
-from diloco_comm_tools.plan import losses as plan_losses
 from diloco_comm_tools.plan.request import Request, Setting, as_arguments
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]

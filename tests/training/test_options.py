@@ -27,7 +27,7 @@ from diloco_comm import (
     local_sgd,
 )
 from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
-from diloco_comm.integrations.attaching import attach, check, choices_for, with_total_steps
+from diloco_comm.integrations.attachment import attach, check, choices_for, with_total_steps
 from diloco_comm.methods.settings import Settings
 from diloco_comm.options import DEFAULTS, choices_among, choices_in, choices_of, with_defaults
 from diloco_comm.training.arguments import Arguments, backend_of

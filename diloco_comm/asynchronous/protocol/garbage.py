@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...ops.reference import decode_run
 from ...ops.reference_rotation import largest_scale
-from ...ops.reference_runs import decode_run
 from ...ops.wire import SCALE_BYTES, Layout, WireFormat
 from .payloads import Payload
 

@@ -33,7 +33,7 @@ from ...group.records import Key, Record
 from ...group.signs import Signs
 from ...group.state import Settings, Stage, State
 from ...group.table import Seen, Table
-from ..waiting import ANOTHER_STORE, describe_store
+from ..waits import ANOTHER_STORE, describe_store
 from .follower import Attempt, Chosen, Follower, Seal, T, Void, Workers, attempt_text, way_of
 from .member import Epoch, Member
 from .own_link import LinkShare

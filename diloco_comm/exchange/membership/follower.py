@@ -26,7 +26,7 @@ from ...group.records import Attempt as AttemptName
 from ...group.records import Key, Record
 from ...group.signs import EXCHANGE
 from ...group.streams import Positions
-from ..waiting import WaitLog
+from ..waits import WaitLog
 from .change import Agreed
 from .member import Epoch
 from .own_link import LinkShare

@@ -20,8 +20,7 @@ from ..buffers import ExchangeBuffers
 from ..membership.member import Member
 from ..round import Header, Round, Sending
 from . import group as nccl_group
-from .jobs import StreamJob
-from .streams import StreamDriver
+from .streams import StreamDriver, StreamJob
 
 # NCCL gets so many seconds to connect a changed group, even if ``join_timeout`` is shorter; but
 # never more than ``timeout``.

@@ -11,7 +11,7 @@ from pathlib import Path
 from fault_replicas import Failure, Replica, Result, Setup
 from workers import Pool
 
-from diloco_comm.exchange import waiting
+from diloco_comm.exchange import waits
 
 H = 4
 # Nobody waits for it: each test ends by what it tests, or by its own deadline.
@@ -65,5 +65,5 @@ def listen_to_the_log() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("diloco_comm").addHandler(handler)
-    waiting.FIRST_S = 1.0
+    waits.FIRST_S = 1.0
     return lines

@@ -12,7 +12,7 @@ from frozen_table import Setting
 from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.round import Round
 from diloco_comm.rounds.part import SyncedFragment
-from diloco_comm.training.planning import Plan
+from diloco_comm.training.plan import Plan
 
 LOST_STEP, CHANGED_ROUND = 12, 2
 

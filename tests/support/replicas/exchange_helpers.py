@@ -17,8 +17,7 @@ from diloco_comm.base.service.keys import allow, make_pairs
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header, Mean
 from diloco_comm.ops import reference
-from diloco_comm.ops.phases import mean_layout
-from diloco_comm.ops.wire import Layout, WireFormat
+from diloco_comm.ops.wire import Layout, WireFormat, mean_layout
 
 CHUNK_BYTES = 4096
 # Elements of an exchange that may fail.

@@ -10,27 +10,26 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..base.checks import logger_of
+from ..base.checks import logger_of, warn
+from ..ops.digests import digest_of
 from ..options import check_names, choices_of, with_defaults
 from ..replica.sharding import is_sharded, local
+from ..rounds import handshake
 from ..rounds.handshake import gather_json
 from ..rounds.nonfinite import check_on_reset
 from ..rounds.part import SyncedFragment
-from ..training.arguments import (
-    check_arguments,
-    defaults_of,
-    seconds_of,
-    settings_of,
-    weight_of,
-)
+from ..training.arguments import check_arguments, defaults_of, seconds_of, settings_of, weight_of
 from ..training.diloco import DiLoCo
 
 _logger = logger_of(__name__)
@@ -291,3 +290,157 @@ def write_parameters(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(values[name])
+
+
+# ----------------------------------------------------------------------------------------- counting
+
+
+def move_schedule(schedule: Any, num_steps: int) -> None:
+    """Take steps of a learning-rate schedule that others have taken before this replica came.
+
+    Args:
+        schedule: A scheduler, or the wrapper of accelerate around a scheduler; None does nothing.
+    """
+    # A scheduler of the user's may keep another one as ``scheduler``.
+    is_own = isinstance(schedule, LRScheduler)
+    inner = schedule if is_own else getattr(schedule, "scheduler", schedule)
+    if num_steps < 1 or inner is None:
+        return
+    if isinstance(inner, ReduceLROnPlateau) or not isinstance(inner, LRScheduler):
+        _logger.warning(
+            "the learning rate of this replica begins anew, and the group has taken %d steps: a "
+            "%s cannot be moved there",
+            num_steps,
+            type(inner).__name__,
+        )
+        return
+    with warnings.catch_warnings():
+        # The optimizer has not taken these steps.
+        warnings.simplefilter("ignore")
+        for _ in range(num_steps):
+            inner.step()
+
+
+def leave_schedules(diloco: DiLoCo) -> None:
+    """Say that a callback has moved the schedules: they may count epochs or batches."""
+    if diloco._elastic is not None:
+        diloco._elastic.leave_schedules()
+
+
+class TrainerSteps:
+    """Keep DiLoCo's count of inner steps equal to the trainer's count.
+
+    After an overflow a GradScaler does not call an optimizer that is not fused, so no hook counts
+    the step. The trainer counts that step, and all replicas have agreed on a number of steps.
+
+    Args:
+        diloco: A DiLoCo with one optimizer: a trainer does not count the steps of several.
+        num_steps: Steps that the trainer has counted so far.
+    """
+
+    def __init__(self, diloco: DiLoCo, num_steps: int) -> None:
+        self._diloco = diloco
+        self._missing = num_steps - self._num_hooked()
+
+    def _num_hooked(self) -> int:
+        hooks = self._diloco._hooks
+        return 0 if hooks is None else hooks.num_steps
+
+    def follow(self, num_steps: int) -> None:
+        """Count the inner steps that no hook has counted, as skipped steps.
+
+        Args:
+            num_steps: Steps that the trainer has counted so far, skipped steps included.
+
+        Raises:
+            SyncError: As ``DiLoCo.step``.
+        """
+        # Without hooks (attach=False) the user counts the steps.
+        if self._diloco._hooks is None:
+            return
+        while num_steps - self._num_hooked() > self._missing:
+            self._missing += 1
+            self._diloco._step(is_skipped=True)
+
+
+# --------------------------------------------------------------------------------------- evaluating
+
+
+Evaluate = Literal["local", "outer"]
+CHOICES = get_args(Evaluate)
+
+
+class Swap:
+    """Put the outer parameters into the model between two hooks of a trainer.
+
+    Args:
+        diloco: Owner of the outer parameters; under ``shard_group`` all workers enter and leave
+            together.
+    """
+
+    def __init__(self, diloco: DiLoCo) -> None:
+        self._diloco = diloco
+        self._block = ExitStack()
+        self.is_entered = False
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether the model holds the outer parameters, by this object or by the user."""
+        return self._diloco._is_swapped
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training is over: DiLoCo is closed, and its parameters remain readable."""
+        return self._diloco._is_closed
+
+    def enter(self) -> None:
+        """Put the outer parameters into the model, unless this object has done so already."""
+        if not self.is_entered:
+            self._block.enter_context(self._diloco.outer_parameters())
+            self.is_entered = True
+
+    def leave(self, *, keep: bool = False) -> None:
+        """Put the local parameters back, bit by bit, if ``enter`` has replaced them.
+
+        Args:
+            keep: Leave the model as it is, because the trainer has loaded other parameters.
+        """
+        if not self.is_entered:
+            return
+        kept = {n: tensor.clone() for n, tensor in parameters_of(self._diloco).items() if keep}
+        self.is_entered = False
+        self._block.close()
+        if keep:
+            write_parameters(self._diloco, kept)
+
+
+def share_best(diloco: DiLoCo, step: int | None) -> bool:
+    """Give all replicas the same best model; a collective call at the end of training.
+
+    Args:
+        step: Step of the checkpoint from which the trainer has loaded the best model; None if it
+            has loaded none.
+
+    Returns:
+        Whether a replica has loaded a best model. All models are equal then: if they differed, all
+        replicas take the model of the lowest such replica, with a warning.
+
+    Raises:
+        SyncError: If the group fails.
+    """
+    tensors = list(parameters_of(diloco).values())
+    own = [step, 0 if step is None else digest_of(tensors)]
+    views = handshake.gather_json(diloco.exchange, own)
+    ranks = [rank for rank, view in enumerate(views) if view[0] is not None]
+    if not ranks:
+        return False
+    if any(view != views[ranks[0]] for view in views):
+        members = diloco.exchange.members
+        found = zip(members, views, strict=True)
+        steps = ", ".join(f"step {view[0]} on replica {replica}" for replica, view in found)
+        warn(
+            f"the best model differs between replicas ({steps}): all take that of replica "
+            f"{members[ranks[0]]}; evaluate on the same data everywhere"
+        )
+        diloco.exchange.broadcast(tensors, ranks[0])
+    return True
