@@ -10,12 +10,12 @@ class ViewChanged:
     """This replica trains in another view.
 
     Attributes:
-        number: Of the view.
+        number: The view's number.
         members, joined, left: Replicas.
         reason: One sentence.
-        seconds: For which this replica did not train because of the change.
-        inner_step: From which all members go on.
-        copied_bytes: Of state that newcomers were given while all members waited.
+        seconds: Seconds in which this replica did not train because of the change.
+        inner_step: The step from which all members go on.
+        copied_bytes: Bytes of state that newcomers were given while all members waited.
     """
 
     number: int
@@ -36,7 +36,7 @@ class ViewChanged:
 
 @dataclass(frozen=True)
 class Suspected:
-    """Replicas of which nothing is heard."""
+    """Replicas that are silent."""
 
     replicas: tuple[int, ...]
 
@@ -69,8 +69,8 @@ class JoinProgress:
     """This replica copies the state of a group that trains, before it joins.
 
     Attributes:
-        received_bytes: Of outer state and of logged rounds.
-        total_bytes: Of the outer state.
+        received_bytes: Bytes of outer state and of logged rounds.
+        total_bytes: Bytes of the outer state.
         rounds_behind: Rounds by which the copy lags; -1 while parts of the state are missing.
         is_ready: This replica asks to be let in.
     """

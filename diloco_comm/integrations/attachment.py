@@ -148,7 +148,7 @@ def attach(
             replica that joins a group which trains is given the state of the group instead.
 
     Raises:
-        ValueError: If the saved local parameters are not those of the model.
+        ValueError: If the saved local parameters do not fit the model.
     """
     make = without_arguments(make)
     if saved is None:
@@ -181,7 +181,7 @@ def with_total_steps(arguments: Mapping[str, Any], num_steps: int) -> dict[str, 
     """Return arguments whose ``Elastic`` ends at the trainer's last step, unless it has an end.
 
     Args:
-        num_steps: Of the trainer; below 1 if the trainer does not know.
+        num_steps: The trainer's steps; below 1 if the trainer does not know.
     """
     elastic = choices_of(arguments, is_ours=False)["membership"]
     if elastic is None or elastic.total_steps is not None or num_steps < 1:
@@ -439,7 +439,7 @@ def share_best(diloco: DiLoCo, step: int | None) -> bool:
         found = zip(members, views, strict=True)
         steps = ", ".join(f"step {view[0]} on replica {replica}" for replica, view in found)
         warn(
-            f"the best model differs between replicas ({steps}): all take that of replica "
+            f"the best model differs between replicas ({steps}): all take the model of replica "
             f"{members[ranks[0]]}; evaluate on the same data everywhere"
         )
         diloco.exchange.broadcast(tensors, ranks[0])

@@ -174,7 +174,7 @@ def test_replicas_that_disagree_on_the_best(
     for messages in (first[1], second[1]):
         assert messages == [
             "the best model differs between replicas (step 5 on replica 0, step 10 on replica 1): "
-            "all take that of replica 0; evaluate on the same data everywhere"
+            "all take the model of replica 0; evaluate on the same data everywhere"
         ]
 
 

@@ -46,7 +46,7 @@ class StoreRegistry(StoreTable):
         store: Is of no use any more once its connection has ended.
         run: Name of the run.
         timeout_s: Seconds after which a call fails that waits for other threads' calls.
-        registry_id: The registry that must answer; "" for the one that answers first.
+        registry_id: The registry that must answer; "" for the first that answers.
 
     Attributes:
         registry_id: A random name in the store's memory; "" before the first answer.

@@ -21,7 +21,7 @@ class Status:
     """Where a donor is.
 
     Attributes:
-        standings: Of each fragment.
+        standings: The standing of each fragment.
         log: Logged rounds by fragment and number.
         last: The number by which the donor knows the last round of the log.
         num_newcomers: That copy from this donor now.

@@ -29,7 +29,7 @@ from ..waits import WaitLog
 from .connections import Connections
 
 _POLL_S = 2e-5
-# What a failure says of the other replicas, as ``_C.Failure`` does.
+# A failure's words about the other replicas, as in ``_C.Failure``.
 _NO_BLAME: dict[str, Any] = {"missing": [], "replicas": [], "cause": ""}
 
 
@@ -83,7 +83,7 @@ class StreamJob:
 
     @property
     def digest(self) -> int:
-        """Of the payloads, once the vote is on the host."""
+        """The digest of the payloads, once the vote is on the host."""
         product, total = self._ballot.host_digest.tolist()
         return finish_digest(product, total, self._digest_bytes)
 
@@ -97,7 +97,7 @@ class StreamJob:
         """How far the vote of a failed exchange was: "none", "voted" or "rejected".
 
         Only a rank that has voted can hold a round that others have applied. Nobody applies a round
-        of which any rank has seen a bad vote, the own vote among them.
+        if any rank has seen a bad vote, the own vote among them.
         """
         assert self.failure is not None
         if self.failure.kind == "NonFiniteError":
@@ -297,7 +297,7 @@ class StreamDriver(Connections):
     """Enqueues the exchanges of one replica in one epoch.
 
     Attributes:
-        max_blocks: Of the grid of each kernel on the side stream, but for the ``encode`` and
+        max_blocks: Bound of the grid of each kernel on the side stream, but for the ``encode`` and
             ``decode`` of Triton.
     """
 
