@@ -251,8 +251,7 @@ def register_triton() -> None:
     for name in OPERATORS:
         schema = getattr(torch.ops.diloco_comm, name).default._schema
         own.define(str(schema).removeprefix("diloco_comm::"))
-        names = [argument.name for argument in schema.arguments]
-        on_cpu, on_cuda = (_kernel(name, names, device) for device in ("cpu", "cuda"))
+        on_cpu, on_cuda = (_kernel(name, schema.arguments, device) for device in ("cpu", "cuda"))
         own.impl(name, on_cpu, "CPU")
         own.impl(name, on_cuda, "CUDA")
         own.impl(name, _nothing, "Meta")
@@ -260,12 +259,14 @@ def register_triton() -> None:
             shared.impl(name, on_cuda, "CUDA")
 
 
-def _kernel(name: str, argument_names: Sequence[str], device: str) -> Callable[..., None]:
+def _kernel(name: str, arguments: Sequence[Any], device: str) -> Callable[..., None]:
     """Return a function for the dispatcher, which passes arguments by position."""
+    names = [argument.name for argument in arguments]
+    defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
 
     def run(*args: object, **kwargs: object) -> None:
-        values: dict[str, Any] = dict(zip(argument_names, args, strict=False)) | kwargs
-        impl = values.pop("impl", "")
+        values: dict[str, Any] = defaults | dict(zip(names, args, strict=False)) | kwargs
+        impl = values.pop("impl")
         if impl not in ("", "triton"):
             raise ValueError(f"impl must be triton on CUDA tensors here, got {impl!r}")
         operators = _operators(device)
@@ -274,7 +275,7 @@ def _kernel(name: str, argument_names: Sequence[str], device: str) -> Callable[.
             layout = (values.pop(each) for each in ("wire", "block_size", "run_elements"))
             values["layout"] = checks.check_layout(*layout)
         with torch.no_grad():
-            getattr(operators, name)(**values)
+            getattr(operators, name)(operators.Arguments(**values))
 
     return run
 
