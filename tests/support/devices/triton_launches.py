@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm.kernels import operators
-from diloco_comm.kernels.checks import check_layout
+from diloco_comm.ops import implementations
 from diloco_comm.ops.wire import (
     BLOCK_SIZES,
     ELEMENT_WIRES,
@@ -48,7 +48,8 @@ def launches(label: str, name: str, *args, **kwargs) -> Iterator[Launch]:
     operators.launch, real = _record, operators.launch
     _recorded.clear()
     try:
-        getattr(operators, name)(*args, **kwargs)
+        schema = getattr(torch.ops.diloco_comm, name).default._schema
+        implementations._kernel(name, schema.arguments, "cuda")(*args, **kwargs)
     finally:
         operators.launch = real
     for launch in _recorded:
@@ -68,7 +69,7 @@ class Cases:
     def __init__(self, wire: str, block_size: int | None = None) -> None:
         layout = Layout.plan(N, 1, 1, WireFormat(wire, block_size))
         self.name = f"{wire}/{layout.wire.block_size}"
-        self.form = (check_layout(wire, layout.wire.block_size, layout.run_elements),)
+        self.form = (layout.run_elements, wire, layout.wire.block_size)
         self.payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
         self.outer, self.momentum, self.second = torch.zeros(3, N)
         self.count = torch.zeros(1, dtype=torch.int64)

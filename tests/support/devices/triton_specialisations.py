@@ -29,6 +29,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton_launches import BF16, FP16, FP32, Launch, each_kernel, everything, representative
 
+from diloco_comm.kernels.launch import PROGRAMS
 from diloco_comm_tools.common.reports import Report as MeasuredReport
 
 TARGETS = {
@@ -79,7 +80,7 @@ def compile_for(launch: Launch, target: GPUTarget) -> Any:
             constants[i,] = launch.meta[parameter.name]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {
-        "num_warps": launch.PROGRAMS[launch.operator][1],
+        "num_warps": PROGRAMS[launch.operator][1],
         "enable_fp_fusion": False,
     }
     return triton.compile(source, target=target, options=options)
