@@ -19,8 +19,8 @@ from torch import nn
 from benchmarks.elastic.schedules import Fault
 from benchmarks.support.namespaces import enter
 from diloco_comm import SGD, DiLoCo, Link, SyncMetrics
-from diloco_comm.elastic.options import Elastic
 from diloco_comm.elastic.events import Happening, ViewChanged
+from diloco_comm.elastic.options import Elastic
 from diloco_comm_tools.demo.crew import DONE, LEFT, Ended, Entered, Place
 
 RUN = "storm"

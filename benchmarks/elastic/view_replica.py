@@ -16,8 +16,8 @@ from torch import nn
 
 from benchmarks.support.namespaces import opened_connections
 from diloco_comm import DiLoCo, SyncError
-from diloco_comm.elastic.options import Elastic
 from diloco_comm.elastic.events import Happening, ViewChanged
+from diloco_comm.elastic.options import Elastic
 from diloco_comm_tools.demo.crew import DONE, Ended, Place
 
 

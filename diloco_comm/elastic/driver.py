@@ -15,9 +15,9 @@ from ..group.records import Key, Record
 from ..group.signs import Signs
 from ..group.state import Action, Drained, Fence, Leave, Stage, State
 from ..group.table import Seen, Table
+from .events import Fenced, Suspected, Waiting
 from .exits import is_asked_to_leave
 from .state_folder import StateFolder
-from .events import Fenced, Suspected, Waiting
 
 logger = logger_of(__name__)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ..base.checks import logger_of
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
 from ..elastic.driver import Driver
+from ..elastic.events import Meter, ViewChanged, Waiting
 from ..elastic.exits import LEFT_STAGE, end_with_status, forget_sigterm, heed_sigterm
 from ..elastic.options import PERIOD_S, Elastic, Place, meeting_place
-from ..elastic.events import Meter, ViewChanged, Waiting
 from ..exchange.membership.follower import (
     HEAR_S,
     Attempt,

@@ -11,8 +11,8 @@ from .. import _C
 from ..base.checks import logger_of
 from ..base.errors import ReplicaMismatch
 from ..elastic.driver import Driver
-from ..elastic.options import Elastic
 from ..elastic.events import JoinProgress
+from ..elastic.options import Elastic
 from ..elastic.transfer.newcomer import Newcomer
 from ..exchange.membership.own_link import LinkShare
 from ..group import state as st

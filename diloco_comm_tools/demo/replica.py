@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco_comm import SGD, Blocking, DiLoCo, Eager, Link, Nesterov, Overlap, Streaming
 from diloco_comm.base.store_host import dial_store
-from diloco_comm.elastic.options import Elastic
 from diloco_comm.elastic.events import Happening, JoinProgress, ViewChanged
+from diloco_comm.elastic.options import Elastic
 from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header, Round

@@ -10,21 +10,13 @@ import pytest
 import torch
 from async_helpers import PLAIN
 
-from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, layout_of
-from diloco_comm.asynchronous.protocol.messages import MAX_BATCH, MAX_BODY, Kind, Message
-from diloco_comm.asynchronous.protocol.window import (
-    WINDOW_FRAGMENTS,
-    Position,
-    Window,
-    bodies,
-    is_within,
-)
-from diloco_comm.asynchronous.server import sessions
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.server.sessions import Session
-from diloco_comm.asynchronous.server.transfer import sending
-from diloco_comm.asynchronous.worker import downloads, link
-from diloco_comm.asynchronous.worker.downloads import Download
+from diloco_comm.asynchronous import downloads, link, sessions, transfer
+from diloco_comm.asynchronous.downloads import Download
+from diloco_comm.asynchronous.messages import MAX_BATCH, MAX_BODY, Kind, Message
+from diloco_comm.asynchronous.model import RUN_ELEMENTS, layout_of
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.sessions import Session
+from diloco_comm.asynchronous.window import WINDOW_FRAGMENTS, Position, Window, bodies, is_within
 from diloco_comm.ops.wire import WireFormat
 
 
@@ -111,7 +103,7 @@ class SlowLink:
         self.now, self.data_s, self.kinds = 0.0, data_s, Counter[Kind]()
         self._server, self._on_way = server, deque[Message]()
         self._arrives_at = 0.0
-        self.sender = sending.Sender(server.state, self._answer, lambda: None)
+        self.sender = transfer.Sender(server.state, self._answer, lambda: None)
         self.session = Session(b"peer", 1, "peer", [size], 0, 0.0)
         server.state.sessions.add(self.session)
         self.link = link.Link("tcp://127.0.0.1:1", "peer", [size], 0, timeout=1e4)
@@ -163,7 +155,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch):
         servers.append(AsyncServer(PLAIN, parameters=[torch.ones(size)]))
         made = SlowLink(servers[-1], size, data_s)
         clock = SimpleNamespace(monotonic=made.monotonic)
-        for module in (sending, sessions, downloads, link):
+        for module in (transfer, sessions, downloads, link):
             monkeypatch.setattr(module, "time", clock)
         return made
 
@@ -207,7 +199,7 @@ def test_questions_of_two_kinds_in_turn_are_no_progress_of_a_reader(slow_link) -
         # The first run of each kind that the worker asks for is progress once.
         slow.say(Message(Kind.GET, int(session.answer == Kind.STATE), 0, 0, 0, count=1))
     assert session.is_reading and session.held_at == 1.0 and session.read_at <= 2.0
-    slow.now += sending.STALL_S
+    slow.now += transfer.STALL_S
     slow.sender.evict(slow.now, is_memory_short=False)
     assert session.held is None
     slow.link.close()
@@ -221,7 +213,7 @@ def test_a_bar_counts_the_reading_and_not_the_time_in_line(slow_link) -> None:
     slow.now, state.max_readers = 10.0, 1
     slow.sender.after_reading()
     assert session.is_reading
-    layouts = session.layouts(sending._FP32)
+    layouts = session.layouts(transfer._FP32)
     state.model.apply([torch.zeros(layouts[0].payload_bytes, dtype=torch.uint8)], layouts, 1.0)
     slow.now += 3.0
     slow.sender.evict(slow.now, is_memory_short=False)

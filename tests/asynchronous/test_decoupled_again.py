@@ -19,15 +19,15 @@ from decoupled_processes import SIZE, attach, make_server
 
 from diloco_comm import SGD
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
-from diloco_comm.asynchronous.decoupled.fragment_round import Report
-from diloco_comm.asynchronous.decoupled.pieces import Piece
-from diloco_comm.asynchronous.decoupled.serving import status
-from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
+from diloco_comm.asynchronous.decoupled import state as status
+from diloco_comm.asynchronous.decoupled.fragments import Piece
+from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
+from diloco_comm.asynchronous.decoupled.syncer import Report
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.protocol.messages import MAX_JSON, Kind, Message, pack, parse
-from diloco_comm.asynchronous.server.storage.snapshots import Storage
-from diloco_comm.asynchronous.worker.link import ServerLost
+from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.messages import MAX_JSON, Kind, Message, pack, parse
+from diloco_comm.asynchronous.snapshots import Storage
 
 CARRY = {"receipt": "carry"}
 

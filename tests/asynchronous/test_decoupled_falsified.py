@@ -18,14 +18,13 @@ from cli_helpers import run_cli
 from log_files import Row, at, leaves, others, put, read_rows, write_rows
 
 from diloco_comm import Nesterov
+from diloco_comm.asynchronous.decoupled.fragments import pieces_of
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
-from diloco_comm.asynchronous.decoupled.pieces import pieces_of
-from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
-from diloco_comm.asynchronous.decoupled.serving.state import SyncerState
-from diloco_comm.asynchronous.decoupled.serving.storage import CommitStorage
+from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import MAY_CHANGE, DecoupledSettings
+from diloco_comm.asynchronous.decoupled.state import SyncerState
 from diloco_comm.asynchronous.decoupled.syncer import Commit
-from diloco_comm.asynchronous.decoupled.tape import replay
+from diloco_comm.asynchronous.decoupled.tape import CommitStorage, replay
 from diloco_comm.base.log import DamagedLog
 
 SHAPES = [[(32, 33), (5,)], [(33, 32)]]

@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from diloco_comm import SGD
-from diloco_comm.asynchronous.decoupled.fragment_round import Report
-from diloco_comm.asynchronous.decoupled.pieces import Piece
-from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
-from diloco_comm.asynchronous.decoupled.serving.state import SyncerState
-from diloco_comm.asynchronous.decoupled.serving.storage import CommitStorage
+from diloco_comm.asynchronous import snapshots
+from diloco_comm.asynchronous.decoupled.fragments import Piece, SharedFragment
+from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
-from diloco_comm.asynchronous.decoupled.shared import SharedFragment
-from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.server.storage import snapshots
+from diloco_comm.asynchronous.decoupled.state import SyncerState
+from diloco_comm.asynchronous.decoupled.syncer import Report
+from diloco_comm.asynchronous.decoupled.tape import CommitStorage, replay
 from diloco_comm.base import log
 
 SIZES = (5, 3)

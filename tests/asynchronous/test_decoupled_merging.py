@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco_comm import Nesterov
-from diloco_comm.asynchronous.decoupled import merging
-from diloco_comm.asynchronous.decoupled.gathering import Gathered
-from diloco_comm.asynchronous.decoupled.pieces import Piece, pieces_of
-from diloco_comm.asynchronous.decoupled.shared import SharedFragment
-from diloco_comm.asynchronous.model.shared import layout_of
+from diloco_comm.asynchronous.decoupled import fragments
+from diloco_comm.asynchronous.decoupled.fragments import Gathered, Piece, SharedFragment, pieces_of
+from diloco_comm.asynchronous.model import layout_of
 from diloco_comm.methods.outer import SGD, Adam
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import WireFormat
@@ -54,12 +52,12 @@ def test_worked_example() -> None:
     """v = (3, 4) and (0, -1), tokens/steps 100/10 and 200/10."""
     wire, weights = (
         WireFormat("fp32"),
-        [merging.report_weight(100, 10), merging.report_weight(200, 10)],
+        [fragments.report_weight(100, 10), fragments.report_weight(200, 10)],
     )
     assert weights == [1000.0, 4000.0]
     rows = [torch.tensor([3.0, 4.0]), torch.tensor([0.0, -1.0])]
     merged = {}
-    for merge in merging.MERGES:
+    for merge in fragments.MERGES:
         fragment = shared(torch.zeros(2), merge, wire)
         fragment.merge([[encoded(row, wire)] for row in rows], weights)
         merged[merge] = (-fragment.values[0]).tolist()
@@ -91,7 +89,7 @@ def test_rda_and_nesterov_in_fp64(wire: str, seed: int, count: int, size: int) -
 
 def coefficients(rows: list[list[float]], weights: list[float]) -> list[float]:
     matrix = torch.tensor(rows, dtype=torch.float64)
-    return merging.direction_coefficients((matrix @ matrix.T).flatten(), weights)
+    return fragments.direction_coefficients((matrix @ matrix.T).flatten(), weights)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +130,9 @@ def test_one_report_is_itself() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: merging.report_weight(0, 1), "must be at least 1, got 0, 1"),
-        (lambda: merging.normalised([]), "weights must be positive numbers"),
-        (lambda: merging.normalised([1.0, -1.0]), "weights must be positive numbers"),
+        (lambda: fragments.report_weight(0, 1), "must be at least 1, got 0, 1"),
+        (lambda: fragments.normalised([]), "weights must be positive numbers"),
+        (lambda: fragments.normalised([1.0, -1.0]), "weights must be positive numbers"),
         (lambda: coefficients([[math.nan]], [1.0]), "Gram matrix must be finite"),
         (lambda: coefficients([[1.0]], [1.0, 1.0]), "2 payloads has 4 elements, got 1"),
         (lambda: pieces_of([(2, 2)], "median"), "merge must be one of mean, rda, got 'median'"),
@@ -194,7 +192,7 @@ def test_products_taken_at_arrival_give_the_same_factors(wire: str) -> None:
     for name in "30142":
         assert gathered.add(name, [payloads[name]]) == ""
     names, weights = list("01234"), [1.0, 2.0, 3.0, 4.0, 5.0]
-    expected = merging.merge_coefficients("rda", list(payloads.values()), layout, weights)
+    expected = fragments.merge_coefficients("rda", list(payloads.values()), layout, weights)
     assert gathered.factors(names, weights) == [expected]
     gathered.clear()
     assert gathered.add("2", [payloads["2"]]) == ""
@@ -212,6 +210,6 @@ def test_more_reports_than_one_gram_matrix_holds() -> None:
     (factors,) = gathered.factors(names, [1.0] * count)
     merged = torch.tensor(factors, dtype=torch.float64) @ rows.double()
     torch.testing.assert_close(merged, rda(list(rows.double()), [1.0] * count))
-    assert factors == merging.merge_coefficients(
+    assert factors == fragments.merge_coefficients(
         "rda", payloads, layout_of(40, form), [1.0] * count
     )

@@ -31,9 +31,9 @@ from torch.optim import Optimizer
 from workers import Pool
 
 from diloco_comm import Blocking, Delayed, DiLoCo, Elastic, LeftBehind, Link, Wire
+from diloco_comm.elastic.events import Suspected, ViewChanged
 from diloco_comm.elastic.registry import RegistryUnavailable
 from diloco_comm.elastic.registry import connect as registry_at
-from diloco_comm.elastic.events import Suspected, ViewChanged
 from diloco_comm_tools.registry.members import report
 
 H = 4

@@ -15,11 +15,10 @@ from ...methods.outer import Nesterov, OuterOptimizer
 from ...ops.wire import WireFormat, parse
 from ...ops.wire_options import check_training
 from ...replica.fragments import FragmentSpec, fragment_spec
-from ..model.rules import fused_numbers
-from .fragment_round import QuorumRule
+from ..rules import fused_numbers
+from .fragments import MERGES, Piece, pieces_of
 from .learner import Receipt
-from .merging import MERGES
-from .pieces import Piece, pieces_of
+from .syncer import QuorumRule
 
 FP32 = WireFormat("fp32")
 # Messages name a fragment, and each of its pieces, in two bytes and in 64 KiB of JSON.

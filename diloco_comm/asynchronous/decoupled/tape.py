@@ -1,20 +1,355 @@
-"""Repeat the merges of a run from its tape: the journals in a syncer's snapshot folder."""
+"""A syncer's files: a snapshot, and a journal that is the tape of the merges since the snapshot.
+
+``replay`` repeats the merges of a run from its tape.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ...base.checks import logger_of
 from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
-from ..server.storage.snapshots import newest_journal, read_journal, read_snapshot, restoring
-from .serving.model import ServedModel
-from .serving.storage import check_format, check_header, repeat
+from ...ops.digests import chained, each_digest
+from ...ops.wire import Layout
+from ..keeper import Keeper
+from ..messages import MAX_NUMBER
+from ..payloads import PayloadFile
+from ..snapshots import newest_journal, read_journal, read_snapshot, restoring
+from .fragments import MERGES, normalised, report_weight
+from .model import Published, ServedModel
 from .settings import DecoupledSettings
+from .syncer import MAX_REPORTS, Commit, Merge, Report
+
+logger = logger_of(__name__)
+
+# The format of snapshot and tape. Raise the number when a record has other fields, or when a merge
+# or a digest gives other bits for the same reports.
+FORMAT = 3
+
+_CHANGED = "the record of {} was changed, or does not follow the record before"
+_SAID = {
+    "weights": "the weights of {} do not follow from the tokens and steps of its reports",
+    "factors": "{} gives other bits than the merge on the tape",
+    "values": "{} gives other bits than the merge on the tape",
+}
+
+
+@dataclass
+class Found:
+    """A model from the disk, with the hash of the learners' model and the number of the run.
+
+    Attributes:
+        unexchanged: See ``Host``.
+    """
+
+    model: ServedModel
+    layout: int
+    run: int
+    unexchanged: list[int] | None
+
+
+class CommitStorage:
+    """Write merges to the disk before learners get them, and restore them.
+
+    Args:
+        folder: Folder of the snapshot and the journal.
+        every: Merges between two snapshots.
+        keeps_tape: Keep the journals from before the newest snapshot, and the first snapshot.
+        drops_tape: Allow the next snapshot to remove a tape that an earlier syncer has kept.
+    """
+
+    def __init__(
+        self, folder: Path, every: int, *, keeps_tape: bool = False, drops_tape: bool = False
+    ) -> None:
+        self.folder, self.every = folder, every
+        self.keeps_tape, self.drops_tape = keeps_tape, drops_tape
+        self._keeper: Keeper | None = None
+
+    @property
+    def keeper(self) -> Keeper:
+        assert self._keeper is not None
+        return self._keeper
+
+    def open(self, settings: DecoupledSettings, outer: OuterOptimizer, impl: str) -> Found | None:
+        """Lock the folder, and return the model that the folder holds, or None for none.
+
+        Raises:
+            OSError: If another server has the folder, or the folder cannot be written.
+            ValueError: If the folder's model has other settings, the folder has a tape that is
+                neither kept nor dropped, or a file holds what no syncer writes.
+            DamagedLog: If a file is damaged.
+        """
+        self._keeper = Keeper(self.folder, self.every, waits=True, keeps_journals=self.keeps_tape)
+        if not self.keeper.exists:
+            return None
+        try:
+            with restoring(self.folder):
+                return self._restore(settings, outer, impl)
+        except BaseException:
+            self.keeper.release()
+            raise
+
+    def _restore(self, settings: DecoupledSettings, outer: OuterOptimizer, impl: str) -> Found:
+        if self.keeper.has_first and not self.keeps_tape and not self.drops_tape:
+            raise ValueError(
+                f"{self.folder} has a tape of the run, and the next snapshot would remove the "
+                "tape: give keep_tape to go on with the tape, or drop_tape to remove the tape"
+            )
+        models: list[ServedModel] = []
+
+        def make(header: dict[str, Any]) -> dict[str, Tensor]:
+            check_header(header, settings, outer)
+            models.append(ServedModel.from_header(header, settings, outer, impl))
+            return models[0].tensors()
+
+        header, _ = self.keeper.load(make)
+        model = models[0]
+        model.loaded(header)
+        self._begin_tape(model.num_commits)
+        for record, body in self.keeper.replay(model.num_commits):
+            repeat(model, record, body)
+        return Found(model, header["layout"], header["run"], header["unexchanged"])
+
+    def _begin_tape(self, version: int) -> None:
+        """Log where a tape ends, or begins later than the run."""
+        if self.keeper.has_first and self.drops_tape:
+            logger.warning("the next snapshot removes the tape in %s (drop_tape)", self.folder)
+        elif self.keeps_tape and not self.keeper.has_first:
+            logger.warning(
+                "%s has no tape of the merges before the snapshot, since the server ran without "
+                "--keep-tape: the tape begins after merge %d",
+                self.folder,
+                version,
+            )
+            self.keeper.begin_tape()
+
+    @property
+    def may_begin(self) -> bool:
+        """There is a snapshot, without which a journal is of no use."""
+        return self.keeper.saved_version >= 0
+
+    def write(
+        self, commit: Commit, payloads: Sequence[Sequence[Tensor]], model: ServedModel
+    ) -> bool:
+        """Write a merge to the disk (fsync); False if the disk takes it only later.
+
+        A merge that is on the disk already, and not published, is not written again.
+        """
+        if self.keeper.kept_version > sum(each.version for each in model.published):
+            return True
+        if not self.may_begin or not self.keeper.may_write:
+            return False
+        record = record_of(commit, payloads, model)
+        flat = [payload for each in payloads for payload in each]
+        is_written = self.keeper.record(record, flat, self.keeper.kept_version + 1)
+        if is_written:
+            model.chain = record["chain"]
+        return is_written
+
+    def is_due(self, version: int) -> bool:
+        """Whether a snapshot, or another attempt at one, is due."""
+        return self.keeper.is_due(version)
+
+    def save(
+        self, model: ServedModel, layout: int, run: int, unexchanged: list[int] | None = None
+    ) -> None:
+        """Write a snapshot and begin a new journal, if the disk takes both."""
+        header = {
+            "format": FORMAT,
+            "settings": model.settings.to_json(),
+            "outer": model.syncer.fragments[0].outer.config(),
+            "layout": layout,
+            "run": run,
+            "unexchanged": unexchanged,
+            **model.header(),
+        }
+        self.keeper.save(model.num_commits, header, model.tensors())
+
+    def close(self, version: int) -> None:
+        """Unlock the folder.
+
+        Raises:
+            OSError: If merges are not on the disk.
+        """
+        self.keeper.close(version)
+
+
+def check_header(
+    header: dict[str, Any], settings: DecoupledSettings, outer: OuterOptimizer
+) -> None:
+    """Raise ValueError unless a snapshot goes together with the settings."""
+    if "settings" not in header:
+        raise ValueError("the snapshot is one of asynchronous training, not of decoupled training")
+    check_format(header)
+    difference = settings.difference(DecoupledSettings.from_json(header["settings"]))
+    if difference:
+        raise ValueError(f"the snapshot was made with {difference}")
+    if header["outer"] != outer.config():
+        raise ValueError(
+            f"the snapshot was made with the outer optimizer {header['outer']}, this one is "
+            f"{outer.config()}"
+        )
+    if not _is_consistent(header, settings):
+        raise ValueError(
+            "the snapshot does not go together: its pieces, tensors, versions and counts belong to "
+            "different models, or are no numbers"
+        )
+
+
+def _is_consistent(header: dict[str, Any], settings: DecoupledSettings) -> bool:
+    """Whether a snapshot's header could be the header of any model."""
+    pieces, versions, merged = header["pieces"], header["versions"], header["merged"]
+    (index, count), total = settings.place, header["total"]
+    sizes = [size for each in pieces for size, merge in each if merge in MERGES]
+    numbers = [total, header["run"], *versions, *(n for each in merged for n in each.values())]
+    numbers += [n for n in (header["layout"], *(header["unexchanged"] or ())) if n is not None]
+    return (
+        all(type(n) is int and 0 <= n < MAX_NUMBER for n in numbers)
+        and len(versions) == len(merged) == len(pieces) == len(range(index, total, count))
+        and [header["tensors"].get(f"{i}/values") for i in range(sum(map(len, pieces)))] == sizes
+        and all(map(len, pieces))
+        and type(header["chain"]) is str
+    )
+
+
+def check_format(header: dict[str, Any]) -> None:
+    """Raise ValueError if the merges after a snapshot would not give the same bits here."""
+    found = header.get("format", 1)
+    if found != FORMAT:
+        reader = "0.2 reads format 2, too" if found == 2 else "use the version that wrote them"
+        raise ValueError(
+            f"the snapshot and the tape have format {found}, and this version of diloco_comm reads "
+            f"format {FORMAT}: {reader}"
+        )
+
+
+def digests(groups: Sequence[Sequence[Tensor]]) -> list[str]:
+    """Return ``ops.digest_of`` of each group of tensors, in hexadecimal digits, in one call."""
+    found = iter(each_digest([tensor for group in groups for tensor in group]))
+    return [f"{chained(islice(found, len(group)), len(group)):016x}" for group in groups]
+
+
+def record_of(
+    commit: Commit, payloads: Sequence[Sequence[Tensor]], model: ServedModel
+) -> dict[str, Any]:
+    """Return what the journal says of a merge beside the payloads, as JSON types.
+
+    The field ``chain`` is a digest of all other fields, and of the chain of the merge before.
+    """
+    *of_payloads, of_values = digests([*payloads, commit.values])
+    record = {
+        "fragment": commit.fragment,
+        "version": commit.version,
+        "reports": [[r.learner, r.seq, r.base, r.steps, r.tokens] for r in commit.merge.reports],
+        "weights": list(commit.merge.weights),
+        "factors": commit.factors,
+        "payloads": of_payloads,
+        "values": of_values,
+        "outcome": {"refusal": ""},
+    }
+    text = model.chain + json.dumps(record)
+    return {**record, "chain": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+
+
+def repeat(model: ServedModel, record: dict[str, Any], body: PayloadFile) -> None:
+    """Take the merge of a record once more, and publish it.
+
+    All fields of the record are computed anew from its reports and their payloads.
+
+    Raises:
+        ValueError: If a field has another value, or a report cannot have been merged.
+    """
+    p, reports = _merged(model, record)
+    fragment, where = model.syncer.fragments[p], _place(record)
+    payloads = _payloads(model.reports(p), len(reports), body, where)
+    if digests(payloads) != record.get("payloads"):
+        raise ValueError(f"the payloads of {where} are not those that were merged")
+    weights = normalised([report_weight(each.tokens, each.steps) for each in reports])
+    factors = fragment.merge(payloads, weights)
+    values, merge = fragment.copy_values(), Merge(record["version"] - 1, reports, tuple(weights))
+    merged = {report.learner: report.seq for report in reports}
+    commit = Commit(p, record["version"], merged, values, merge, factors)
+    _compare(model, record, record_of(commit, payloads, model), where)
+    model.syncer.rounds[p].version = commit.version
+    model.publish(commit)
+
+
+def _place(record: dict[str, Any]) -> str:
+    return f"merge {record['version']} of fragment {record['fragment']}"
+
+
+def _merged(model: ServedModel, record: dict[str, Any]) -> tuple[int, tuple[Report, ...]]:
+    """Return the fragment of a record and its reports, if a syncer could have merged them."""
+    p, version, rows = record["fragment"], record["version"], record["reports"]
+    types = [str, int, int, int, int]
+    if (
+        [type(p), type(version)] != [int, int]
+        or not 0 <= p < len(model.pieces)
+        or not all([type(each) for each in row] == types for row in rows)
+    ):
+        raise ValueError("a record of the tape does not say which reports it has merged")
+    where, known = _place(record), model.published[p]
+    if version != known.version + 1:
+        raise ValueError(f"{where} does not follow merge {known.version}")
+    reports = tuple(Report(*row) for row in rows)
+    names = [report.learner for report in reports]
+    if not names or names != sorted(set(names)) or len(names) > MAX_REPORTS:
+        raise ValueError(
+            f"{where} has reports of {names}: at least one is expected, at most {MAX_REPORTS}, of "
+            "different learners in the order of their names"
+        )
+    for report in reports:
+        _check_report(report, known, where)
+    return p, reports
+
+
+def _check_report(report: Report, known: Published, where: str) -> None:
+    whose = f"{where}: the report of learner {report.learner!r}"
+    if report.base != known.version:
+        raise ValueError(f"{whose} starts from version {report.base}, not from {known.version}")
+    last = known.merged.get(report.learner, 0)
+    if report.seq <= last:
+        raise ValueError(f"{whose} has the number {report.seq}, and {last} is merged already")
+    if report.steps < 1 or report.tokens < 1:
+        raise ValueError(f"{whose} has {report.steps} steps and {report.tokens} tokens")
+
+
+def _payloads(
+    layouts: Sequence[Layout], count: int, body: PayloadFile, where: str
+) -> list[list[Tensor]]:
+    """Return the payloads of each report."""
+    sizes = [layout.payload_bytes for layout in layouts]
+    if body.nbytes != count * sum(sizes):
+        raise ValueError(
+            f"{where} has {body.nbytes} bytes of payloads on the tape, {count} reports have "
+            f"{count * sum(sizes)}"
+        )
+    parts = iter(body.split(count * sizes))
+    return [[part[: part.nbytes] for part in islice(parts, len(sizes))] for _ in range(count)]
+
+
+def _compare(
+    model: ServedModel, record: dict[str, Any], wanted: dict[str, Any], where: str
+) -> None:
+    """Raise ValueError unless a record is the wanted one, and take over its chain."""
+    if record.keys() != wanted.keys():
+        raise ValueError(
+            f"the record of {where} has the fields {', '.join(record)}, not {', '.join(wanted)}"
+        )
+    for name, value in wanted.items():
+        if record[name] != value:
+            raise ValueError(_SAID.get(name, _CHANGED).format(where))
+    model.chain = wanted["chain"]
+
 
 _OUTERS: dict[str, Callable[..., OuterOptimizer]] = {
     "SGD": SGD,

@@ -16,11 +16,11 @@ import zmq
 from choice_groups import grouped
 from torch import Tensor, nn
 
-from diloco_comm.asynchronous.model.rules import Immediate, ServerRule
-from diloco_comm.asynchronous.protocol.messages import Kind, Message, pack, parse
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker.link import read_status
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.link import read_status
+from diloco_comm.asynchronous.messages import Kind, Message, pack, parse
+from diloco_comm.asynchronous.rules import Immediate, ServerRule
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.methods.outer import SGD
 
 PLAIN = Immediate(outer=SGD(1.0))

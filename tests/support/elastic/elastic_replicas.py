@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from diloco_comm import DiLoCo, LeftBehind, Nesterov, SyncError
-from diloco_comm.elastic.options import Elastic
 from diloco_comm.elastic.events import JoinProgress, ViewChanged
+from diloco_comm.elastic.options import Elastic
 from diloco_comm.exchange.membership import change
 from diloco_comm.exchange.membership.follower import Follower
 from diloco_comm.training import views

@@ -1,0 +1,490 @@
+"""Workers that attach to a server, leave it, or are lost; and their connections.
+
+ZeroMQ's own thread sends and answers heartbeats, which tell the connections that are alive. So a
+worker whose training thread is busy for hours counts as alive. A worker that was killed or stopped,
+or that lost power or network, does not.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import zmq
+
+from ..base.checks import logger_of, number
+from ..base.service.sockets import NOBLOCK
+from ..ops.wire import Layout, WireFormat
+from ..replica.fragments import same_memory
+from .coordinator import Coordinator
+from .messages import MAX_UPDATES, NAME_TAKEN, Kind, Message, ProtocolError
+from .model import SharedModel, layout_of
+from .payloads import PayloadMemory
+
+_MIN_S, _MAX_S = 0.1, 86400
+_PLACE = "inproc://connections"
+_EVENT = struct.Struct("=HI")
+_ACCEPTED, _ENDED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+MAX_WORKERS = 200  # in a status
+MAX_SESSIONS = 20_000
+Send = Callable[[bytes, Message], bool]
+# ``Session.follows`` of a worker that wants to follow and holds no version yet.
+NOTHING = -1
+# Seconds that a worker may take to ask for a version first.
+BEGIN_S = 2.0
+
+
+def check_lost_after(value: float) -> float:
+    """Return the seconds of silence after which a peer counts as gone.
+
+    Raises:
+        ValueError: If the value is too small for heartbeats, or too large.
+        TypeError: If the value is not a number.
+    """
+    seconds = number("lost_after", value)
+    if not _MIN_S <= seconds <= _MAX_S:
+        raise ValueError(f"lost_after must be {_MIN_S} to {_MAX_S} seconds, got {value!r}")
+    return seconds
+
+
+class Connections:
+    """Watch the connections of a socket that will listen.
+
+    The number of a connection is its file descriptor, so a later connection may reuse the number.
+    """
+
+    def __init__(self, socket: zmq.Socket) -> None:
+        self._socket = socket
+        socket.monitor(_PLACE, _ACCEPTED | _ENDED)
+        self._events = socket.context.socket(zmq.PAIR)
+        self._events.linger = 0
+        # No limit: at a full queue ZeroMQ's thread would wait, and serve no connection.
+        self._events.rcvhwm = 0
+        self._events.connect(_PLACE)
+        self._alive: set[int] = set()
+
+    def ended(self) -> Iterator[int]:
+        """Yield each connection that ended since the last call.
+
+        The end of a connection is reported before the first message of a later connection of the
+        same number, so a number never stands for two connections at a time.
+        """
+        while (event := self._next()) is not None:
+            kind, number = event
+            if kind == _ACCEPTED:
+                self._alive.add(number)
+            else:
+                self._alive.discard(number)
+                yield number
+
+    def _next(self) -> tuple[int, int] | None:
+        try:
+            event, _ = self._events.recv_multipart(NOBLOCK)
+        except zmq.Again:
+            return None
+        kind, number = _EVENT.unpack(event)
+        return kind, number
+
+    def is_alive(self, number: int) -> bool:
+        """Whether the connection had not ended when ``ended`` was last called."""
+        return number in self._alive
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._events.close()
+
+
+def connection_of(frame: zmq.Frame) -> int:
+    """Return the number of a frame's connection; -1 if the connection has already ended."""
+    try:
+        return int(frame.get(int(zmq.SRCFD)))
+    except zmq.ZMQError:
+        return -1
+
+
+@dataclass
+class Session:
+    """One connection of one worker.
+
+    Attributes:
+        peer: ZeroMQ's name of the connection.
+        connection: Number of the connection, see ``Connections``.
+        instance: Random number of the worker's process; 0 if the worker sent none.
+        unexchanged: Digests of the worker's frozen parameters and persistent buffers, or None.
+        memory: Where in shared memory the worker's parameters lie.
+        contested: Instance of another worker that wants the same name, and since when.
+        follows: Version whose buffers the worker holds and keeps up to date by updates. ``NOTHING``
+            if the worker wants to hold one; None if it fetches parameters.
+        token: Number of the worker's last question, which the answer repeats.
+        held: Version that is kept for the worker's next round, since ``held_at``.
+        answer: How the worker gets version ``held``: READY (parameters), STATE (all buffers) or
+            UPDATES (the updates since version ``base``).
+        is_reading: The worker has the answer and fetches the version.
+        read_at: When the worker began to fetch, or asked for a place beyond ``furthest``.
+        furthest: Last place (number, fragment, run) of the version that the worker has asked for.
+        patience_s: How long the worker may keep an older version before it asks for any of it.
+        barred_until: The worker waits until then: it kept others waiting, and asked for nothing.
+        steps: Inner steps of the worker's next round.
+        evictions: How often a slow download of the worker was ended.
+    """
+
+    peer: bytes
+    connection: int
+    worker: str
+    sizes: list[int] = field(repr=False)
+    layout: int
+    seen_at: float
+    instance: int = 0
+    unexchanged: list[int] | None = None
+    memory: frozenset[str] = frozenset()
+    contested: tuple[int, float] | None = None
+    follows: int | None = None
+    token: int = 0
+    held: int | None = None
+    answer: Kind = Kind.READY
+    base: int = 0
+    held_at: float = 0.0
+    is_reading: bool = False
+    read_at: float = 0.0
+    furthest: tuple[int, int, int] | None = None
+    barred_until: float = 0.0
+    patience_s: float = BEGIN_S
+    steps: int = 0
+    evictions: int = 0
+    _layouts: dict[WireFormat, list[Layout]] = field(default_factory=dict, repr=False)
+
+    def layouts(self, wire: WireFormat) -> list[Layout]:
+        """Return the layouts of the worker's fragments on a wire."""
+        if wire not in self._layouts:
+            self._layouts[wire] = [layout_of(size, wire) for size in self.sizes]
+        return self._layouts[wire]
+
+    def hold(self, coordinator: Coordinator, steps: int) -> None:
+        """Keep the newest version for this worker, or the updates that lead to that version."""
+        self.release(coordinator)
+        model = coordinator.model
+        self.answer = how_to_follow(model, self.follows)
+        if self.answer == Kind.UPDATES:
+            assert self.follows is not None
+            self.base, self.held = self.follows, model.version
+            model.pin(self.base)
+        else:
+            self.held = model.hold()
+        self.held_at, self.steps, self.furthest = time.monotonic(), steps, None
+
+    def release(self, coordinator: Coordinator | None) -> None:
+        """Keep no version for this worker any more; idempotent."""
+        held, self.held, self.is_reading = self.held, None, False
+        if held is None or coordinator is None:
+            return
+        if self.answer == Kind.UPDATES:
+            coordinator.model.unpin(self.base)
+        else:
+            coordinator.model.release(held)
+
+
+def how_to_follow(model: SharedModel, follows: int | None) -> Kind:
+    """Return how a worker gets the newest version: READY, STATE or UPDATES, see ``Session``."""
+    if follows is None or not model.can_be_followed:
+        return Kind.READY
+    if follows == NOTHING:
+        return Kind.STATE
+    updates = model.updates_since(follows)
+    if updates is None or len(updates) > MAX_UPDATES:
+        return Kind.READY
+    # Without the first: one of the updates is likely to be the worker's own.
+    is_less = sum(update.num_bytes for update in updates[1:]) <= 4 * model.num_elements
+    return Kind.UPDATES if is_less else Kind.READY
+
+
+class Sessions:
+    """All sessions, by connection and by worker."""
+
+    def __init__(self) -> None:
+        self._by_peer: dict[bytes, Session] = {}
+        self._by_worker: dict[str, Session] = {}
+        self._by_connection: dict[int, Session] = {}
+
+    def all(self) -> list[Session]:
+        return list(self._by_peer.values())
+
+    def get(self, peer: bytes) -> Session | None:
+        return self._by_peer.get(peer)
+
+    def of(self, worker: str) -> Session | None:
+        return self._by_worker.get(worker)
+
+    def on(self, connection: int) -> Session | None:
+        """Return the newest session of a connection."""
+        return self._by_connection.get(connection)
+
+    def add(self, session: Session) -> None:
+        """Add a session; an older one of the same connection and worker stays in place."""
+        old = self._by_peer.get(session.peer)
+        if old is not None and old.worker == session.worker:
+            old.seen_at, old.connection = session.seen_at, session.connection
+            session = old
+        self._by_peer[session.peer] = session
+        self._by_worker[session.worker] = session
+        self._by_connection[session.connection] = session
+
+    def superfluous(self) -> Session | None:
+        """Return the oldest session without a held version, if there are ``MAX_SESSIONS``."""
+        if len(self._by_peer) < MAX_SESSIONS:
+            return None
+        return next((session for session in self.all() if session.held is None), None)
+
+    def drop(self, peer: bytes) -> Session | None:
+        """Forget the session of a connection; its worker may have another session."""
+        session = self._by_peer.pop(peer, None)
+        if session is None:
+            return None
+        if self._by_worker.get(session.worker) is session:
+            del self._by_worker[session.worker]
+        if self._by_connection.get(session.connection) is session:
+            del self._by_connection[session.connection]
+        return session
+
+    def release_all(self, coordinator: Coordinator | None) -> None:
+        for session in self.all():
+            session.release(coordinator)
+
+
+logger = logger_of(__name__)
+
+
+@dataclass
+class Status:
+    """Counters of one server process."""
+
+    started_at: float = field(default_factory=time.monotonic)
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    apply_s: float = 0.0
+    refused: Counter[str] = field(default_factory=Counter)
+    lost: int = 0
+
+    def count_refusal(self, kind: str) -> None:
+        """Count a message or upload that never became an update, such as "garbage" or "stalled"."""
+        self.refused[kind] += 1
+
+    def report(self, sessions: Sessions, memory: PayloadMemory) -> dict[str, Any]:
+        """Return what every server's status has, as JSON types; any thread may ask."""
+        return {
+            "schema": 1,
+            "uptime_s": round(time.monotonic() - self.started_at, 3),
+            "connections": len(sessions.all()),
+            "lost": self.lost,
+            "received_bytes": self.received_bytes,
+            "sent_bytes": self.sent_bytes,
+            "payload_bytes": memory.used_bytes,
+            "apply_s": round(self.apply_s, 6),
+            "refused": dict(self.refused),
+            "parameters": 0,
+        }
+
+
+class Host(Protocol):
+    """What a server does with workers that come and go.
+
+    Attributes:
+        unexchanged: Digests of frozen parameters and of persistent buffers, which the first worker
+            of the run has; None if no worker has said so.
+    """
+
+    sessions: Sessions
+    status: Status
+    unexchanged: list[int] | None
+
+    def check_model(self, meta: dict[str, Any]) -> None:
+        """Raise ProtocolError if a worker's first message describes another model."""
+
+    def welcome(self, session: Session, message: Message) -> Message:
+        """Take a worker in, and return the answer to the worker's first message."""
+        ...
+
+    def release(self, session: Session) -> None:
+        """Keep nothing for a connection any more."""
+
+    def leave(self, worker: str) -> None:
+        """Stop waiting for a worker that has no connection."""
+
+
+class Attendance:
+    """Admit workers, and drop those that left or are lost.
+
+    Args:
+        host: Takes the workers in.
+        connections: Connections of the server's socket.
+        send: Sends a message to a connection; returns False if that fails.
+        forget_update: Drops the update that a worker has begun to send.
+        max_parameters: Larger models are refused.
+        lost_after: Seconds within which a connection ends whose peer is gone.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        connections: Connections,
+        send: Send,
+        forget_update: Callable[[str], None],
+        *,
+        max_parameters: int,
+        lost_after: float,
+    ) -> None:
+        self.host, self._connections, self._send = host, connections, send
+        self._forget_update, self._max_parameters = forget_update, max_parameters
+        self._lost_after = lost_after
+        self._ended: list[bytes] = []
+
+    # ---------------------------------------------------------------------------------- coming
+
+    def greet(self, peer: bytes, connection: int, message: Message) -> None:
+        """Admit a worker that said HELLO or JOIN, if its model fits and its name is free."""
+        self._collect_ended()
+        if not self._connections.is_alive(connection):
+            return
+        worker, sizes, layout = (message.meta[name] for name in ("worker", "sizes", "layout"))
+        if sum(sizes) > self._max_parameters:
+            raise ProtocolError(
+                f"the model has {sum(sizes)} parameters, this server takes {self._max_parameters}"
+            )
+        self.host.check_model(message.meta)
+        memory = frozenset(message.meta.get("memory", ()))
+        self._refuse_same_memory(peer, worker, memory)
+        warning = self._compare_unexchanged(message.meta)
+        if not self._may_have(peer, message):
+            return
+        self._make_way(peer, connection, worker)
+        if self.host.sessions.get(peer) is None:
+            logger.info("worker %s is here", worker)
+        now = time.monotonic()
+        session = Session(peer, connection, worker, sizes, layout, now, message.number)
+        session.unexchanged, session.memory = message.meta.get("unexchanged"), memory
+        self.host.sessions.add(session)
+        welcome = self.host.welcome(session, message)
+        if warning:
+            welcome.meta["warning"] = warning
+        self._send(peer, welcome)
+
+    def _refuse_same_memory(self, peer: bytes, worker: str, memory: frozenset[str]) -> None:
+        """Raise if another worker has the same tensors: a write of one changes both."""
+        if not memory:
+            return
+        for other in self.host.sessions.all():
+            is_live = other.peer != peer and other.peer not in self._ended
+            if is_live and other.worker != worker and memory & other.memory:
+                self.host.status.count_refusal("memory")
+                raise ProtocolError(same_memory(f"workers {other.worker} and {worker}"))
+
+    def _compare_unexchanged(self, meta: dict[str, Any]) -> str:
+        """Return a warning to a worker whose frozen parameters or buffers differ, or "".
+
+        Raises:
+            ProtocolError: If frozen parameters differ, and the worker wants no warning but a
+                refusal. Buffers may be each worker's own, and change while it trains.
+        """
+        first, given = self.host.unexchanged, meta.get("unexchanged")
+        if first is None or given is None or first == given:
+            return ""
+        names = ("frozen parameters", "persistent buffers")
+        pairs = zip(names, first, given, strict=True)
+        what = " and ".join(name for name, mine, theirs in pairs if mine != theirs)
+        sentence = (
+            f"the {what} of this worker differ from the first worker's, and no exchange makes them "
+            "alike: load the same weights on all workers before they attach"
+        )
+        if meta.get("warns", False) or first[0] == given[0]:
+            return sentence
+        self.host.status.count_refusal("unexchanged")
+        raise ProtocolError(sentence)
+
+    def _may_have(self, peer: bytes, message: Message) -> bool:
+        """Return whether a worker may use its name; send an answer if not."""
+        worker, instance = message.meta["worker"], message.number
+        older = self.host.sessions.of(worker)
+        if older is None or older.peer == peer or older.peer in self._ended:
+            return True
+        if not instance or not older.instance or instance == older.instance:
+            return True
+        if older.contested is None or older.contested[0] != instance:
+            older.contested = (instance, time.monotonic())
+        # A worker whose host lost power may come back: its old connection ends after a while.
+        patience_s = 0.0 if message.fragment else self._lost_after + 1
+        if time.monotonic() - older.contested[1] < patience_s:
+            self._send(peer, Message(Kind.WAIT))
+            return False
+        if patience_s:
+            self.host.status.count_refusal("name")
+        reason = f"another worker of the name {worker} is connected: give each one its own name="
+        place = (NAME_TAKEN, 0, 0, message.run)
+        self._send(peer, Message(Kind.REFUSED, *place, meta={"reason": reason}))
+        return False
+
+    def _make_way(self, peer: bytes, connection: int, worker: str) -> None:
+        """Drop the sessions that a new session replaces."""
+        sessions = self.host.sessions
+        same = sessions.get(peer)
+        if same is not None and (same.worker, same.connection) == (worker, connection):
+            return
+        # The peer had another worker before, or the connection's number had an older connection.
+        for old in (same, sessions.on(connection), sessions.superfluous()):
+            if old is not None:
+                self.lose(old.peer)
+        older = sessions.of(worker)
+        if older is not None and older.peer in self._ended:
+            self.lose(older.peer)
+        elif older is not None:
+            # The same worker on a new connection; the end of the old one is not known yet.
+            sessions.drop(older.peer)
+            self.host.release(older)
+        # A successor of the same name may send other bytes under the same number.
+        self._forget_update(worker)
+
+    # ----------------------------------------------------------------------------------- going
+
+    def leave(self, session: Session, message: Message) -> None:
+        """Drop a worker that said LEAVE."""
+        logger.info("worker %s has left", session.worker)
+        self._end(session.peer)
+
+    def lose(self, peer: bytes) -> None:
+        """Drop a worker whose connection ended without a LEAVE."""
+        session = self._end(peer)
+        if session is not None:
+            self.host.status.lost += 1
+            logger.warning(
+                "worker %s is lost: its connection ended without a goodbye", session.worker
+            )
+
+    def _end(self, peer: bytes) -> Session | None:
+        """Drop a session, and its worker if the worker has no other session."""
+        session = self.host.sessions.drop(peer)
+        if session is None:
+            return None
+        self.host.release(session)
+        if self.host.sessions.of(session.worker) is None:
+            self._forget_update(session.worker)
+            self.host.leave(session.worker)
+        return session
+
+    def drop_ended(self) -> None:
+        """Drop the workers of ended connections; called several times a second.
+
+        A connection that ended since the last call is dropped by the next call, so that the
+        connection's last messages are read first.
+        """
+        ended, self._ended = self._ended, []
+        for peer in ended:
+            self.lose(peer)
+        self._collect_ended()
+
+    def _collect_ended(self) -> None:
+        for connection in self._connections.ended():
+            session = self.host.sessions.on(connection)
+            if session is not None:
+                self._ended.append(session.peer)
