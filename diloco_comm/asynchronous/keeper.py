@@ -51,6 +51,7 @@ class Keeper:
         self, folder: Path, every: int, *, waits: bool = False, keeps_journals: bool = False
     ) -> None:
         self.folder, self.every, self._waits = folder, every, waits
+        self.keeps_journals = keeps_journals
         try:
             self._storage = Storage(folder, keeps_journals=keeps_journals)
             if not self._storage.exists:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from ..base.memory import empty_pages
 from ..ops.reference import decode_run
 from ..ops.reference_rotation import largest_scale
 from ..ops.wire import SCALE_BYTES, Layout, WireFormat
-from .messages import MAX_BODY
+from .messages import MAX_BODY, Message
 from .window import Position, Window
 
 _COPY_BYTES = 1 << 20
@@ -227,24 +227,22 @@ def _nibble(codes: Tensor, value: int) -> Tensor:
 
 @dataclass
 class Upload:
-    """One update, complete or not.
+    """Payloads of a worker on their way to the server, complete or not.
 
     Attributes:
-        is_start: The upload is a worker's parameters, not an update.
+        question: The message by which the worker has offered them.
+        first: Number of the first payload in messages.
         window: The runs that have not arrived.
         last_seen: When the last run arrived.
         garbage: What is wrong with the runs that arrived, "" if nothing is.
     """
 
     worker: str
-    seq: int
-    version: int
-    steps: int
-    seconds: float
-    is_start: bool
+    question: Message
     layouts: list[Layout]
     payloads: list[Payload] = field(repr=False)
     last_seen: float
+    first: int = 0
     window: Window = field(init=False, repr=False)
     garbage: str = ""
 
@@ -261,15 +259,9 @@ class Upload:
         )
 
     @property
-    def meta(self) -> dict[str, Any]:
-        """The fields of an update that the journal keeps beside the payload."""
-        wire = self.layouts[0].wire
-        return {
-            "wire": wire.name,
-            "block_size": wire.block_size,
-            "steps": self.steps,
-            "seconds": self.seconds,
-        }
+    def seq(self) -> int:
+        """Number of the update or report; 0 for the parameters to start from."""
+        return self.question.number
 
     def put(self, fragment: int, run: int, body: memoryview | bytes, now: float) -> str:
         """Store runs; return what is wrong with their size or place, or ""."""

@@ -1,21 +1,327 @@
-"""The server of asynchronous training: one thread, one ROUTER socket, one shared model."""
+"""The server of asynchronous training, and what all servers with a ROUTER socket share.
+
+A server has one thread that reads messages, one socket, and one shared model.
+
+The receiving side asks for large data run by run, so no peer can make the other hold bytes that the
+other did not ask for. A request is repeated until it is answered, and a second answer changes
+nothing, so lost connections and restarts need no special case.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import zmq
 from torch import Tensor
 
+from .. import _C
+from ..base.checks import logger_of
+from ..base.extension import RefusedVersions
 from ..base.service.addresses import address_to_bind
-from .messages import Kind, Message
+from ..base.service.keys import REVOKED, Guard, protect_server
+from ..base.service.sockets import beat, receive, send_to_peer
+from .messages import MAX_BODY, MAX_JSON, PROTOCOL, Kind, Message, ProtocolError, pack, parse
 from .rules import ServerRule
-from .service import Service
-from .sessions import Attendance, Session, check_lost_after
+from .sessions import Attendance, Connections, Host, Session, check_lost_after, connection_of
 from .state import ServerState
 from .transfer import Receiver, Sender
+from .window import WINDOW_BYTES, WINDOW_FRAGMENTS
+
+logger = logger_of(__name__)
+
+_POLL_MS = 100
+
+
+class Listener:
+    """A ROUTER socket that listens.
+
+    Args:
+        address: ``tcp://host:port``; port 0 picks a free one.
+        keys: Folder of CURVE keys, or None to accept any worker.
+        lost_after: Seconds of a peer's silence after which its connection ends.
+
+    Attributes:
+        guard: Checks the keys; None without keys.
+
+    Raises:
+        OSError: If the socket cannot listen on the address.
+        ValueError: If a key is missing or invalid.
+    """
+
+    def __init__(self, address: str, keys: str | Path | None, lost_after: float) -> None:
+        _C.raise_descriptors()
+        self._context = zmq.Context()
+        self.guard: Guard | None = None
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.router_mandatory = True
+        self.socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
+        # A window has a message for each of its fragments, and a few more for large ones. The rest
+        # is room: ZeroMQ notes the messages that have left by halves of the limit. More room would
+        # let a peer that does not read hold more memory.
+        self.socket.sndhwm = 4 * WINDOW_FRAGMENTS
+        self.socket.rcvhwm = 4 * WINDOW_BYTES // MAX_BODY
+        beat(self.socket, lost_after)
+        self.socket.handshake_ivl = 5_000
+        self.socket.setsockopt(zmq.BACKLOG, 1024)
+        self.connections = Connections(self.socket)
+        try:
+            if keys is not None:
+                self.guard = protect_server(self._context, self.socket, Path(keys))
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, f"cannot listen on {address}: {error}") from None
+        except ValueError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the socket and all connections."""
+        self.connections.close()
+        self.socket.close(0)
+        if self.guard is not None:
+            self.guard.stop()
+        self._context.term()
+
+
+class Service(ABC):
+    """A server of workers: the socket, the thread, and messages to the part that handles them.
+
+    A derived class sets ``_handlers`` before it serves.
+
+    Args:
+        host: Takes the workers in.
+        listen: ``host:port``; port 0 picks a free one, see ``address`` afterwards.
+        keys: Folder of CURVE keys, or None.
+        insecure: Allow an address that other machines reach, without keys.
+        lost_after: Seconds of a peer's silence after which its connection ends.
+        max_parameters: Larger models are refused.
+        begin: Called once the socket listens, before the first message is read: a server whose
+            address is taken changes nothing on the disk.
+
+    Raises:
+        ValueError: If an argument is invalid, or the address is open without keys.
+        OSError: If the socket cannot listen on the address.
+    """
+
+    # The first message of a worker of this server, and what workers of another kind are told.
+    greeting: Kind
+    wrong_greeting: str
+
+    def __init__(
+        self,
+        host: Host,
+        listen: str,
+        keys: str | Path | None,
+        *,
+        insecure: bool,
+        lost_after: float,
+        max_parameters: int,
+        begin: Callable[[], None],
+    ) -> None:
+        address = address_to_bind(listen, keys, insecure, maker="diloco-comm serve keygen")
+        lost_after = check_lost_after(lost_after)
+        self._host = host
+        self._refused = RefusedVersions(logger, "a worker")
+        self._listener = Listener(address, keys, lost_after)
+        # Without this the garbage collector would wait for an open socket for ever.
+        self._close_listener = weakref.finalize(self, self._listener.close)
+        self._close_listener.atexit = False
+        try:
+            begin()
+        except BaseException:
+            self._close_listener()
+            raise
+        self._socket, self._guard = self._listener.socket, self._listener.guard
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._attendance = Attendance(
+            host,
+            self._listener.connections,
+            self._send,
+            self._forget,
+            max_parameters=max_parameters,
+            lost_after=lost_after,
+        )
+        self._handlers: dict[Kind, Callable[[Session, Message], None]]
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._has_served = False
+
+    # ---------------------------------------------------------------- what a derived class does
+
+    def report(self) -> dict[str, Any]:
+        """Return the status as JSON types."""
+        return self._host.report()
+
+    @abstractmethod
+    def _forget(self, worker: str) -> None:
+        """Drop what a worker has begun to send."""
+
+    def _status(self) -> dict[str, Any]:
+        """Return the status for a peer, which needs no session to ask."""
+        return self.report()
+
+    def _answer_stranger(self, message: Message) -> Message | None:
+        """Return the answer to a message that needs no session, or None for other messages."""
+        return None
+
+    def _due_at(self) -> float | None:
+        """When ``_after_messages`` has something to do, on the monotonic clock; None if unknown."""
+        return None
+
+    @abstractmethod
+    def _after_messages(self) -> None:
+        """Called after the messages that have arrived, and when ``_due_at`` is over."""
+
+    @abstractmethod
+    def _housekeeping(self) -> None:
+        """Called several times a second."""
+
+    # ---------------------------------------------------------------------------------- running
+
+    @property
+    def is_running(self) -> bool:
+        """A thread that ``start`` made serves."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self):  # type: ignore[no-untyped-def]
+        """Serve in a new thread."""
+        self._thread = threading.Thread(target=self._run, name="diloco-server", daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.serve()
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def serve(self, on_idle: Callable[[], None] = lambda: None) -> None:
+        """Serve in this thread until ``stop``, then write a snapshot and close the socket.
+
+        Args:
+            on_idle: Called several times a second.
+        """
+        self._has_served = True
+        try:
+            idle_at = 0.0
+            while not self._stop.is_set():
+                self._turn()
+                if time.monotonic() >= idle_at:
+                    self._attendance.drop_ended()
+                    self._housekeeping()
+                    on_idle()
+                    idle_at = time.monotonic() + _POLL_MS / 1000
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._host.end()
+        finally:
+            self._close_listener()
+
+    def stop_soon(self) -> None:
+        """Make ``serve`` return; may be called from a signal handler."""
+        self._stop.set()
+
+    def stop(self) -> None:
+        """End ``serve``, and wait for the server's own thread if ``start`` made one.
+
+        Raises:
+            BaseException: The error that ended the server's thread, if there was one.
+        """
+        self._stop.set()
+        if self._thread is None and not self._has_served:
+            self._has_served = True
+            self._close()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self):  # type: ignore[no-untyped-def]
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    # --------------------------------------------------------------------------------- messages
+
+    def _turn(self) -> None:
+        """Handle up to 65 messages, then do what is due."""
+        timeout, due_at = _POLL_MS, self._due_at()
+        if due_at is not None:
+            timeout = min(timeout, max(0, int(1000 * (due_at - time.monotonic())) + 1))
+        for _ in range(65):
+            frames = receive(self._socket, timeout)
+            if frames is None:
+                break
+            self._receive(frames)
+            timeout = 0
+        self._after_messages()
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        peer = frames[0].bytes
+        self._host.status.received_bytes += sum(len(frame) for frame in frames[1:])
+        try:
+            message = parse([frame.buffer for frame in frames[1:]])
+            if self._guard is not None and not self._guard.admits(frames[-1]):
+                self._attendance.lose(peer)
+                self._send(peer, Message(Kind.REFUSED, meta={"reason": REVOKED}))
+                return
+            session = self._host.sessions.get(peer)
+            answer = self._answer_stranger(message)
+            if answer is not None:
+                self._send(peer, answer)
+            elif message.kind == Kind.STATUS:
+                self._send(peer, Message(Kind.REPORT, meta={"status": self._status()}))
+            elif message.kind == self.greeting:
+                self._attendance.greet(peer, connection_of(frames[1]), message)
+            elif message.kind in (Kind.HELLO, Kind.JOIN, Kind.SETTINGS):
+                self._send(peer, Message(Kind.REFUSED, meta={"reason": self.wrong_greeting}))
+            elif session is None:
+                self._send(peer, Message(Kind.UNKNOWN))
+            else:
+                session.seen_at = time.monotonic()
+                self._serve(session, message)
+        except ProtocolError as error:
+            self._host.status.count_refusal("garbage")
+            refusal = Message(Kind.REFUSED, meta={"reason": str(error)})
+            if error.protocol is not None:
+                self._refused.log(error.protocol, error)
+            # A worker of another version reads the sentence in its own protocol.
+            self._send(peer, refusal, error.protocol or PROTOCOL)
+
+    def _send(self, peer: bytes, message: Message, protocol: int = PROTOCOL) -> bool:
+        frames = pack(message, protocol)
+        try:
+            send_to_peer(self._socket, [peer, *frames], copy=len(frames) < 2)
+        except zmq.ZMQError as error:
+            # The peer is gone or does not read. A peer that comes back asks again.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            if error.errno == zmq.EHOSTUNREACH:
+                self._attendance.lose(peer)
+            return False
+        self._host.status.sent_bytes += sum(len(frame) for frame in frames)
+        return True
+
+    def _serve(self, session: Session, message: Message) -> None:
+        handle = self._handlers.get(message.kind)
+        if handle is None:
+            raise ProtocolError(f"{message.kind.name} is not for a server")
+        handle(session, message)
 
 
 class AsyncServer(Service):
@@ -73,8 +379,6 @@ class AsyncServer(Service):
         max_parameters: int = 4_000_000_000,
         impl: str = "",
     ) -> None:
-        address = address_to_bind(listen, keys, insecure, maker="diloco-comm serve keygen")
-        lost_after = check_lost_after(lost_after)
         numbers = {
             "sync_every": sync_every,
             "dylu": dylu,
@@ -90,21 +394,15 @@ class AsyncServer(Service):
             impl=impl,
         )
         super().__init__(
-            self.state, address, keys, lost_after, lambda: self.state.begin(parameters)
-        )
-        self._connect_parts(max_parameters, lost_after)
-
-    def _connect_parts(self, max_parameters: int, lost_after: float) -> None:
-        """Make the parts that handle messages, and say which part handles which kind."""
-        self._receiver = Receiver(self.state, self._send)
-        self._attendance = Attendance(
             self.state,
-            self._listener.connections,
-            self._send,
-            self._receiver.forget,
-            max_parameters=max_parameters,
+            listen,
+            keys,
+            insecure=insecure,
             lost_after=lost_after,
+            max_parameters=max_parameters,
+            begin=lambda: self.state.begin(parameters),
         )
+        self._receiver = Receiver(self.state, self._send)
         self._sender = Sender(self.state, self._send, self._receiver.admit_waiting)
         self._handlers = {
             Kind.PUSH: self._receiver.push,
@@ -125,9 +423,8 @@ class AsyncServer(Service):
             raise RuntimeError("the server has no parameters yet: no worker has attached")
         return self.state.coordinator.model.read_all()
 
-    def report(self) -> dict[str, Any]:
-        """Return the status as JSON types."""
-        return self.state.report()
+    def _forget(self, worker: str) -> None:
+        self._receiver.forget(worker)
 
     def _due_at(self) -> float | None:
         coordinator = self.state.coordinator
@@ -136,9 +433,6 @@ class AsyncServer(Service):
     def _after_messages(self) -> None:
         """Start the workers whose grace period has ended."""
         self._sender.start_released()
-
-    def _end(self) -> None:
-        self.state.end()
 
     def _leave(self, session: Session, message: Message) -> None:
         self._attendance.leave(session, message)

@@ -7,23 +7,28 @@ or that lost power or network, does not.
 
 from __future__ import annotations
 
+import secrets
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 import zmq
+from torch import Tensor
 
 from ..base.checks import logger_of, number
 from ..base.service.sockets import NOBLOCK
 from ..ops.wire import Layout, WireFormat
 from ..replica.fragments import same_memory
 from .coordinator import Coordinator
-from .messages import MAX_UPDATES, NAME_TAKEN, Kind, Message, ProtocolError
+from .keeper import Keeper
+from .messages import MAX_NUMBER, MAX_UPDATES, NAME_TAKEN, Kind, Message, ProtocolError
 from .model import SharedModel, layout_of
 from .payloads import PayloadMemory
+from .snapshots import restoring
 
 _MIN_S, _MAX_S = 0.1, 86400
 _PLACE = "inproc://connections"
@@ -288,30 +293,113 @@ class Status:
         }
 
 
-class Host(Protocol):
-    """What a server does with workers that come and go.
+class Host(ABC):
+    """What a server does with workers that come and go, and with its files.
+
+    Args:
+        memory: Room for payloads on their way.
+        open_files: Locks the snapshot folder and returns its files; None keeps nothing on disk.
 
     Attributes:
+        layout: Hash of the workers' model; None if no worker has said so.
         unexchanged: Digests of frozen parameters and of persistent buffers, which the first worker
             of the run has; None if no worker has said so.
+        history: A random number that tells workers whether the server was restarted.
+        keeper: Writes snapshots and the journal; None before ``begin``, and without a snapshot
+            folder.
     """
 
-    sessions: Sessions
-    status: Status
-    unexchanged: list[int] | None
+    def __init__(self, memory: PayloadMemory, open_files: Callable[[], Keeper] | None) -> None:
+        self.sessions, self.status, self.memory = Sessions(), Status(), memory
+        self.layout: int | None = None
+        self.unexchanged: list[int] | None = None
+        self.history = secrets.randbelow(MAX_NUMBER)
+        self.keeper: Keeper | None = None
+        self._open_files = open_files
 
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Updates or merges so far."""
+
+    @abstractmethod
     def check_model(self, meta: dict[str, Any]) -> None:
         """Raise ProtocolError if a worker's first message describes another model."""
 
+    @abstractmethod
     def welcome(self, session: Session, message: Message) -> Message:
         """Take a worker in, and return the answer to the worker's first message."""
-        ...
 
+    @abstractmethod
     def release(self, session: Session) -> None:
         """Keep nothing for a connection any more."""
 
+    @abstractmethod
     def leave(self, worker: str) -> None:
         """Stop waiting for a worker that has no connection."""
+
+    @abstractmethod
+    def report(self) -> dict[str, Any]:
+        """Return the status as JSON types, small enough for one message; any thread may ask."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Write a snapshot, unless the model holds what no worker may know yet."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Write the last snapshot.
+
+        Raises:
+            OSError: If the disk has only an older version, and somebody knows of the newer one.
+        """
+
+    @abstractmethod
+    def _restore(self, keeper: Keeper) -> None:
+        """Take over the model of the snapshot and the journal."""
+
+    def _begin_with(self, parameters: Sequence[Tensor]) -> None:
+        """Begin a new model with parameters, fp32 [num_elements] for each fragment."""
+        raise NotImplementedError
+
+    def begin(self, parameters: Sequence[Tensor] | None = None) -> None:
+        """Restore the model if there is one on the disk, else take the parameters if given.
+
+        Raises:
+            OSError: If another server has the snapshot folder, or the folder cannot be written.
+            ValueError: If the folder's model does not fit this server, or a file is no snapshot.
+            DamagedLog: If a file is damaged.
+        """
+        if self._open_files is not None:
+            self.keeper = self._open_files()
+        try:
+            if self.keeper is not None and self.keeper.exists:
+                with restoring(self.keeper.folder):
+                    self._restore(self.keeper)
+            elif parameters is not None:
+                self._begin_with(parameters)
+        except BaseException:
+            if self.keeper is not None:
+                self.keeper.release()
+            raise
+
+    def save_if_due(self) -> None:
+        """Write a snapshot if one is due."""
+        if self.keeper is not None and self.keeper.is_due(self.version):
+            self.save()
+
+    def refuse_layout(self, reason: str) -> NoReturn:
+        """Refuse a worker whose model is another one."""
+        self.status.count_refusal("layout")
+        raise ProtocolError(reason)
+
+    def check_layout(self, layout: int) -> None:
+        """Raise ProtocolError if a worker's model has another hash than the first worker's."""
+        if layout != self.layout:
+            self.refuse_layout(
+                "the model has as many parameters as the server's, but other names, shapes or "
+                "dtypes"
+            )
 
 
 class Attendance:

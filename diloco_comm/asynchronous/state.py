@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import secrets
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from ..base.checks import logger_of
 from ..ops.wire import WireFormat
 from .coordinator import Coordinator, Outcome, Update
 from .keeper import Keeper
-from .messages import MAX_NUMBER, UNCOUNTED, Kind, Message, ProtocolError
+from .messages import MAX_NUMBER, UNCOUNTED, Kind, Message
 from .model import SharedModel
 from .payloads import Payload, PayloadFile, PayloadMemory, payload_files
 from .rules import ServerRule
-from .sessions import MAX_WORKERS, NOTHING, Session, Sessions, Status
-from .snapshots import restoring
+from .sessions import MAX_WORKERS, NOTHING, Host, Session
 from .window import WINDOW_BYTES
 
 MAX_STALENESS = 64
@@ -43,7 +42,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
-class ServerState:
+class ServerState(Host):
     """A server without its socket.
 
     Args:
@@ -53,12 +52,8 @@ class ServerState:
     Attributes:
         coordinator: None until the server has parameters.
         max_readers: Number of workers that may fetch parameters at the same time.
-        unexchanged: See ``Host``.
-        history: A random number that tells workers whether the server was restarted.
         problem: One sentence while an update waits for room on a disk or a descriptor, else "".
         began: Version that the server restored from disk; -1 if it restored none.
-        keeper: Writes snapshots and the journal; None before ``begin``, and without a snapshot
-            folder.
     """
 
     def __init__(
@@ -83,20 +78,14 @@ class ServerState:
                 f"{sizes:g} models: it must be at least {sizes + MIN_ROOM:g}"
             )
         folder = None if snapshot is None else Path(snapshot)
+        files = None if folder is None else partial(Keeper, folder, snapshot_every)
+        super().__init__(PayloadMemory(0, self._make_files), files)
         self.rule, self.impl, self.numbers = rule, impl, numbers
         self._model_sizes, self._folder = model_sizes, folder
         self.coordinator: Coordinator | None = None
-        self.layout: int | None = None
-        self.unexchanged: list[int] | None = None
-        self.memory = PayloadMemory(0, self._make_files)
-        self.max_readers = MAX_READERS
-        self.history, self.began = secrets.randbelow(MAX_NUMBER), -1
-        self.sessions = Sessions()
-        self.status = Status()
+        self.max_readers, self.began = MAX_READERS, -1
         self.problem, self._retry_at = "", 0.0
         self._lost_file = ""  # the last update that a disk error cost, until another gets a file
-        self._snapshot_every = snapshot_every
-        self.keeper: Keeper | None = None
 
     @property
     def model(self) -> SharedModel:
@@ -167,34 +156,13 @@ class ServerState:
         )
         logger.error("%s; the server goes on", self._lost_file)
 
-    def begin(self, parameters: Sequence[Tensor] | None) -> None:
-        """Restore the snapshot if there is one, else take the parameters if they are given.
-
-        Raises:
-            OSError: If the parameters cannot be written to the snapshot folder, or another server
-                has the folder.
-            ValueError: If the file is no snapshot, or does not fit the rule.
-        """
-        if self._folder is not None:
-            self.keeper = Keeper(self._folder, self._snapshot_every)
-        try:
-            self._begin(parameters)
-        except BaseException:
-            if self.keeper is not None:
-                self.keeper.release()
-            raise
-
-    def _begin(self, parameters: Sequence[Tensor] | None) -> None:
-        if self.keeper is not None and self.keeper.exists:
-            with restoring(self.keeper.folder):
-                self._restore(self.keeper)
-        elif parameters is not None:
-            flats = [p.detach().flatten().float() for p in parameters]
-            self.open_model([flat.numel() for flat in flats], None)
-            self.model.initialise(flats)
-            self.save()
-            if self.keeper is not None and self.keeper.problem:
-                raise OSError(self.keeper.problem)
+    def _begin_with(self, parameters: Sequence[Tensor]) -> None:
+        flats = [p.detach().flatten().float() for p in parameters]
+        self.open_model([flat.numel() for flat in flats], None)
+        self.model.initialise(flats)
+        self.save()
+        if self.keeper is not None and self.keeper.problem:
+            raise OSError(self.keeper.problem)
 
     def open_model(
         self, sizes: Sequence[int], layout: int | None, outers: Sequence[Tensor] | None = None
@@ -220,19 +188,13 @@ class ServerState:
         sizes, layout = meta["sizes"], meta["layout"]
         own = list(self.coordinator.model.sizes)
         if sizes != own:
-            self.status.count_refusal("layout")
-            raise ProtocolError(
+            self.refuse_layout(
                 f"the model has {sum(sizes)} parameters in fragments of {_shown(sizes)}, the "
                 f"server's has {sum(own)} in {_shown(own)}"
             )
         if self.layout is None:
             self.layout = layout
-        if layout != self.layout:
-            self.status.count_refusal("layout")
-            raise ProtocolError(
-                "the model has as many parameters as the server's, but other names, shapes or "
-                "dtypes"
-            )
+        self.check_layout(layout)
 
     def welcome(self, session: Session, message: Message) -> Message:
         """Take a worker in, and return its WELCOME."""
@@ -342,11 +304,6 @@ class ServerState:
         }
         self.keeper.save(model.version, header, model.tensors())
 
-    def save_if_due(self) -> None:
-        """Write a snapshot if one is due and no older version is being read."""
-        if self.keeper is not None and self.keeper.is_due(self.version):
-            self.save()
-
     def end(self) -> None:
         """Release what all workers hold, and write the last snapshot.
 
@@ -407,21 +364,16 @@ class ServerState:
         }
 
     def log_update(
-        self,
-        worker: str,
-        version: int,
-        meta: dict[str, Any],
-        outcome: Outcome,
-        payloads: Sequence[Payload],
+        self, worker: str, push: Message, outcome: Outcome, payloads: Sequence[Payload] = ()
     ) -> None:
         """Write an update to the journal, before its worker gets the outcome."""
         if self.keeper is None or outcome.refusal in UNCOUNTED:
             return
         record = {
             "worker": worker,
-            "version": version,
+            "version": push.version,
             "outcome": outcome.__dict__,
-            **{name: meta[name] for name in ("wire", "block_size", "steps", "seconds")},
+            **{name: push.meta[name] for name in ("wire", "block_size", "steps", "seconds")},
         }
         self.keeper.append(record, [] if outcome.refusal else payloads, self.version)
 

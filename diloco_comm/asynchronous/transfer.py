@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ from ..ops.wire import Layout, WireFormat
 from .coordinator import Outcome, Update
 from .messages import Kind, Message, ProtocolError
 from .model import decode
-from .payloads import Upload
+from .payloads import Payload, Upload
 from .rules import FusedState
-from .sessions import BEGIN_S, NOTHING, Send, Session
+from .sessions import BEGIN_S, NOTHING, Host, Send, Session
 from .state import ServerState
 from .window import Position, bodies, is_within
 
@@ -27,18 +28,128 @@ from .window import Position, bodies, is_within
 STALL_S = 20.0
 
 
-class Receiver:
-    """Receive the updates of workers.
+class Uploads(ABC):
+    """Payloads on their way to a server, which asks for them run by run.
 
     Args:
-        state: The server's state.
+        host: The server's state.
         send: Sends a message to a connection; returns False if that fails.
     """
 
+    def __init__(self, host: Host, send: Send) -> None:
+        self._host, self._send = host, send
+        # By worker, and by the place that ``_place`` returns.
+        self._uploads: dict[tuple[str, int], Upload] = {}
+
+    @abstractmethod
+    def _place(self, message: Message) -> int | None:
+        """Return the place of the upload to which a message brings runs; None if there is none."""
+
+    @abstractmethod
+    def _refuse_run(self, session: Session, upload: Upload, place: int, wrong: str) -> None:
+        """Refuse runs of another size or place than the server has asked for."""
+
+    @abstractmethod
+    def _complete(self, session: Session, upload: Upload, place: int) -> None:
+        """Take an upload that has arrived."""
+
+    def _lose(self, session: Session, upload: Upload, error: OSError) -> None:
+        """Give up an upload whose file cannot be written or read."""
+        raise error
+
+    def forget(self, worker: str) -> None:
+        """Drop what a worker has begun to send."""
+        for key in [key for key in self._uploads if key[0] == worker]:
+            self._drop(*key)
+
+    def drop_stalled(self, now: float) -> list[str]:
+        """Drop the uploads that have stood still for ``STALL_S``; return their workers."""
+        stalled = [key for key, each in self._uploads.items() if now - each.last_seen > STALL_S]
+        for key in stalled:
+            self._drop(*key)
+            self._host.status.count_refusal("stalled")
+        return [worker for worker, _ in stalled]
+
+    def _drop(self, worker: str, place: int) -> None:
+        upload = self._uploads.pop((worker, place), None)
+        if upload is not None:
+            self._host.memory.give_back(upload.payloads)
+
+    def _begin(
+        self,
+        session: Session,
+        place: int,
+        question: Message,
+        layouts: list[Layout],
+        payloads: list[Payload],
+        first: int = 0,
+    ) -> None:
+        """Ask for the first runs of what a worker has offered."""
+        upload = Upload(session.worker, question, layouts, payloads, time.monotonic(), first)
+        self._uploads[session.worker, place] = upload
+        self._want(session, upload, upload.window.ask())
+
+    def _want(self, session: Session, upload: Upload, requests: list[tuple[Position, int]]) -> None:
+        for (_, fragment, run), count in requests:
+            place = (upload.seq, 0, upload.first + fragment, run)
+            self._send(session.peer, Message(Kind.WANT, *place, count=count))
+
+    def receive_run(self, session: Session, message: Message) -> None:
+        """Take runs that the server has asked for, and ask for the next ones."""
+        place = self._place(message)
+        upload = None if place is None else self._uploads.get((session.worker, place))
+        if place is None or upload is None or upload.seq != message.number:
+            return
+        fragment = message.fragment - upload.first
+        if Position(0, fragment, message.run) not in upload.window.asked:
+            return  # This run was asked for twice, and has arrived before.
+        try:
+            wrong = upload.put(fragment, message.run, message.body, time.monotonic())
+            if upload.window.is_empty:
+                upload.read_through()
+        except OSError as error:
+            self._lose(session, upload, error)
+            return
+        if wrong:
+            self._refuse_run(session, upload, place, wrong)
+            return
+        self._want(session, upload, upload.window.ask())
+        if upload.window.is_empty:
+            del self._uploads[session.worker, place]
+            self._complete(session, upload, place)
+
+    def _refuse(self, session: Session, reason: str, kind: str = "") -> None:
+        """Tell a worker that the server does not take what the worker has sent."""
+        if kind:
+            self._host.status.count_refusal(kind)
+        self._send(session.peer, Message(Kind.REFUSED, meta={"reason": reason}))
+
+    def _parameters(self, session: Session, upload: Upload) -> list[Tensor] | None:
+        """Return the parameters to start from, fp32; refuse them if they are not finite."""
+        flats, payloads = [], upload.payloads[::-1]
+        upload.payloads = []
+        if not upload.garbage:
+            # A payload is given back as soon as it is decoded: beside the model there is one piece.
+            for layout in upload.layouts:
+                flats.append(decode(payloads[-1][:], layout))
+                self._host.memory.give_back([payloads.pop()])
+        self._host.memory.give_back(payloads)
+        if upload.garbage or not all(bool(flat.isfinite().all()) for flat in flats):
+            self._refuse(session, "the worker's parameters are not finite", "non-finite")
+            return None
+        return flats
+
+
+class Receiver(Uploads):
+    """Receive the updates of workers; a worker sends one at a time."""
+
     def __init__(self, state: ServerState, send: Send) -> None:
-        self.state, self._send = state, send
-        self._uploads: dict[str, Upload] = {}
+        super().__init__(state, send)
+        self.state = state
         self._queue: dict[str, Message] = {}
+
+    def _place(self, message: Message) -> int:
+        return 0
 
     @property
     def is_anyone_waiting(self) -> bool:
@@ -49,58 +160,53 @@ class Receiver:
 
     def forget(self, worker: str) -> None:
         """Drop the update that a worker has begun to send, or waits to send."""
-        self._drop_upload(worker)
+        super().forget(worker)
         self._queue.pop(worker, None)
 
-    def drop_stalled(self, now: float) -> None:
-        """Drop the uploads whose worker has been silent for ``STALL_S``, to free their memory."""
-        for upload in list(self._uploads.values()):
-            if now - upload.last_seen > STALL_S:
-                self._drop_upload(upload.worker)
-                self.state.status.count_refusal("stalled")
-                session = self.state.sessions.of(upload.worker)
-                if session is not None and self.is_anyone_waiting:
-                    session.barred_until = now + STALL_S
+    def drop_stalled(self, now: float) -> list[str]:
+        """Free the memory of stalled uploads; their workers wait if others want the memory."""
+        stalled = super().drop_stalled(now)
+        for session in map(self.state.sessions.of, stalled):
+            if session is not None and self.is_anyone_waiting:
+                session.barred_until = now + STALL_S
+        return stalled
 
     def push(self, session: Session, message: Message) -> None:
         """Answer a worker that has an update, or that repeats its PUSH."""
-        worker, meta = session.worker, message.meta
+        worker, coordinator = session.worker, self.state.coordinator
         if message.fragment and session.follows != message.version:
             # After a restart the server learns here which workers follow the versions.
             session.follows = message.version
             self.state.keep_for_followers()
-        upload = self._uploads.get(worker)
+        upload = self._uploads.get((worker, 0))
         if upload is not None and upload.seq == message.number:
             self._want(session, upload, upload.window.ask_again())
             return
-        if meta["is_start"]:
-            if self.state.coordinator is not None:
-                self._send_outcome(session, Outcome(message.number, self.state.version, 0))
-            elif any(u.is_start for u in self._uploads.values()):
-                self._send(session.peer, Message(Kind.WAIT))
-            else:
-                self._admit(session, message)
+        if message.meta["is_start"]:
+            self._push_start(session, message)
             return
-        if self.state.coordinator is None:
+        if coordinator is None:
             self._send(session.peer, Message(Kind.UNKNOWN))
             return
-        known = self.state.coordinator.outcome_of(worker, message.number)
+        known = coordinator.outcome_of(worker, message.number)
         if known is None:
-            known = self.state.coordinator.refusal(worker, message.number, message.version)
+            known = coordinator.refusal(worker, message.number, message.version)
             if known is not None:
-                self._refuse(session, message, known)
-                return
+                coordinator.finish(worker, known, time.monotonic())
+                self.state.log_update(worker, message, known)
         if known is not None:
             self._send_outcome(session, known)
         elif time.monotonic() < session.barred_until or not self._admit(session, message):
             self._queue[worker] = message
             self._send(session.peer, Message(Kind.WAIT))
 
-    def _refuse(self, session: Session, message: Message, outcome: Outcome) -> None:
-        assert self.state.coordinator is not None
-        self.state.coordinator.finish(session.worker, outcome, time.monotonic())
-        self.state.log_update(session.worker, message.version, message.meta, outcome, [])
-        self._send_outcome(session, outcome)
+    def _push_start(self, session: Session, message: Message) -> None:
+        if self.state.coordinator is not None:
+            self._send_outcome(session, Outcome(message.number, self.state.version, 0))
+        elif any(upload.question.meta["is_start"] for upload in self._uploads.values()):
+            self._send(session.peer, Message(Kind.WAIT))
+        else:
+            self._admit(session, message)
 
     def _admit(self, session: Session, message: Message) -> bool:
         """Ask for the runs of an update if there is room; return whether there is.
@@ -116,7 +222,7 @@ class Receiver:
         if meta["is_start"] and wire.name != "fp32":
             raise ProtocolError(f"parameters are sent as fp32, got {wire.name}")
         layouts = session.layouts(wire)
-        self._drop_upload(session.worker)
+        self._drop(session.worker, 0)
         sizes = [layout.payload_bytes for layout in layouts]
         try:
             # Parameters to start from fit into memory: the server has no model yet.
@@ -132,69 +238,35 @@ class Receiver:
         if payloads is None:
             return False
         self._queue.pop(session.worker, None)
-        upload = Upload(
-            session.worker,
-            message.number,
-            message.version,
-            meta["steps"],
-            meta["seconds"],
-            meta["is_start"],
-            layouts,
-            payloads,
-            time.monotonic(),
-        )
-        self._uploads[session.worker] = upload
-        self._want(session, upload, upload.window.ask())
+        self._begin(session, 0, message, layouts, payloads)
         return True
 
-    def _want(self, session: Session, upload: Upload, requests: list[tuple[Position, int]]) -> None:
-        for (_, fragment, run), count in requests:
-            self._send(session.peer, Message(Kind.WANT, upload.seq, 0, fragment, run, count=count))
-
-    def receive_run(self, session: Session, message: Message) -> None:
-        upload = self._uploads.get(session.worker)
-        if upload is None or upload.seq != message.number:
-            return
-        if Position(0, message.fragment, message.run) not in upload.window.asked:
-            return  # This run was asked for twice, and has arrived before.
-        try:
-            wrong = upload.put(message.fragment, message.run, message.body, time.monotonic())
-            if upload.window.is_empty:
-                upload.read_through()
-        except OSError as error:
-            self._lose(session, upload, error)
-            return
-        if wrong:
-            self.state.status.count_refusal("size")
-            self._send(session.peer, Message(Kind.REFUSED, meta={"reason": wrong}))
-            return
-        self._want(session, upload, upload.window.ask())
-        if upload.window.is_empty:
-            del self._uploads[session.worker]
-            self._complete(session, upload)
+    def _refuse_run(self, session: Session, upload: Upload, place: int, wrong: str) -> None:
+        self._refuse(session, wrong, "size")
 
     def _lose(self, session: Session, upload: Upload, error: OSError) -> None:
         """Refuse an update whose file cannot be written or read; no part of it is applied."""
         assert self.state.coordinator is not None
-        self._drop_upload(upload.worker)
+        self._drop(upload.worker, 0)
         self.state.report_lost_file(upload.worker, upload.seq, error)
         reason = f"its file on the server cannot be written or read: {error.strerror or error}"
         outcome = self.state.coordinator.lose(upload.worker, upload.seq, reason, time.monotonic())
-        self.state.log_update(upload.worker, upload.version, upload.meta, outcome, [])
+        self.state.log_update(upload.worker, upload.question, outcome)
         self._send_outcome(session, outcome)
         self.admit_waiting()
 
-    def _complete(self, session: Session, upload: Upload) -> None:
-        if upload.is_start:
+    def _complete(self, session: Session, upload: Upload, place: int) -> None:
+        push = upload.question
+        if push.meta["is_start"]:
             self._take_start(session, upload)
             return
         assert self.state.coordinator is not None
         update = Update(
             upload.worker,
             upload.seq,
-            upload.version,
-            upload.steps,
-            upload.seconds,
+            push.version,
+            push.meta["steps"],
+            push.meta["seconds"],
             upload.payloads,
             upload.layouts,
             upload.garbage,
@@ -206,24 +278,15 @@ class Receiver:
             )
         self.state.status.apply_s += time.perf_counter() - begin
         # Released payloads keep their bytes until the server asks for the next update.
-        self.state.log_update(upload.worker, upload.version, upload.meta, outcome, upload.payloads)
+        self.state.log_update(upload.worker, push, outcome, upload.payloads)
         self._send_outcome(session, outcome)
         self.admit_waiting()
 
     def _take_start(self, session: Session, upload: Upload) -> None:
-        pairs = list(zip(upload.payloads, upload.layouts, strict=True))
         if self.state.coordinator is None:
-            if upload.garbage:
-                self.state.status.count_refusal("non-finite")
-                reason = "the worker's parameters are not finite"
-                self._send(session.peer, Message(Kind.REFUSED, meta={"reason": reason}))
-                self.state.memory.give_back(upload.payloads)
+            outers = self._parameters(session, upload)
+            if outers is None:
                 return
-            outers = [decode(payload[:], layout) for payload, layout in pairs]
-            # Free the payloads first: the rule's buffers need the memory.
-            self.state.memory.give_back(upload.payloads)
-            pairs.clear()
-            upload.payloads.clear()
             self.state.open_model(session.sizes, session.layout, outers)
             self.state.unexchanged = session.unexchanged
             # Workers with another model must say HELLO again, and are then refused.
@@ -241,11 +304,6 @@ class Receiver:
             "reason": outcome.reason,
         }
         self._send(session.peer, Message(Kind.OUTCOME, outcome.seq, outcome.version, meta=meta))
-
-    def _drop_upload(self, worker: str) -> None:
-        upload = self._uploads.pop(worker, None)
-        if upload is not None:
-            self.state.memory.give_back(upload.payloads)
 
     def admit_waiting(self) -> None:
         """Ask for the updates that wait, while there is room; a refusal goes to its own worker."""
@@ -265,7 +323,7 @@ class Receiver:
             return self._admit(session, message)
         except ProtocolError as error:
             self._queue.pop(session.worker, None)
-            self._send(session.peer, Message(Kind.REFUSED, meta={"reason": str(error)}))
+            self._refuse(session, str(error))
             return True
 
 

@@ -22,7 +22,7 @@ from test_async_rules import EXAMPLE, EXAMPLE_RULES, STREAM
 from torch import nn
 
 from diloco_comm import Link, Wire
-from diloco_comm.asynchronous import service
+from diloco_comm.asynchronous import server as service
 from diloco_comm.asynchronous.link import ServerRefused
 from diloco_comm.asynchronous.rules import DelayedNesterov
 from diloco_comm.asynchronous.worker import AsyncDiLoCo

@@ -19,7 +19,7 @@ from decoupled_processes import SIZE, attach, make_server
 
 from diloco_comm import SGD
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
-from diloco_comm.asynchronous.decoupled import state as status
+from diloco_comm.asynchronous.decoupled import state as syncer_state
 from diloco_comm.asynchronous.decoupled.fragments import Piece
 from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
@@ -321,14 +321,13 @@ def test_peers_get_a_status_again_that_took_long(monkeypatch: pytest.MonkeyPatch
     """For twenty times as long as its making took, at most a second."""
     now, took = 100.0, 0.01
 
-    def make(state: object) -> dict:
+    def make() -> dict:
         nonlocal now
         now += took
         return {"made_at": now}
 
-    monkeypatch.setattr(status, "report_of", make)
-    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=lambda: now))
-    kept = status.KeptStatus(None)  # type: ignore[arg-type]
+    monkeypatch.setattr(syncer_state, "time", SimpleNamespace(monotonic=lambda: now))
+    kept = syncer_state.KeptStatus(make)
     first = kept.get()
     now += 0.19
     assert kept.get() == first

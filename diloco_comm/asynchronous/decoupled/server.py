@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ...base.service.addresses import address_to_bind
 from ...methods.outer import OuterOptimizer
+from ..keeper import Keeper
 from ..messages import Kind, Message
-from ..service import Service
-from ..sessions import Attendance, Session, check_lost_after
+from ..server import Service
+from ..sessions import Session
 from .model import KEPT_MODELS
 from .settings import DecoupledSettings, check_outer
-from .state import KeptStatus, SyncerState, report_of
-from .tape import CommitStorage
+from .state import KeptStatus, SyncerState
 from .transfer import ReportReceiver, Teller
 
 
@@ -76,36 +76,39 @@ class DecoupledServer(Service):
         max_parameters: int = 4_000_000_000,
         impl: str = "",
     ) -> None:
-        address = address_to_bind(listen, keys, insecure, maker="diloco-comm serve keygen")
-        lost_after = check_lost_after(lost_after)
         if snapshot_every < 1:
             raise ValueError(f"snapshot_every must be at least 1, got {snapshot_every}")
         if keep_tape and drop_tape:
             raise ValueError("keep_tape and drop_tape exclude each other")
         if model_sizes < KEPT_MODELS:
             raise ValueError(f"model_sizes must be at least {KEPT_MODELS}, got {model_sizes:g}")
-        storage = None
+        open_files = None
         if snapshot is not None:
-            storage = CommitStorage(
-                Path(snapshot), snapshot_every, keeps_tape=keep_tape, drops_tape=drop_tape
+            open_files = partial(
+                Keeper, Path(snapshot), snapshot_every, waits=True, keeps_journals=keep_tape
             )
         elif keep_tape or drop_tape:
             raise ValueError(f"{'keep_tape' if keep_tape else 'drop_tape'} needs a snapshot folder")
         self.state = SyncerState(
-            settings, check_outer(outer), storage=storage, model_sizes=model_sizes, impl=impl
+            settings,
+            check_outer(outer),
+            open_files=open_files,
+            drops_tape=drop_tape,
+            model_sizes=model_sizes,
+            impl=impl,
         )
-        super().__init__(self.state, address, keys, lost_after, self.state.begin)
-        self._kept_status = KeptStatus(self.state)
+        super().__init__(
+            self.state,
+            listen,
+            keys,
+            insecure=insecure,
+            lost_after=lost_after,
+            max_parameters=max_parameters,
+            begin=self.state.begin,
+        )
+        self._kept_status = KeptStatus(self.report)
         self._receiver = ReportReceiver(self.state, self._send)
         self._teller = Teller(self.state, self._send)
-        self._attendance = Attendance(
-            self.state,
-            self._listener.connections,
-            self._send,
-            self._receiver.forget,
-            max_parameters=max_parameters,
-            lost_after=lost_after,
-        )
         self._handlers = {
             Kind.STEP: self._step,
             Kind.REST: self._step,
@@ -131,9 +134,8 @@ class DecoupledServer(Service):
             raise RuntimeError("the server has no parameters yet: no learner has attached")
         return [fragment.copy_values() for fragment in self.state.model.syncer.fragments]
 
-    def report(self) -> dict[str, Any]:
-        """Return the status as JSON types."""
-        return report_of(self.state)
+    def _forget(self, worker: str) -> None:
+        self._receiver.forget(worker)
 
     def _status(self) -> dict[str, Any]:
         return self._kept_status.get()
@@ -171,6 +173,3 @@ class DecoupledServer(Service):
     def _housekeeping(self) -> None:
         self._receiver.drop_stalled(time.monotonic())
         self.state.save_if_due()
-
-    def _end(self) -> None:
-        self.state.end()

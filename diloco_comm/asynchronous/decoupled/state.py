@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ...base.checks import logger_of
 from ...methods.outer import OuterOptimizer
+from ..keeper import Keeper
 from ..messages import MAX_JSON, MAX_NUMBER, Kind, Message, ProtocolError
 from ..payloads import PayloadMemory
-from ..sessions import MAX_WORKERS, Session, Sessions, Status
+from ..sessions import MAX_WORKERS, Host, Session
 from .model import KEPT_MODELS, MAX_OLDER, Published, ServedModel, pieces_from
 from .settings import MAX_FRAGMENTS, DecoupledSettings
 from .syncer import Call, Commit, Report
-from .tape import CommitStorage
+from .tape import FORMAT, restore, write
 
 logger = logger_of(__name__)
 
@@ -56,20 +57,19 @@ class Told:
         return cls([-1] * num_fragments, [-1] * num_fragments, [0.0] * num_fragments)
 
 
-class SyncerState:
+class SyncerState(Host):
     """A syncer without its socket.
 
     Args:
         settings: The settings of the run.
         outer: The outer optimizer.
-        storage: Writes every commit to the disk before learners get it; None for no disk.
+        open_files: See ``Host``; every commit is on the disk before learners get it.
+        drops_tape: See ``restore``.
         model_sizes: Memory in fp32 models, for the shared model and for reports on their way.
         impl: Force an implementation of the operators.
 
     Attributes:
         model: None until there are parameters.
-        unexchanged: See ``Host``.
-        history: A random number that tells learners whether the process was restarted.
         run: A random number of the shared model, kept in the snapshot.
         told: What each connection was told.
         with_news: The connections to which there may be something to tell.
@@ -83,18 +83,16 @@ class SyncerState:
         settings: DecoupledSettings,
         outer: OuterOptimizer,
         *,
-        storage: CommitStorage | None,
+        open_files: Callable[[], Keeper] | None,
+        drops_tape: bool = False,
         model_sizes: float,
         impl: str,
     ) -> None:
         self.settings, self.outer, self.impl = settings, outer, impl
-        self.storage, self._model_sizes = storage, model_sizes
-        self.sessions, self.status = Sessions(), Status()
-        self.memory = PayloadMemory(SMALL_BYTES)
+        self._model_sizes, self._drops_tape = model_sizes, drops_tape
+        super().__init__(PayloadMemory(SMALL_BYTES), open_files)
         self.model: ServedModel | None = None
-        self.layout = 0
-        self.unexchanged: list[int] | None = None
-        self.history, self.run = secrets.randbelow(MAX_NUMBER), 0
+        self.layout, self.run = 0, 0
         self.told: dict[bytes, Told] = {}
         self.held: dict[tuple[int, str, int], list[Tensor]] = {}
         self.merged: Counter[str] = Counter()
@@ -108,15 +106,18 @@ class SyncerState:
 
     # ------------------------------------------------------------------------------- the model
 
-    def begin(self) -> None:
-        """Restore the model if there is one on the disk."""
-        if self.storage is not None:
-            found = self.storage.open(self.settings, self.outer, self.impl)
-            if found is not None:
-                self.layout, self.run = found.layout, found.run
-                self.unexchanged = found.unexchanged
-                self._take_model(found.model)
-                logger.info("restored %d commits", found.model.num_commits)
+    @property
+    def version(self) -> int:
+        return 0 if self.model is None else self.model.num_commits
+
+    def _restore(self, keeper: Keeper) -> None:
+        model, header = restore(
+            keeper, self.settings, self.outer, self.impl, drops_tape=self._drops_tape
+        )
+        self.layout, self.run = header["layout"], header["run"]
+        self.unexchanged = header["unexchanged"]
+        self._take_model(model)
+        logger.info("restored %d commits", model.num_commits)
 
     def start(self, session: Session, flats: Sequence[Tensor]) -> None:
         """Take a learner's parameters, fp32 [num_elements] for each piece, as version 0."""
@@ -171,19 +172,13 @@ class SyncerState:
         mine = [[(p.num_elements, p.merge) for p in each] for each in self.model.pieces]
         theirs = [[(p.num_elements, p.merge) for p in each] for each in pieces]
         if mine != theirs:
-            self.status.count_refusal("layout")
-            raise ProtocolError(
+            self.refuse_layout(
                 f"the model has {sum(sizes)} parameters in {len(sizes)} pieces of {len(counts)} "
                 f"fragments, the server's has {self.model.num_elements} in "
                 f"{len(self.model.sizes)} pieces of {len(mine)} fragments"
                 + (", of other sizes" if len(sizes) == len(self.model.sizes) else "")
             )
-        if meta["layout"] != self.layout:
-            self.status.count_refusal("layout")
-            raise ProtocolError(
-                "the model has as many parameters as the server's, but other names, shapes or "
-                "dtypes"
-            )
+        self.check_layout(meta["layout"])
 
     def welcome(self, session: Session, message: Message) -> Message:
         """Let a learner take part, and return the answer to its JOIN."""
@@ -229,7 +224,7 @@ class SyncerState:
 
     # ------------------------------------------------------------------------------ the merges
 
-    def report(self, fragment: int, report: Report, payloads: list[Tensor], now: float) -> str:
+    def take_report(self, fragment: int, report: Report, payloads: list[Tensor], now: float) -> str:
         """Take a complete report; return why it is refused, or ""."""
         assert self.model is not None
         refusal = self.model.syncer.report(fragment, report, payloads, now)
@@ -310,13 +305,13 @@ class SyncerState:
     def _write_out(self) -> bool:
         """Write merges to the journal and publish them; False while the disk takes none."""
         assert self.model is not None
-        if self.storage is not None and not self.storage.may_begin:
-            return False
+        if self.keeper is not None and self.keeper.saved_version < 0:
+            return False  # Without a snapshot a journal is of no use.
         while self._unsaved:
             commit = self._unsaved[0]
             keys = [(commit.fragment, r.learner, r.seq) for r in commit.merge.reports]
             payloads = [self.held[key] for key in keys]
-            if self.storage is not None and not self.storage.write(commit, payloads, self.model):
+            if self.keeper is not None and not write(self.keeper, commit, payloads, self.model):
                 return False
             self.model.publish(commit)
             self._unsaved.popleft()
@@ -340,8 +335,19 @@ class SyncerState:
 
     def save(self) -> None:
         """Write a snapshot, unless a merge has not been published."""
-        if self.storage is not None and self.model is not None and self._is_published(self.model):
-            self.storage.save(self.model, self.layout, self.run, self.unexchanged)
+        model = self.model
+        if self.keeper is None or model is None or not self._is_published(model):
+            return
+        header = {
+            "format": FORMAT,
+            "settings": self.settings.to_json(),
+            "outer": self.outer.config(),
+            "layout": self.layout,
+            "run": self.run,
+            "unexchanged": self.unexchanged,
+            **model.header(),
+        }
+        self.keeper.save(model.num_commits, header, model.tensors())
 
     def _is_published(self, model: ServedModel) -> bool:
         """Return whether the parameters are those of the published versions.
@@ -353,19 +359,17 @@ class SyncerState:
         is_same = all(published.version == f.num_merges for published, f in pairs)
         return is_same and not self._unsaved and not model.syncer.has_unsent
 
-    def save_if_due(self) -> None:
-        """Write a snapshot if one is due."""
-        if self.storage is not None and self.model is not None:
-            if self.storage.is_due(self.model.num_commits):
-                self.save()
-
     def end(self) -> None:
         """Write the last snapshot."""
-        if self.storage is not None:
+        if self.keeper is not None:
             try:
                 self.save()
             finally:
-                self.storage.close(0 if self.model is None else self.model.num_commits)
+                self.keeper.close(self.version)
+
+    def report(self) -> dict[str, Any]:
+        """Return the status as JSON types, small enough for one message; any thread may ask."""
+        return report_of(self)
 
 
 MAX_SHOWN = 64
@@ -376,14 +380,10 @@ _KEPT_FOR, _MOST_KEPT_S = 20, 1.0
 
 
 class KeptStatus:
-    """The status for peers: many requests take at most a twentieth of the merging thread's time.
+    """The status for peers: many requests take at most a twentieth of the merging thread's time."""
 
-    Args:
-        state: The syncer's state.
-    """
-
-    def __init__(self, state: SyncerState) -> None:
-        self._state = state
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self._make = make
         self._status: dict[str, Any] = {}
         self._until = -1.0
 
@@ -391,7 +391,7 @@ class KeptStatus:
         """Return the status, made now or at most a second ago."""
         begin = time.monotonic()
         if begin >= self._until:
-            self._status = report_of(self._state)
+            self._status = self._make()
             end = time.monotonic()
             self._until = end + min(_KEPT_FOR * (end - begin), _MOST_KEPT_S)
         return self._status
@@ -469,6 +469,6 @@ def _without_names(state: SyncerState, model: ServedModel | None) -> dict[str, A
             }
             for published, here in islice(pairs, MAX_SHOWN)
         ]
-    if state.storage is not None:
-        report["storage"] = state.storage.keeper.report(0 if model is None else model.num_commits)
+    if state.keeper is not None:
+        report["storage"] = state.keeper.report(state.version)
     return report

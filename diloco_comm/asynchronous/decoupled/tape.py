@@ -43,144 +43,75 @@ _SAID = {
 }
 
 
-@dataclass
-class Found:
-    """A model from the disk, with the hash of the learners' model and the number of the run.
-
-    Attributes:
-        unexchanged: See ``Host``.
-    """
-
-    model: ServedModel
-    layout: int
-    run: int
-    unexchanged: list[int] | None
-
-
-class CommitStorage:
-    """Write merges to the disk before learners get them, and restore them.
+def restore(
+    keeper: Keeper,
+    settings: DecoupledSettings,
+    outer: OuterOptimizer,
+    impl: str,
+    *,
+    drops_tape: bool,
+) -> tuple[ServedModel, dict[str, Any]]:
+    """Return the model in a syncer's folder, and the header of its snapshot.
 
     Args:
-        folder: Folder of the snapshot and the journal.
-        every: Merges between two snapshots.
-        keeps_tape: Keep the journals from before the newest snapshot, and the first snapshot.
         drops_tape: Allow the next snapshot to remove a tape that an earlier syncer has kept.
+
+    Raises:
+        ValueError: If the folder's model has other settings, the folder has a tape that is neither
+            kept nor dropped, or a file holds what no syncer writes.
     """
+    if keeper.has_first and not keeper.keeps_journals and not drops_tape:
+        raise ValueError(
+            f"{keeper.folder} has a tape of the run, and the next snapshot would remove the "
+            "tape: give keep_tape to go on with the tape, or drop_tape to remove the tape"
+        )
+    models: list[ServedModel] = []
 
-    def __init__(
-        self, folder: Path, every: int, *, keeps_tape: bool = False, drops_tape: bool = False
-    ) -> None:
-        self.folder, self.every = folder, every
-        self.keeps_tape, self.drops_tape = keeps_tape, drops_tape
-        self._keeper: Keeper | None = None
+    def make(header: dict[str, Any]) -> dict[str, Tensor]:
+        check_header(header, settings, outer)
+        models.append(ServedModel.from_header(header, settings, outer, impl))
+        return models[0].tensors()
 
-    @property
-    def keeper(self) -> Keeper:
-        assert self._keeper is not None
-        return self._keeper
+    header, _ = keeper.load(make)
+    model = models[0]
+    model.loaded(header)
+    _begin_tape(keeper, model.num_commits, drops_tape=drops_tape)
+    for record, body in keeper.replay(model.num_commits):
+        repeat(model, record, body)
+    return model, header
 
-    def open(self, settings: DecoupledSettings, outer: OuterOptimizer, impl: str) -> Found | None:
-        """Lock the folder, and return the model that the folder holds, or None for none.
 
-        Raises:
-            OSError: If another server has the folder, or the folder cannot be written.
-            ValueError: If the folder's model has other settings, the folder has a tape that is
-                neither kept nor dropped, or a file holds what no syncer writes.
-            DamagedLog: If a file is damaged.
-        """
-        self._keeper = Keeper(self.folder, self.every, waits=True, keeps_journals=self.keeps_tape)
-        if not self.keeper.exists:
-            return None
-        try:
-            with restoring(self.folder):
-                return self._restore(settings, outer, impl)
-        except BaseException:
-            self.keeper.release()
-            raise
+def _begin_tape(keeper: Keeper, version: int, *, drops_tape: bool) -> None:
+    """Log where a tape ends, or begins later than the run."""
+    if keeper.has_first and drops_tape:
+        logger.warning("the next snapshot removes the tape in %s (drop_tape)", keeper.folder)
+    elif keeper.keeps_journals and not keeper.has_first:
+        logger.warning(
+            "%s has no tape of the merges before the snapshot, since the server ran without "
+            "--keep-tape: the tape begins after merge %d",
+            keeper.folder,
+            version,
+        )
+        keeper.begin_tape()
 
-    def _restore(self, settings: DecoupledSettings, outer: OuterOptimizer, impl: str) -> Found:
-        if self.keeper.has_first and not self.keeps_tape and not self.drops_tape:
-            raise ValueError(
-                f"{self.folder} has a tape of the run, and the next snapshot would remove the "
-                "tape: give keep_tape to go on with the tape, or drop_tape to remove the tape"
-            )
-        models: list[ServedModel] = []
 
-        def make(header: dict[str, Any]) -> dict[str, Tensor]:
-            check_header(header, settings, outer)
-            models.append(ServedModel.from_header(header, settings, outer, impl))
-            return models[0].tensors()
+def write(
+    keeper: Keeper, commit: Commit, payloads: Sequence[Sequence[Tensor]], model: ServedModel
+) -> bool:
+    """Write a merge to the disk (fsync); False if the disk takes it only later.
 
-        header, _ = self.keeper.load(make)
-        model = models[0]
-        model.loaded(header)
-        self._begin_tape(model.num_commits)
-        for record, body in self.keeper.replay(model.num_commits):
-            repeat(model, record, body)
-        return Found(model, header["layout"], header["run"], header["unexchanged"])
-
-    def _begin_tape(self, version: int) -> None:
-        """Log where a tape ends, or begins later than the run."""
-        if self.keeper.has_first and self.drops_tape:
-            logger.warning("the next snapshot removes the tape in %s (drop_tape)", self.folder)
-        elif self.keeps_tape and not self.keeper.has_first:
-            logger.warning(
-                "%s has no tape of the merges before the snapshot, since the server ran without "
-                "--keep-tape: the tape begins after merge %d",
-                self.folder,
-                version,
-            )
-            self.keeper.begin_tape()
-
-    @property
-    def may_begin(self) -> bool:
-        """There is a snapshot, without which a journal is of no use."""
-        return self.keeper.saved_version >= 0
-
-    def write(
-        self, commit: Commit, payloads: Sequence[Sequence[Tensor]], model: ServedModel
-    ) -> bool:
-        """Write a merge to the disk (fsync); False if the disk takes it only later.
-
-        A merge that is on the disk already, and not published, is not written again.
-        """
-        if self.keeper.kept_version > sum(each.version for each in model.published):
-            return True
-        if not self.may_begin or not self.keeper.may_write:
-            return False
-        record = record_of(commit, payloads, model)
-        flat = [payload for each in payloads for payload in each]
-        is_written = self.keeper.record(record, flat, self.keeper.kept_version + 1)
-        if is_written:
-            model.chain = record["chain"]
-        return is_written
-
-    def is_due(self, version: int) -> bool:
-        """Whether a snapshot, or another attempt at one, is due."""
-        return self.keeper.is_due(version)
-
-    def save(
-        self, model: ServedModel, layout: int, run: int, unexchanged: list[int] | None = None
-    ) -> None:
-        """Write a snapshot and begin a new journal, if the disk takes both."""
-        header = {
-            "format": FORMAT,
-            "settings": model.settings.to_json(),
-            "outer": model.syncer.fragments[0].outer.config(),
-            "layout": layout,
-            "run": run,
-            "unexchanged": unexchanged,
-            **model.header(),
-        }
-        self.keeper.save(model.num_commits, header, model.tensors())
-
-    def close(self, version: int) -> None:
-        """Unlock the folder.
-
-        Raises:
-            OSError: If merges are not on the disk.
-        """
-        self.keeper.close(version)
+    A merge that is on the disk already, and not published, is not written again.
+    """
+    if keeper.kept_version > sum(each.version for each in model.published):
+        return True
+    if keeper.saved_version < 0 or not keeper.may_write:
+        return False
+    record = record_of(commit, payloads, model)
+    flat = [payload for each in payloads for payload in each]
+    is_written = keeper.record(record, flat, keeper.kept_version + 1)
+    if is_written:
+        model.chain = record["chain"]
+    return is_written
 
 
 def check_header(
