@@ -16,10 +16,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .. import ops
 from ..base.checks import MOST_INT32, integer
 from ..ops.wire import Layout
 from .messages import UNCOUNTED
@@ -459,12 +455,3 @@ class Coordinator:
                 str(row["reason"]),
             )
             self.members[name] = Member(last, int(row["num_applied"]))
-
-
-def encode(values: Tensor, layout: Layout, *, base: Tensor | None = None, impl: str = "") -> Tensor:
-    """Return values, or base - values, encoded as the layout says: uint8 [payload_bytes]."""
-    payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
-    wire = (layout.wire.name, layout.wire.block_size)
-    numbers = (0, layout.num_elements, layout.run_elements)
-    ops.encode(base, [values], payload, *numbers, *wire, impl=impl)
-    return payload

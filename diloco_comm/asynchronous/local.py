@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..base.memory import empty_pages, memory_order
+from ..base.memory import empty_pages, memory_order, round_as
 from ..ops.digests import each_digest
 from ..ops.residuals import Residuals
 from ..ops.wire import STAGE_ENCODE, Layout, WireFormat, rng_key
@@ -26,7 +26,78 @@ from ..replica.fragments import (
     unexchanged_tensors,
 )
 from .messages import MAX_PLACES
-from .model import layout_of
+from .model import decode, layout_of
+
+
+class WorkerPiece:
+    """Tensors that are encoded together, and where their progress starts.
+
+    Args:
+        tensors: The parameters.
+        base: The shared values, fp32 [num_elements], from which the progress is measured.
+        wire: Format of the payload.
+        error_feedback: Add the rounding errors of one encoding to the next.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], base: Tensor, wire: WireFormat, error_feedback: bool
+    ) -> None:
+        self.tensors, self.base = list(tensors), base
+        self.layout = layout_of(base.numel(), wire)
+        self.payload = empty_pages((self.layout.payload_bytes,), torch.uint8)
+        self.residuals = Residuals(
+            base.numel(),
+            error_feedback=error_feedback,
+            dtype=torch.float32,
+            carries=False,
+            decay=wire.feedback_decay,
+        )
+
+    def encode(self, key: int, is_stochastic: bool, impl: str) -> bool:
+        """Encode the base less the parameters; return False if a value cannot be sent.
+
+        Such a value is not finite or too large.
+        """
+        bad = torch.zeros(1, dtype=torch.int64)
+        ops.encode(
+            self.base,
+            self.tensors,
+            self.payload,
+            *self.layout.whole,
+            stochastic=is_stochastic,
+            rng_key=key,
+            residual=self.residuals.value,
+            new_residual=self.residuals.new,
+            nonfinite=bad,
+            impl=impl,
+        )
+        self.residuals.encoded()
+        return not bad.item()
+
+    def snapshot(self, impl: str) -> Tensor:
+        """Return the parameters that the report was made of, less what rounding lost.
+
+        With s the decoded report, e, e' the residuals before and after the encoding, and c(base)
+        the base as the parameters hold it, they are c(base) - s - e' + e. No copy of them is
+        needed.
+        """
+        then = self.held(self.base).sub_(decode(self.payload, self.layout, impl=impl))
+        if self.residuals.new is not None and self.residuals.value is not None:
+            then -= self.residuals.new / self.residuals.decay
+            then += self.residuals.value
+        return then
+
+    def held(self, values: Tensor) -> Tensor:
+        """Return shared values as the parameters hold them: progress is measured from there."""
+        return round_as(values.clone(), self.tensors)
+
+    def write(self, impl: str = "") -> None:
+        """Set the parameters to the shared ones."""
+        ops.merge(self.base, self.tensors, impl=impl)
+
+    def values(self) -> Tensor:
+        """Return the present parameters, fp32 [num_elements]."""
+        return torch.cat([memory_order(tensor) for tensor in self.tensors]).float()
 
 
 class LocalModel:
@@ -65,19 +136,15 @@ class LocalModel:
         self.wire, self.impl = wire, ops.resolve_impl(impl)
         self._is_stochastic, self._seed = rounding == "stochastic", seed
         self.rename(name)
-        self.outer = [empty_pages((size,), torch.float32) for size in self.sizes]
-        self.layouts = [layout_of(size, wire) for size in self.sizes]
-        self.payloads = [empty_pages((lay.payload_bytes,), torch.uint8) for lay in self.layouts]
-        self.residuals = [
-            Residuals(
-                size,
-                error_feedback=error_feedback,
-                dtype=torch.float32,
-                carries=False,
-                decay=wire.feedback_decay,
+        self.pieces = [
+            WorkerPiece(
+                fragment.tensors(), empty_pages((size,), torch.float32), wire, error_feedback
             )
-            for size in self.sizes
+            for fragment, size in zip(self.fragments, self.sizes, strict=True)
         ]
+        self.outer = [piece.base for piece in self.pieces]
+        self.layouts = [piece.layout for piece in self.pieces]
+        self.payloads = [piece.payload for piece in self.pieces]
 
     def rename(self, name: str) -> None:
         """Set the worker's name, from which the random numbers of rounding are made."""
@@ -98,64 +165,56 @@ class LocalModel:
         Returns:
             False if some value is not finite.
         """
-        self._refuse_changes()
-        bad = torch.zeros(1, dtype=torch.int64)
-        for index, fragment in enumerate(self.fragments):
-            layout, residual = self.layouts[index], self.residuals[index]
-            ops.encode(
-                self.outer[index],
-                fragment.tensors(),
-                self.payloads[index],
-                0,
-                layout.num_elements,
-                layout.run_elements,
-                self.wire.name,
-                self.wire.block_size,
-                stochastic=self._is_stochastic,
-                rng_key=rng_key(self._seed, self._replica, STAGE_ENCODE, seq, index),
-                residual=residual.value,
-                new_residual=residual.new,
-                nonfinite=bad,
-                impl=self.impl,
-            )
-            residual.encoded()
-        return not bad.item()
+        self._look()
+        keys = [
+            rng_key(self._seed, self._replica, STAGE_ENCODE, seq, i)
+            for i in range(len(self.pieces))
+        ]
+        pairs = zip(self.pieces, keys, strict=True)
+        return all([piece.encode(key, self._is_stochastic, self.impl) for piece, key in pairs])
 
     def encode_parameters(self) -> tuple[list[Tensor], list[Layout]]:
         """Return the parameters in fp32, which the first worker sends to the server."""
-        payloads, layouts = [], []
-        for fragment in self.fragments:
-            layout = layout_of(fragment.num_elements, WireFormat("fp32"))
-            payload = empty_pages((layout.payload_bytes,), torch.uint8)
-            values = payload.view(torch.float32)
-            flat = torch.cat([memory_order(t) for t in fragment.tensors()]).float()
-            for index in range(layout.num_runs):
-                begin, end = layout.run_range(index)
-                offset = index * (layout.run_bytes // 4)
-                values[offset : offset + end - begin] = flat[begin:end]
-            payloads.append(payload)
-            layouts.append(layout)
-        return payloads, layouts
+        return whole_payloads(_flat(fragment).float() for fragment in self.fragments)
 
     def update_applied(self) -> None:
         """Note that the server applied the update: its residual belongs to the next encoding."""
-        for residual in self.residuals:
-            residual.turn(0)
+        for piece in self.pieces:
+            piece.residuals.turn(0)
 
     def write(self) -> None:
         """Set the parameters to the shared ones, in place."""
-        self._refuse_changes()
-        for outer, fragment in zip(self.outer, self.fragments, strict=True):
-            ops.merge(outer, fragment.tensors(), impl=self.impl)
+        self._look()
+        for piece in self.pieces:
+            piece.write(self.impl)
 
     def read(self) -> None:
         """Set the shared parameters to the local ones."""
         for outer, fragment in zip(self.outer, self.fragments, strict=True):
-            torch.cat([memory_order(t) for t in fragment.tensors()], out=outer)
+            outer.copy_(_flat(fragment))
 
-    def _refuse_changes(self) -> None:
-        for fragment in self.fragments:
+    def _look(self) -> None:
+        """Look where the parameters lie now."""
+        for piece, fragment in zip(self.pieces, self.fragments, strict=True):
             fragment.refuse_changes()
+            piece.tensors = fragment.tensors()
+
+
+def _flat(fragment: Fragment) -> Tensor:
+    """Return the parameters in memory order."""
+    return torch.cat([memory_order(tensor) for tensor in fragment.tensors()])
+
+
+def whole_payloads(flats: Iterable[Tensor]) -> tuple[list[Tensor], list[Layout]]:
+    """Return fp32 values as payloads of the fp32 wire, for a server without parameters."""
+    payloads, layouts = [], []
+    for flat in flats:
+        layout = layout_of(flat.numel(), WireFormat("fp32"))
+        payload = empty_pages((layout.payload_bytes,), torch.uint8)
+        payload.view(torch.float32)[: flat.numel()] = flat
+        payloads.append(payload)
+        layouts.append(layout)
+    return payloads, layouts
 
 
 def layout_hash(fragments: Sequence[Fragment]) -> int:

@@ -316,9 +316,7 @@ class SharedModel:
 def decode(payload: Tensor, layout: Layout, *, impl: str = "") -> Tensor:
     """Return the fp32 [num_elements] that a payload stands for."""
     values = empty_pages((layout.num_elements,), torch.float32)
-    wire = (layout.wire.name, layout.wire.block_size)
-    numbers = (0, layout.num_elements, layout.run_elements)
-    ops.decode([payload], [1.0], [values], *numbers, *wire, impl=impl)
+    ops.decode([payload], [1.0], [values], *layout.whole, impl=impl)
     return values
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -170,24 +171,39 @@ class FusedState(RuleState):
         impl: str = "",
     ) -> None:
         """Add the runs of elements [begin, end) of the arrival that follows ``num_arrivals``."""
+        place = num_arrivals % self.period
+        is_first, is_last, lr = place == 0, place == self.period - 1, self.lr_at(num_arrivals)
+        self.step([payload], [weight], layout, begin, end, lr, is_first, is_last, impl)
+
+    def step(
+        self,
+        payloads: Sequence[Tensor],
+        weights: Sequence[float],
+        layout: Layout,
+        begin: int,
+        end: int,
+        lr: float,
+        is_first: bool = True,
+        is_last: bool = True,
+        impl: str = "",
+    ) -> None:
+        """Add payloads to a period's sum; the last ones take the outer step on it."""
         ops.outer_step_delayed(
             self.outer,
             self.momentum,
             self.pending,
-            [payload],
-            [weight],
+            payloads,
+            weights,
             begin,
             end,
-            layout.run_elements,
-            layout.wire.name,
-            layout.wire.block_size,
-            self.lr_at(num_arrivals),
+            *layout.whole[2:],
+            lr,
             mu=self._mu or 0.0,
             direct=self._direct,
             ahead=self._ahead,
             behind=self._behind,
-            first=num_arrivals % self.period == 0,
-            last=num_arrivals % self.period == self.period - 1,
+            first=is_first,
+            last=is_last,
             impl=impl,
         )
 
@@ -250,16 +266,13 @@ class PlainState(RuleState):
         self, payload: Tensor, layout: Layout, weight: float, begin: int, end: int, impl: str
     ) -> None:
         if self.pending is not None:
-            numbers = (0, layout.num_elements, layout.run_elements)
-            wire = (layout.wire.name, layout.wire.block_size)
             ops.outer_step_delayed(
                 self.outer[begin:end],
                 None,
                 self.pending[begin:end],
                 [payload],
                 [weight],
-                *numbers,
-                *wire,
+                *layout.whole,
                 0.0,
                 first=self.num_pending == 0,
                 impl=impl,

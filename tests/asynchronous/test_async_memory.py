@@ -19,6 +19,7 @@ from async_helpers import (
     PUSH,
     Peer,
     attach,
+    encode,
     payload,
     push_by_hand,
     serving,
@@ -30,7 +31,6 @@ from cli_helpers import run_cli
 
 from diloco_comm import Adam, HeavyBall
 from diloco_comm.asynchronous import transfer
-from diloco_comm.asynchronous.coordinator import encode
 from diloco_comm.asynchronous.messages import Kind, Message
 from diloco_comm.asynchronous.model import RUN_ELEMENTS, SharedModel, layout_of
 from diloco_comm.asynchronous.payloads import PayloadFile, payload_files, read_back

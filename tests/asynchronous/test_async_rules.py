@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from async_helpers import encode
 from torch import Tensor
 
 from diloco_comm import SGD, Adam, HeavyBall, Nesterov
-from diloco_comm.asynchronous.coordinator import Coordinator, Outcome, Update, encode
+from diloco_comm.asynchronous.coordinator import Coordinator, Outcome, Update
 from diloco_comm.asynchronous.model import RUN_ELEMENTS, SharedModel, layout_of
 from diloco_comm.asynchronous.payloads import PayloadFile
 from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule

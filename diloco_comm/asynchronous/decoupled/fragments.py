@@ -28,7 +28,7 @@ from ...base.memory import empty_pages, memory_order
 from ...methods.outer import OuterOptimizer, make_outer
 from ...ops.wire import Layout, WireFormat
 from ..model import layout_of
-from ..rules import fused_numbers
+from ..rules import FusedState, fused_numbers
 
 MERGES = ("mean", "rda")
 # A mean of unit vectors that is shorter than this has no direction: fp32 values leave about 1e-7 of
@@ -97,35 +97,6 @@ def direction_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float
     return factors if all(each <= _LARGEST_FACTOR for each in factors) else shares
 
 
-def merge_coefficients(
-    merge: str, payloads: Sequence[Tensor], layout: Layout, weights: Sequence[float], impl: str = ""
-) -> list[float]:
-    """Return the factors of the payloads of one tensor, or of several that merge by the mean.
-
-    Args:
-        merge: One of ``MERGES``.
-        payloads: One payload of each report, on the CPU.
-        layout: Where the elements lie in the payloads.
-        weights: One positive number for each report.
-        impl: Force an implementation of the operators.
-    """
-    if merge == "mean":
-        return normalised(weights)
-    return direction_coefficients(gram_of(payloads, layout, impl), weights)
-
-
-def gram_of(payloads: Sequence[Tensor], layout: Layout, impl: str = "") -> Tensor:
-    """Return the Gram matrix of M whole payloads, fp64 [M * M]."""
-    count = len(payloads)
-    if count <= MAX_GRAM:
-        return _rows(payloads, layout, 0, impl)
-    matrix = torch.zeros(count, count, dtype=torch.float64)
-    for i, payload in enumerate(payloads):
-        row = torch.tensor(products_with(payloads[:i], payload, layout, impl), dtype=torch.float64)
-        matrix[i, : i + 1] = matrix[: i + 1, i] = row
-    return matrix.flatten()
-
-
 def products_with(
     others: Sequence[Tensor], payload: Tensor, layout: Layout, impl: str = ""
 ) -> list[float]:
@@ -142,16 +113,12 @@ def products_with(
 def _rows(payloads: Sequence[Tensor], layout: Layout, first_row: int, impl: str) -> Tensor:
     """Return the Gram matrix of up to 64 payloads from a row on."""
     out = torch.zeros(len(payloads) ** 2, dtype=torch.float64)
-    wire = layout.wire
     ops.gram(
         payloads,
         out,
         0,
         layout.num_elements,
-        layout.num_elements,
-        layout.run_elements,
-        wire.name,
-        wire.block_size,
+        *layout.whole[1:],
         first_row,
         impl=impl,
     )
@@ -318,11 +285,12 @@ class SharedFragment:
                 "a decoupled merge takes SGD, HeavyBall or Nesterov as the outer optimizer, got "
                 f"{type(self.outer).__name__}"
             )
-        self._mu, self._direct, self._ahead, self._behind = numbers
         self.layouts = [layout_of(piece.num_elements, wire) for piece in self.pieces]
-        self.values = [flatten(tensors, piece) for piece in self.pieces]
-        has_momentum = self._mu is not None
-        self.momenta = [torch.zeros_like(each) if has_momentum else None for each in self.values]
+        self._states = [
+            FusedState(flatten(tensors, piece), 1, self.outer, *numbers) for piece in self.pieces
+        ]
+        self.values = [state.outer for state in self._states]
+        self.momenta = [state.momentum for state in self._states]
         self.num_merges = 0
 
     def copy_values(self, room: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -355,16 +323,12 @@ class SharedFragment:
             The factors of the reports in each piece.
 
         Raises:
-            ValueError: If a payload holds NaN or Inf where directions are needed. Then nothing is
-                changed, ``num_merges`` included. A mean does not look at the values; ``Gathered``
-                does.
+            ValueError: If the factors are not known, and a payload has another size, or holds NaN
+                or Inf. Then nothing is changed, ``num_merges`` included.
         """
         by_piece = list(zip(*payloads, strict=True))
         if factors is None:
-            factors = [
-                merge_coefficients(piece.merge, each, layout, weights, self.impl)
-                for piece, each, layout in zip(self.pieces, by_piece, self.layouts, strict=True)
-            ]
+            factors = self._factors(payloads, weights)
         lr = self.outer.lr
         rate = float(lr(self.num_merges) if callable(lr) else lr)
         self.num_merges += 1
@@ -372,30 +336,22 @@ class SharedFragment:
             self._step(index, each, factors[index], rate)
         return factors
 
+    def _factors(
+        self, payloads: Sequence[Sequence[Tensor]], weights: Sequence[float]
+    ) -> list[list[float]]:
+        gathered, names = Gathered(self.pieces, self.layouts, self.impl), []
+        for number, each in enumerate(payloads):
+            names.append(str(number))
+            refusal = gathered.add(names[-1], list(each))
+            if refusal:
+                raise ValueError(refusal)
+        return gathered.factors(names, weights)
+
     def _step(
         self, index: int, payloads: Sequence[Tensor], factors: Sequence[float], lr: float
     ) -> None:
-        layout = self.layouts[index]
-        ops.outer_step_delayed(
-            self.values[index],
-            self.momenta[index],
-            None,
-            payloads,
-            factors,
-            0,
-            layout.num_elements,
-            layout.run_elements,
-            layout.wire.name,
-            layout.wire.block_size,
-            lr,
-            mu=self._mu or 0.0,
-            direct=self._direct,
-            ahead=self._ahead,
-            behind=self._behind,
-            first=True,
-            last=True,
-            impl=self.impl,
-        )
+        layout, state = self.layouts[index], self._states[index]
+        state.step(payloads, factors, layout, 0, layout.num_elements, lr, impl=self.impl)
 
 
 def _empty_like(values: Tensor) -> Tensor:
@@ -476,11 +432,7 @@ class WatchedFragment(SharedFragment):
                 list(each),
                 list(own),
                 [part],
-                0,
-                layout.num_elements,
-                layout.run_elements,
-                layout.wire.name,
-                layout.wire.block_size,
+                *layout.whole,
                 impl=self.impl,
             )
             parts.append(part)

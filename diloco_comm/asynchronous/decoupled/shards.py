@@ -7,19 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...ops.wire import Layout
 from ...replica.fragments import Fragment
 from ..link import Link
-from ..local import layout_hash
+from ..local import layout_hash, whole_payloads
 from ..messages import MAX_FRAGMENTS, Kind, Message
-from ..model import layout_of
 from .courier import Courier
 from .fragments import Piece
 from .learner import LearnerFragment
-from .settings import FP32, DecoupledSettings
+from .settings import DecoupledSettings
 
 
 @dataclass
@@ -152,11 +150,4 @@ def describe(
 
 def parameters_of(parts: Sequence[LearnerFragment]) -> tuple[list[Tensor], list[Layout]]:
     """Return the parameters in fp32, one payload a piece, for a syncer that has none."""
-    payloads, layouts = [], []
-    for piece in (piece for part in parts for piece in part.pieces):
-        layout = layout_of(piece.layout.num_elements, FP32)
-        payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
-        payload.view(torch.float32)[: layout.num_elements] = piece.base
-        payloads.append(payload)
-        layouts.append(layout)
-    return payloads, layouts
+    return whole_payloads(piece.base for part in parts for piece in part.pieces)
