@@ -1,16 +1,19 @@
-"""A worker's model: the shared parameters, the payloads to send, the residuals of encoding."""
+"""A worker's model, the payloads to send, and how its training loop ends."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..base.checks import refuse_copy
 from ..base.memory import empty_pages, memory_order, round_as
 from ..ops.digests import each_digest
 from ..ops.residuals import Residuals
@@ -25,8 +28,13 @@ from ..replica.fragments import (
     trainable_parameters,
     unexchanged_tensors,
 )
+from ..replica.hooks import StepHooks
+from ..replica.model_watch import ModelWatch
 from .messages import MAX_PLACES
 from .model import decode, layout_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class WorkerPiece:
@@ -165,12 +173,11 @@ class LocalModel:
         Returns:
             False if some value is not finite.
         """
-        self._look()
+        pieces = self.present_pieces()
         keys = [
-            rng_key(self._seed, self._replica, STAGE_ENCODE, seq, i)
-            for i in range(len(self.pieces))
+            rng_key(self._seed, self._replica, STAGE_ENCODE, seq, i) for i in range(len(pieces))
         ]
-        pairs = zip(self.pieces, keys, strict=True)
+        pairs = zip(pieces, keys, strict=True)
         return all([piece.encode(key, self._is_stochastic, self.impl) for piece, key in pairs])
 
     def encode_parameters(self) -> tuple[list[Tensor], list[Layout]]:
@@ -184,8 +191,7 @@ class LocalModel:
 
     def write(self) -> None:
         """Set the parameters to the shared ones, in place."""
-        self._look()
-        for piece in self.pieces:
+        for piece in self.present_pieces():
             piece.write(self.impl)
 
     def read(self) -> None:
@@ -193,11 +199,12 @@ class LocalModel:
         for outer, fragment in zip(self.outer, self.fragments, strict=True):
             outer.copy_(_flat(fragment))
 
-    def _look(self) -> None:
-        """Look where the parameters lie now."""
+    def present_pieces(self) -> list[WorkerPiece]:
+        """Return the pieces with the parameters where they lie now."""
         for piece, fragment in zip(self.pieces, self.fragments, strict=True):
             fragment.refuse_changes()
             piece.tensors = fragment.tensors()
+        return self.pieces
 
 
 def _flat(fragment: Fragment) -> Tensor:
@@ -251,3 +258,96 @@ def _digest(tensors: Mapping[str, Tensor]) -> int:
     digests = each_digest([tensors[name] for name in names])
     text = json.dumps(list(zip(names, digests, strict=True)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+class Attachment(ABC):
+    """A training loop that is attached to a server: its checks and hooks, and how it ends."""
+
+    # None until the constructor has ended.
+    _watch: ModelWatch | None = None
+    _hooks: StepHooks | None = None
+    _is_closed = False
+
+    @abstractmethod
+    def flush(self) -> object:
+        """Share the steps that the server does not have."""
+
+    @abstractmethod
+    def _shared_pieces(self) -> Iterable[WorkerPiece]:
+        """Return the parameters and the shared values."""
+
+    @abstractmethod
+    def _unshared(self) -> tuple[str, int] | None:
+        """Return who has steps that the server does not have, and the inner steps; or None."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Leave the server; idempotent."""
+
+    def _may_share(self) -> bool:
+        """Return whether the end of a ``with`` block is to share the last steps."""
+        return True
+
+    def _watched_writes(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.writing()
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """Put the newest shared parameters that are here into the model, for evaluation."""
+        with nullcontext() if self._watch is None else self._watch.paused():
+            yield from self._swapped()
+
+    def _swapped(self) -> Iterator[None]:
+        pieces = list(self._shared_pieces())
+        tensors = [tensor for piece in pieces for tensor in piece.tensors]
+        kept = [tensor.clone() for tensor in tensors]
+        for piece in pieces:
+            piece.write()
+        try:
+            yield
+        finally:
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+
+    def close(self) -> None:
+        """Leave the server and remove the hooks; idempotent. Nothing is sent, see ``flush``."""
+        try:
+            self._warn_of_unshared_steps()
+        finally:
+            self._close()
+
+    def _warn_of_unshared_steps(self) -> None:
+        unshared = self._unshared()
+        if unshared is not None and not self._is_closed and self._watch is not None:
+            self._watch.warn_of_unshared_steps(*unshared)
+
+    def _close(self) -> None:
+        self._is_closed = True
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        if self._watch is not None:
+            self._watch.close()
+        self._leave()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(
+            self,
+            "the server has its state; save the model's and the optimizer's state_dict(), and "
+            f"construct a new {type(self).__name__} under the same name",
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Share the steps since the last exchange, but for an error, and leave the server."""
+        try:
+            if exception[:1] == (None,) and not self._is_closed:
+                if self._may_share():
+                    self.flush()
+                # A warning says so if steps are not in the shared model all the same.
+                self.close()
+        finally:
+            if not self._is_closed:
+                self._close()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from torch import nn
 
 from ..base import env, recording
-from ..base.checks import choice, logger_of, refuse_copy, timeout_seconds, warn
+from ..base.checks import choice, logger_of, timeout_seconds, warn
 from ..base.errors import NonFiniteError
 from ..base.trace import span
 from ..ops.wire import WireFormat, WireName, parse
@@ -25,7 +24,7 @@ from ..replica.model_watch import CHECKS, Checks, ModelWatch, server_has_weights
 from .downloads import Follower, Pursuit
 from .link import Link as ServerLink
 from .link import ServerLost
-from .local import LocalModel, beside_layout
+from .local import Attachment, LocalModel, WorkerPiece, beside_layout
 
 logger = logger_of(__name__)
 
@@ -71,7 +70,7 @@ class RoundMetrics:
     received_bytes: int
 
 
-class AsyncDiLoCo:
+class AsyncDiLoCo(Attachment):
     """Send an update after each round of inner steps, and continue from the server's newest model.
 
     Args:
@@ -111,6 +110,8 @@ class AsyncDiLoCo:
         ServerRefused: If the server refuses this worker, because its model differs.
         ServerLost: If no server answers.
     """
+
+    _watch: ModelWatch
 
     @closed
     def __init__(
@@ -158,14 +159,13 @@ class AsyncDiLoCo:
             impl=impl,
         )
         self._follower = Follower(self._local.outer, impl) if fetch == "updates" else None
-        self._hooks: StepHooks | None = None
         sizes, layout = self._local.sizes, self._local.layout_hash
         self._link = ServerLink(
             server, name, sizes, layout, timeout=seconds, keys=keys, key_name=key_name
         )
         self._link.identity.model |= beside_layout(model, self._local.fragments, checks)
         self.inner_step = self.round_step = 0
-        self._is_encoded = self._is_pushed = self._is_closed = False
+        self._is_encoded = self._is_pushed = False
         self._sent: tuple[int, int] = (0, 0)
         try:
             self._attach()
@@ -346,63 +346,19 @@ class AsyncDiLoCo:
 
     # -------------------------------------------------------------------------------- the end
 
-    @contextmanager
-    def outer_parameters(self) -> Iterator[None]:
-        """Put the shared parameters that the round started from into the model, for evaluation."""
-        with self._watch.paused():
-            yield from self._swapped()
+    def _shared_pieces(self) -> list[WorkerPiece]:
+        return self._local.present_pieces()
 
-    def _swapped(self) -> Iterator[None]:
-        kept = [t.clone() for fragment in self._local.fragments for t in fragment.tensors()]
-        self._local.write()
-        try:
-            yield
-        finally:
-            tensors = [t for fragment in self._local.fragments for t in fragment.tensors()]
-            for tensor, value in zip(tensors, kept, strict=True):
-                tensor.copy_(value)
+    def _unshared(self) -> tuple[str, int] | None:
+        return (f"worker {self.name}", self.inner_step) if self.round_step else None
 
-    def close(self) -> None:
-        """Leave the server and remove the hooks; the open round is not sent, see ``flush``."""
-        try:
-            self._warn_of_unshared_steps()
-        finally:
-            self._close()
-
-    def _warn_of_unshared_steps(self) -> None:
-        if not self._is_closed and self.round_step:
-            self._watch.warn_of_unshared_steps(f"worker {self.name}", self.inner_step)
-
-    def _close(self) -> None:
-        self._is_closed = True
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
-        self._watch.close()
+    def _leave(self) -> None:
         try:
             self._link.leave()
         except ServerLost:
             pass
         self._link.close()
 
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(
-            self,
-            "the server has its state; save the model's and the optimizer's state_dict(), and "
-            "construct a new AsyncDiLoCo under the same name",
-        )
-
-    def __enter__(self) -> AsyncDiLoCo:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Send the open round, but for an error, and leave the server."""
-        try:
-            if exception[:1] == (None,) and not self._is_closed:
-                # An update that no server has taken would make this call wait once more.
-                if not self._is_encoded:
-                    self.flush()
-                self.close()
-        finally:
-            if not self._is_closed:
-                self._close()
+    def _may_share(self) -> bool:
+        # An update that no server has taken would make the end of the block wait once more.
+        return not self._is_encoded

@@ -296,7 +296,7 @@ class Layout:
 
     @cached_property
     def whole(self) -> tuple[int, int, int, str, int]:
-        """What an operator on all elements takes: [begin, end), run elements, wire, block size."""
+        """The arguments of an operator on all elements: [begin, end), run elements, wire, block."""
         return 0, self.num_elements, self.run_elements, self.wire.name, self.wire.block_size
 
     def run_range(self, run_idx: int) -> tuple[int, int]:

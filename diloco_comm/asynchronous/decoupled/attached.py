@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...base import env, recording
-from ...base.checks import choice, integer, logger_of, refuse_copy, timeout_seconds, warn
+from ...base.checks import choice, integer, logger_of, timeout_seconds, warn
 from ...base.errors import NonFiniteError
 from ...base.interrupts import deferred_interrupts
 from ...ops.wire import WireName
@@ -24,7 +24,7 @@ from ...replica.fragments import FragmentSpec, make_fragments, trainable_paramet
 from ...replica.hooks import StepHooks, hookable
 from ...replica.model_watch import CHECKS, Checks, ModelWatch, server_has_weights, warn_at_exit
 from ..link import RETRY_S, ServerLost
-from ..local import beside_layout
+from ..local import Attachment, WorkerPiece, beside_layout
 from .courier import Arrival, Courier
 from .learner import Learner, Ledger
 from .shards import Shard, addresses_of, check_shards, describe, open_shard, parameters_of
@@ -71,7 +71,7 @@ def _close(shards: list[Shard]) -> None:
         shard.close()
 
 
-class DecoupledDiLoCo:
+class DecoupledDiLoCo(Attachment):
     """Report when the syncer calls, and take its commits, without ever waiting for either.
 
     A thread of its own, the *courier*, owns the connection. Parameters are read and written after
@@ -101,10 +101,6 @@ class DecoupledDiLoCo:
         ServerRefused: If the server refuses this learner, because its model differs.
         ServerLost: If no server answers.
     """
-
-    # None until the constructor has ended.
-    _watch: ModelWatch | None = None
-    _is_closed = False
 
     @closed
     def __init__(
@@ -141,7 +137,6 @@ class DecoupledDiLoCo:
                 f"{named[0][1].device}"
             )
         self._timeout = seconds
-        self._hooks: StepHooks | None = None
         self._shards: list[Shard] = []
         # The courier's thread would otherwise outlive this object.
         self._end = weakref.finalize(self, _close, self._shards)
@@ -302,9 +297,6 @@ class DecoupledDiLoCo:
                 with self._watched_writes():
                     self._take_arrivals(shard, arrivals)
 
-    def _watched_writes(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.writing()
-
     def _take_arrivals(self, shard: Shard, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
             index = shard.fragments[arrival.fragment]
@@ -438,60 +430,15 @@ class DecoupledDiLoCo:
             self._take()
         finally:
             self._wake()
-        with nullcontext() if self._watch is None else self._watch.paused():
-            yield from self._swapped()
-
-    def _swapped(self) -> Iterator[None]:
-        tensors = [
-            piece_t for p in self._learner.fragments for q in p.pieces for piece_t in q.tensors
-        ]
-        kept = [tensor.clone() for tensor in tensors]
-        for part in self._learner.fragments:
-            for piece in part.pieces:
-                piece.write()
-        try:
+        with super().outer_parameters():
             yield
-        finally:
-            for tensor, value in zip(tensors, kept, strict=True):
-                tensor.copy_(value)
 
-    def close(self) -> None:
-        """Leave the server and remove the hooks; idempotent. Nothing is sent, see ``flush``."""
-        try:
-            self._warn_of_unshared_steps()
-        finally:
-            self._close()
+    def _shared_pieces(self) -> list[WorkerPiece]:
+        return [piece for part in self._learner.fragments for piece in part.pieces]
 
-    def _warn_of_unshared_steps(self) -> None:
+    def _unshared(self) -> tuple[str, int] | None:
         kept = any(part.steps.kept for part in self._learner.fragments)
-        if kept and not self._is_closed and self._watch is not None:
-            self._watch.warn_of_unshared_steps(f"learner {self.name}", self._learner.num_steps)
+        return (f"learner {self.name}", self._learner.num_steps) if kept else None
 
-    def _close(self) -> None:
-        self._is_closed = True
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
-        if self._watch is not None:
-            self._watch.close()
+    def _leave(self) -> None:
         self._end()
-
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(
-            self,
-            "the server has its state; save the model's and the optimizer's state_dict(), and "
-            "construct a new DecoupledDiLoCo under the same name",
-        )
-
-    def __enter__(self) -> DecoupledDiLoCo:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Share the steps since the last report, but for an error, and leave the server."""
-        try:
-            if exception[:1] == (None,) and self._end.alive:
-                self.flush()
-                # A warning says so if steps are not in the shared model all the same.
-                self.close()
-        finally:
-            self._close()
