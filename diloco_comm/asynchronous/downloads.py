@@ -1,9 +1,9 @@
 """A version on its way to a worker, by parameters or by the updates that lead to it.
 
 A worker that *follows* the server holds the server's buffers, and keeps them up to date by all
-workers' updates. Encoded updates are smaller than parameters, and a worker has
-its own update already, so with few workers there is less to fetch. The result equals the server's
-buffers to the last bit: both apply the same operators to the same bytes in the same order.
+workers' updates. Encoded updates are smaller than parameters, and a worker has its own update
+already, so with few workers there is less to fetch. The result equals the server's buffers to the
+last bit: both apply the same operators to the same bytes in the same order.
 """
 
 from __future__ import annotations
@@ -22,119 +22,13 @@ from ..ops.wire import Layout, WireFormat
 from .messages import MAX_BODY, Kind, Message
 from .model import layout_of
 from .rules import FusedState
-from .window import WINDOW_BYTES, Position, Window
-
-# A link is slow if a message takes longer.
-SLOW_S = 1.0
-
-
-class Download:
-    """Fetch the newest parameters of the server, run by run.
-
-    The server sends the parameters from its own buffers. So the worker asks in the end whether the
-    server kept the version unchanged until the last run was sent.
-
-    Args:
-        send: Sends a message to the server. A lost message does no harm: missing runs are asked for
-            again.
-        outer: fp32 [num_elements] for each fragment, written.
-
-    Attributes:
-        version: The version that is on its way, or None.
-        steps: Inner steps of the round that starts from this version.
-        is_complete: All runs of the version have arrived.
-    """
-
-    _question = Kind.GET
-
-    def __init__(self, send: Callable[[Message], bool], outer: list[Tensor]) -> None:
-        self._send, self.outer = send, outer
-        self.layouts = [layout_of(flat.numel(), WireFormat("fp32")) for flat in outer]
-        self.version: int | None = None
-        self.steps = 0
-        self.is_complete = False
-        self._window = Window([], self._size_of)
-        self._heard_at = 0.0
-
-    def ask(self) -> None:
-        """Ask for a version, or ask again for the runs that have not arrived."""
-        if self.version is None:
-            self._send(self._first_question())
-        elif self._window.is_empty:
-            self._send(Message(Kind.DONE, 0, self.version))
-        else:
-            self._get(self._window.ask_again())
-
-    def _first_question(self) -> Message:
-        return Message(Kind.PULL)
-
-    def receive(self, message: Message) -> None:
-        """Handle a message of the server."""
-        if message.kind == Kind.READY and self.version != message.version:
-            self._begin(message, self._all_runs([0]))
-        elif message.kind == Kind.GONE and message.version == self.version:
-            self.version = None
-            self.ask()
-        elif message.kind == Kind.DATA and message.version == self.version:
-            position = Position(message.number, message.fragment, message.run)
-            self._widen()
-            if position in self._window.asked:
-                self._take(position, message.body)
-                if self._window.is_empty:
-                    self._arrived()
-                else:
-                    self._get(self._window.ask())
-        elif message.kind == Kind.KEPT and message.version == self.version:
-            self.is_complete = self._window.is_empty
-
-    def _begin(self, message: Message, positions: list[Position]) -> None:
-        self.version, self.steps = message.version, message.meta["steps"]
-        self._heard_at = time.monotonic()
-        self._window = Window(positions, self._size_of, batch_bytes=MAX_BODY, window_bytes=MAX_BODY)
-        self._get(self._window.ask())
-
-    def _widen(self) -> None:
-        """Ask for several messages at a time, but on a slow link for one at a time.
-
-        The server ends the download of a worker that asks for nothing new for some time.
-        """
-        now = time.monotonic()
-        is_slow, self._heard_at = now - self._heard_at > SLOW_S, now
-        self._window.window_bytes = MAX_BODY if is_slow else WINDOW_BYTES
-
-    def _arrived(self) -> None:
-        """Ask the server to confirm the version: every run has arrived."""
-        assert self.version is not None
-        self._send(Message(Kind.DONE, 0, self.version))
-
-    def _all_runs(self, numbers: list[int]) -> list[Position]:
-        return [
-            Position(number, fragment, run)
-            for number in numbers
-            for fragment, layout in enumerate(self.layouts)
-            for run in range(layout.num_runs)
-        ]
-
-    def _size_of(self, position: Position) -> int:
-        return self.layouts[position.fragment].run_bytes
-
-    def _get(self, requests: list[tuple[Position, int]]) -> None:
-        assert self.version is not None
-        for (number, fragment, run), count in requests:
-            self._send(Message(self._question, number, self.version, fragment, run, count=count))
-
-    def _take(self, position: Position, body: memoryview | bytes) -> None:
-        """Write a run to its place in ``outer``, if the run has the right size."""
-        self._put(self.outer[position.fragment], position, body)
-
-    def _put(self, flat: Tensor, position: Position, body: memoryview | bytes) -> None:
-        begin, end = self.layouts[position.fragment].run_range(position.run)
-        if len(body) == 4 * (end - begin):
-            flat.numpy().data.cast("B")[4 * begin : 4 * end] = body
-            self._window.received(position)
-
+from .window import WINDOW_BYTES, Fetcher, Position, Window, view_of_runs
 
 logger = logger_of(__name__)
+
+_FP32 = WireFormat("fp32")
+# A link is slow if a message takes longer.
+SLOW_S = 1.0
 
 # If the server has released updates that the worker needs, the worker fetches parameters in this
 # many rounds before it fetches all buffers again.
@@ -148,6 +42,7 @@ class Follower:
         outer: The parameters that the worker's rounds start from, fp32 [num_elements] for each
             fragment, written.
         impl: Force an implementation of the operators.
+        follows: Without this the worker always fetches parameters.
 
     Attributes:
         version: Version of the buffers; None if they are incomplete.
@@ -155,19 +50,19 @@ class Follower:
         own: The version that the worker's last update made, and that update's payloads and layouts.
     """
 
-    def __init__(self, outer: list[Tensor], impl: str = "") -> None:
+    def __init__(self, outer: list[Tensor], impl: str = "", *, follows: bool = True) -> None:
         self.outer, self.impl = outer, impl
         self.version: int | None = None
         self.ahead: dict[tuple[int, int], int] = {}
         self.states: list[FusedState] = []
         self.own: tuple[int, Sequence[Tensor], Sequence[Layout]] | None = None
-        self.is_refused = False
+        self.is_refused, self._follows = not follows, follows
         self._rest = self._pursuits = 0
         self._spare: dict[int, list[Tensor]] = {}
 
     def begin(self) -> int:
         """Return a number that tells the answers to one pursuit from answers to older ones."""
-        self._pursuits += 1
+        self._pursuits += self._follows
         return self._pursuits
 
     def question(self, token: int) -> Message:
@@ -235,7 +130,7 @@ class Follower:
         for state, outer in zip(self.states, self.outer, strict=True):
             state.optimizer.lr = lr
             if state.hides:
-                layout = layout_of(outer.numel(), WireFormat("fp32"))
+                layout = layout_of(outer.numel(), _FP32)
                 for run in range(layout.num_runs):
                     begin, end = layout.run_range(run)
                     outer[begin:end] = state.visible(begin, end)
@@ -254,15 +149,24 @@ class Follower:
         self.lose()
 
 
-class Pursuit(Download):
+class Download(Fetcher):
     """Bring a follower to the newest version, by updates, by all buffers, or by parameters.
 
     Updates are applied run by run as they arrive, all updates to one run while it is in the cache.
+    The server sends parameters and buffers from its own ones. So the worker asks in the end whether
+    the server kept the version unchanged until the last run was sent.
+
+    Attributes:
+        steps: Inner steps of the round that starts from this version.
+        is_complete: All runs of the version have arrived.
     """
 
     def __init__(self, send: Callable[[Message], bool], follower: Follower) -> None:
-        super().__init__(send, follower.outer)
+        super().__init__(send, [layout_of(flat.numel(), _FP32) for flat in follower.outer])
         self.follower = follower
+        self.steps = 0
+        self.is_complete = False
+        self._heard_at = 0.0
         self._answer = Kind.READY
         self._token = follower.begin()
         self._asked_with = follower.question(self._token)
@@ -274,31 +178,65 @@ class Pursuit(Download):
         # Runs (fragment, run) that have not arrived, by update.
         self._missing: dict[int, set[tuple[int, int]]] = {}
 
-    def _first_question(self) -> Message:
-        self._asked_with = self.follower.question(self._token)
-        return self._asked_with
+    def ask(self) -> None:
+        """Ask for a version, or ask again for the runs that have not arrived."""
+        if self.version is None:
+            self._asked_with = self.follower.question(self._token)
+            self._send(self._asked_with)
+        elif self._window.is_empty:
+            self._send(Message(Kind.DONE, 0, self.version))
+        else:
+            self._get(self._window.ask_again())
 
     def receive(self, message: Message) -> None:
-        is_answer = message.kind in (Kind.READY, Kind.STATE, Kind.UPDATES)
-        if is_answer and message.run != self._token:
-            return
-        if message.kind == Kind.READY and self.version != message.version:
-            self._answer, self._question = Kind.READY, Kind.GET
-            self._drop()
-            self.follower.missed(self._asked_with)
-        elif message.kind == Kind.STATE and self.version != message.version:
-            self._answer, self._question, self._lr = Kind.STATE, Kind.GET, message.meta["lr"]
-            self._drop()
-            self.follower.make(message.meta["rule"])
-            self._begin(message, self._all_runs([*range(1, 1 + len(self.follower.buffers(0)))]))
-        elif message.kind == Kind.UPDATES and self.version != message.version:
-            self._catch_up(message)
-        super().receive(message)
+        """Handle a message of the server."""
+        kind, is_present = message.kind, message.version == self.version
+        if kind in (Kind.READY, Kind.STATE, Kind.UPDATES):
+            if message.run == self._token and not is_present:
+                self._answered(message)
+        elif kind == Kind.GONE and is_present:
+            self.version = None
+            self.ask()
+        elif kind == Kind.DATA and is_present:
+            self._widen()
+            self._take(self._store(message))
+        elif kind == Kind.KEPT and is_present:
+            self.is_complete = self._window.is_empty
         if self.is_complete and self._answer != Kind.READY:
             assert self.version is not None
             self._drop()
             self.follower.filled(self.version)
             self.follower.show(self._lr)
+
+    def _answered(self, message: Message) -> None:
+        """Ask for the runs of a version, in the way in which the server lets this worker get it."""
+        if message.kind == Kind.UPDATES:
+            self._catch_up(message)
+            return
+        self._answer, self._question = message.kind, Kind.GET
+        self._drop()
+        if message.kind == Kind.READY:
+            self.follower.missed(self._asked_with)
+            self._begin(message, self._all_runs([0]))
+        else:
+            self._lr = message.meta["lr"]
+            self.follower.make(message.meta["rule"])
+            self._begin(message, self._all_runs(range(1, 1 + len(self.follower.buffers(0)))))
+
+    def _begin(self, message: Message, positions: list[Position]) -> None:
+        self.version, self.steps = message.version, message.meta["steps"]
+        self._heard_at = time.monotonic()
+        self._window = Window(positions, self._size_of, batch_bytes=MAX_BODY, window_bytes=MAX_BODY)
+        self._get(self._window.ask())
+
+    def _widen(self) -> None:
+        """Ask for several messages at a time, but on a slow link for one at a time.
+
+        The server ends the download of a worker that asks for nothing new for some time.
+        """
+        now = time.monotonic()
+        is_slow, self._heard_at = now - self._heard_at > SLOW_S, now
+        self._window.window_bytes = MAX_BODY if is_slow else WINDOW_BYTES
 
     def _catch_up(self, message: Message) -> None:
         """Ask for the runs of the updates that the worker does not have."""
@@ -314,7 +252,8 @@ class Pursuit(Download):
             if own is not None and own[0] == number:
                 self._payloads[number] = own[1:]
                 continue
-            layouts = [layout_of(flat.numel(), WireFormat(wire, block_size)) for flat in self.outer]
+            form = WireFormat(wire, block_size)
+            layouts = [layout_of(flat.numel(), form) for flat in self.follower.outer]
             buffers = [self.follower.take(layout.payload_bytes) for layout in layouts]
             self._payloads[number] = (buffers, layouts)
             self._lent += buffers
@@ -338,7 +277,9 @@ class Pursuit(Download):
         self._missing.clear()
 
     def _arrived(self) -> None:
-        super()._arrived()
+        """Ask the server to confirm the version: every run has arrived."""
+        assert self.version is not None
+        self._send(Message(Kind.DONE, 0, self.version))
         # An update never changes, so the server need not confirm its runs.
         self.is_complete = self._answer == Kind.UPDATES
 
@@ -347,28 +288,28 @@ class Pursuit(Download):
             return self._payloads[position.number][1][position.fragment].run_bytes
         return super()._size_of(position)
 
-    def _take(self, position: Position, body: memoryview | bytes) -> None:
-        number, fragment, _ = position
-        if self._answer == Kind.READY:
-            super()._take(position, body)
-        elif self._answer == Kind.STATE:
-            self._put(self.follower.buffers(fragment)[number - 1], position, body)
-        else:
-            self._take_update(position, body)
+    def _view(self, position: Position) -> memoryview:
+        number, fragment, run = position
+        if self._answer == Kind.UPDATES:
+            payloads, layouts = self._payloads[number]
+            return view_of_runs(payloads[fragment], layouts[fragment], run)
+        flat = self.follower.outer[fragment]
+        if self._answer == Kind.STATE:
+            flat = self.follower.buffers(fragment)[number - 1]
+        return view_of_runs(flat, self.layouts[fragment], run)
 
-    def _take_update(self, position: Position, body: memoryview | bytes) -> None:
-        """Store consecutive runs of an update."""
-        number, fragment, first = position
-        buffers, layouts = self._payloads[number]
-        size = layouts[fragment].run_bytes
-        runs = [Position(number, fragment, first + i) for i in range(len(body) // size)]
-        if len(body) % size or any(run not in self._window.asked for run in runs):
+    def _take(self, stored: list[Position]) -> None:
+        """Apply the runs of updates that have come, and ask for the next ones."""
+        if not stored:
             return
-        buffers[fragment].numpy().data[first * size : first * size + len(body)] = body
-        for run in runs:
-            self._window.received(run)
-            self._missing[number].discard((fragment, run.run))
-            self._apply((fragment, run.run))
+        if self._answer == Kind.UPDATES:
+            for number, *place in stored:
+                self._missing[number].discard((place[0], place[1]))
+                self._apply((place[0], place[1]))
+        if self._window.is_empty:
+            self._arrived()
+        else:
+            self._get(self._window.ask())
 
     def _apply(self, place: tuple[int, int]) -> None:
         """Apply the updates whose run has arrived, in order."""

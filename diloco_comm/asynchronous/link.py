@@ -39,7 +39,7 @@ from .messages import (
     pack,
     parse,
 )
-from .window import bodies, is_within
+from .window import bodies, is_within, view_of_runs
 
 logger = logger_of(__name__)
 
@@ -518,19 +518,9 @@ class Link:
         place, run, count = want.fragment - first, want.run, want.count
         if not 0 <= place < len(layouts) or not is_within(layouts[place], run, count):
             return
-        size = layouts[place].run_bytes
-        view = payloads[place].numpy().data
         for begin, number in bodies(layouts[place], run, count):
-            body = view[begin * size : (begin + number) * size]
+            body = view_of_runs(payloads[place], layouts[place], begin, number)
             self.send(Message(Kind.RUN, want.number, 0, want.fragment, begin, body=body))
-
-    def pull(self, outer: list[Tensor]) -> tuple[int, int]:
-        """Fetch the newest parameters into ``outer``, fp32 [num_elements] for each fragment.
-
-        Returns:
-            The version of the parameters, and the inner steps of the round.
-        """
-        return self.fetch(Download(self.send, outer))
 
     def fetch(self, download: Download) -> tuple[int, int]:
         """Complete a download; return its version and the inner steps of the round."""

@@ -5,12 +5,16 @@ A *run* is a range of a fragment's elements that travels as a whole, see ``layou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..ops.wire import Layout
-from .messages import MAX_BATCH, MAX_BODY
+from .messages import MAX_BATCH, MAX_BODY, Kind, Message
 
 # Bytes of runs in one request, and bytes on their way at most.
 BATCH_BYTES, WINDOW_BYTES = MAX_BATCH, 2 * MAX_BATCH
@@ -124,3 +128,69 @@ def bodies(layout: Layout, run: int, count: int) -> Iterator[tuple[int, int]]:
 def is_within(layout: Layout, run: int, count: int) -> bool:
     """Return whether these runs exist and fit into one request."""
     return count >= 1 and run + count <= layout.num_runs and count * layout.run_bytes <= MAX_BATCH
+
+
+def view_of_runs(data: Tensor, layout: Layout, run: int, count: int = 1) -> memoryview:
+    """Return the bytes of consecutive runs: of a payload, uint8, or of values in fp32."""
+    begin, end = layout.run_range(run)[0], layout.run_range(run + count - 1)[1]
+    if data.dtype == torch.uint8:
+        begin, end = run * layout.run_bytes, (run + count) * layout.run_bytes
+    return data[begin:end].numpy().data.cast("B")
+
+
+class Fetcher(ABC):
+    """Fetch runs of a server, and put them in their places.
+
+    Args:
+        send: Sends a message to the server. A lost message does no harm: missing runs are asked for
+            again.
+        layouts: Where the runs of each fragment lie.
+        first: Number of the first fragment in messages.
+
+    Attributes:
+        version: The version that is on its way, or None.
+    """
+
+    _question = Kind.GET
+
+    def __init__(
+        self, send: Callable[[Message], bool], layouts: list[Layout], first: int = 0
+    ) -> None:
+        self._send, self.layouts, self._first = send, layouts, first
+        self.version: int | None = None
+        self._window = Window([], self._size_of)
+
+    @abstractmethod
+    def _view(self, position: Position) -> memoryview:
+        """Return the place of a run's bytes."""
+
+    def _size_of(self, position: Position) -> int:
+        return self.layouts[position.fragment].run_bytes
+
+    def _all_runs(self, numbers: Iterable[int]) -> list[Position]:
+        return [
+            Position(number, fragment, run)
+            for number in numbers
+            for fragment, layout in enumerate(self.layouts)
+            for run in range(layout.num_runs)
+        ]
+
+    def _get(self, requests: Iterable[tuple[Position, int]]) -> None:
+        assert self.version is not None
+        for (number, fragment, run), count in requests:
+            place = (number, self.version, self._first + fragment, run)
+            self._send(Message(self._question, *place, count=count))
+
+    def _store(self, message: Message) -> list[Position]:
+        """Put the runs of a message in their places; return those that were asked for."""
+        position = Position(message.number, message.fragment - self._first, message.run)
+        body, stored = memoryview(message.body), list[Position]()
+        while len(body) and position in self._window.asked:
+            view = self._view(position)
+            if not 0 < len(view) <= len(body):
+                break
+            view[:] = body[: len(view)]
+            self._window.received(position)
+            stored.append(position)
+            position, body = position._replace(run=position.run + 1), body[len(view) :]
+        return stored

@@ -21,7 +21,7 @@ from ..options import Link, NonFinite, Wire, choices_among, closed
 from ..replica.fragments import FragmentSpec
 from ..replica.hooks import StepHooks, hookable
 from ..replica.model_watch import CHECKS, Checks, ModelWatch, server_has_weights, warn_at_exit
-from .downloads import Follower, Pursuit
+from .downloads import Download, Follower
 from .link import Link as ServerLink
 from .link import ServerLost
 from .local import Attachment, LocalModel, WorkerPiece, beside_layout
@@ -158,7 +158,7 @@ class AsyncDiLoCo(Attachment):
             seed=seed,
             impl=impl,
         )
-        self._follower = Follower(self._local.outer, impl) if fetch == "updates" else None
+        self._follower = Follower(self._local.outer, impl, follows=fetch == "updates")
         sizes, layout = self._local.sizes, self._local.layout_hash
         self._link = ServerLink(
             server, name, sizes, layout, timeout=seconds, keys=keys, key_name=key_name
@@ -198,11 +198,8 @@ class AsyncDiLoCo(Attachment):
 
     def _begin_round(self) -> None:
         """Fetch the newest parameters, write them into the model, and start to count steps."""
-        if self._follower is None:
-            self.version, self.round_steps = self._link.pull(self._local.outer)
-        else:
-            pursuit = Pursuit(self._link.send, self._follower)
-            self.version, self.round_steps = self._link.fetch(pursuit)
+        download = Download(self._link.send, self._follower)
+        self.version, self.round_steps = self._link.fetch(download)
         self._local.write()
         self.round_step = 0
         self._is_encoded = self._is_pushed = False
@@ -256,17 +253,15 @@ class AsyncDiLoCo(Attachment):
     def _go_back(self, version: int) -> None:
         """Forget the versions after this one, which a restarted server has lost."""
         self.version = min(self.version, version)
-        if self._follower is not None:
-            self._follower.lose()
-            self._follower.own = None
+        self._follower.lose()
+        self._follower.own = None
 
     def _exchange(self) -> None:
         times = [time.monotonic()]
         if not self._is_encoded:
             # From here on the update is fixed: after a failure the same bytes are sent again.
             self._trained = (self.round_step, times[0] - self._began_at)
-            if self._follower is not None:
-                self._follower.own = None
+            self._follower.own = None
             self._local.rename(self.name)
             self._watch.before_send()
             with span("encode", 0, self.seq + 1):
@@ -295,14 +290,13 @@ class AsyncDiLoCo(Attachment):
                 self._local.layouts,
                 steps=steps,
                 seconds=seconds,
-                follows=self._follower is not None and self._follower.version is not None,
+                follows=self._follower.version is not None,
             )
         if outcome.meta["refusal"]:
             logger.warning("%s", outcome.meta["reason"])
         else:
             self._local.update_applied()
-            if self._follower is not None:
-                self._follower.own = (outcome.version, self._local.payloads, self._local.layouts)
+            self._follower.own = (outcome.version, self._local.payloads, self._local.layouts)
         return outcome
 
     def _drop(self) -> None:

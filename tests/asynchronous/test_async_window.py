@@ -11,7 +11,7 @@ import torch
 from async_helpers import PLAIN
 
 from diloco_comm.asynchronous import downloads, link, sessions, transfer
-from diloco_comm.asynchronous.downloads import Download
+from diloco_comm.asynchronous.downloads import Download, Follower
 from diloco_comm.asynchronous.messages import MAX_BATCH, MAX_BODY, Kind, Message
 from diloco_comm.asynchronous.model import RUN_ELEMENTS, layout_of
 from diloco_comm.asynchronous.server import AsyncServer
@@ -62,7 +62,8 @@ def test_bodies_cover_what_may_be_asked_for(wire: str) -> None:
 def test_what_was_not_kept_until_the_end_is_fetched_again() -> None:
     """The server may have changed runs while it sent them; it says so when the worker asks."""
     size, said = RUN_ELEMENTS + 9, []
-    download = Download(lambda message: said.append(message) or True, [torch.zeros(size)])
+    follower = Follower([torch.zeros(size)], follows=False)
+    download = Download(lambda message: said.append(message) or True, follower)
     download.ask()
 
     def send(version: int, value: float) -> None:
@@ -86,7 +87,7 @@ def test_what_was_not_kept_until_the_end_is_fetched_again() -> None:
     assert said[-2:] == [Message(Kind.DONE, 0, 4)] * 2
     download.receive(Message(Kind.KEPT, 0, 4))
     assert download.is_complete and (download.version, download.steps) == (4, 5)
-    assert torch.equal(download.outer[0], torch.full((size,), 2.0))
+    assert torch.equal(follower.outer[0], torch.full((size,), 2.0))
 
 
 class SlowLink:
@@ -170,7 +171,8 @@ def test_a_worker_on_a_slow_link_gets_a_version(slow_link, data_s: float) -> Non
     num_runs = 12
     slow = slow_link(num_runs, data_s)
     outer = torch.zeros(num_runs * RUN_ELEMENTS)
-    assert slow.link.pull([outer])[0] == 0 and outer.eq(1.0).all()
+    download = Download(slow.link.send, Follower([outer], follows=False))
+    assert slow.link.fetch(download)[0] == 0 and outer.eq(1.0).all()
     slow.link.close()
     # The worker does not know the link yet when it waits for the first run.
     assert slow.kinds[Kind.DATA] <= num_runs + data_s + 1

@@ -24,10 +24,19 @@ from ...ops.wire import Layout
 from ..link import RETRY_S, Link, ServerLost, Silence
 from ..messages import NAME_TAKEN, Kind, Message
 from ..model import decode, layout_of
-from ..window import WINDOW_FRAGMENTS, Position, Window
+from ..window import WINDOW_FRAGMENTS, Fetcher, Position, Window, view_of_runs
 from .fragments import Piece
 from .settings import FP32, DecoupledSettings
 from .syncer import Report
+
+logger = logger_of(__name__)
+
+# Seconds of silence after which the courier asks whether the server is there.
+_ASK_S = 5.0
+# Messages handled before the courier looks at what the training thread has left.
+_BATCH = 64
+# ``run`` of a STEP whose answer says no more than that the server is there.
+_NO_TOKEN = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -90,15 +99,87 @@ class PartBox:
     outgoing: Outgoing | None = None
 
 
-class Postbox:
-    """The training thread's side of a courier.
+class Fetch(Fetcher):
+    """Fetch the values of a version, or the coded difference to the version before.
 
     Args:
-        settings: The settings of the run.
-        pieces: The pieces of the syncer's fragments.
+        fragment: Number of the fragment.
+        version: Version of the fragment.
+        merged: The learner's last report that was merged.
+        is_coded: Fetch the difference.
     """
 
-    def __init__(self, settings: DecoupledSettings, pieces: list[list[Piece]]) -> None:
+    def __init__(
+        self,
+        send: Callable[[Message], bool],
+        layouts: list[Layout],
+        first: int,
+        *,
+        fragment: int,
+        version: int,
+        merged: int,
+        is_coded: bool,
+    ) -> None:
+        super().__init__(send, layouts, first)
+        self.fragment, self.version, self.merged = fragment, version, merged
+        self.is_coded = is_coded
+        if is_coded:
+            self._buffers = [empty_pages((lay.payload_bytes,), torch.uint8) for lay in layouts]
+        else:
+            self._buffers = [empty_pages((lay.num_elements,), torch.float32) for lay in layouts]
+        self._window = Window(self._all_runs([int(is_coded)]), self._size_of)
+
+    @property
+    def is_complete(self) -> bool:
+        """All runs have arrived."""
+        return self._window.is_empty
+
+    def ask(self, *, again: bool = False) -> None:
+        """Ask for runs, or again for those that have not arrived."""
+        self._get(self._window.ask_again() if again else self._window.ask())
+
+    def take(self, message: Message) -> None:
+        """Take runs that belong to this version and were asked for."""
+        if message.version == self.version and self._store(message):
+            self.ask()
+
+    def _view(self, position: Position) -> memoryview:
+        return view_of_runs(
+            self._buffers[position.fragment], self.layouts[position.fragment], position.run
+        )
+
+    def values(self, impl: str = "") -> list[Tensor]:
+        """Return what has arrived in fp32, [num_elements] for each piece."""
+        if not self.is_coded:
+            return self._buffers
+        pairs = zip(self._buffers, self.layouts, strict=True)
+        return [decode(payload, layout, impl=impl) for payload, layout in pairs]
+
+
+class Courier:
+    """Carry messages between a learner and a syncer.
+
+    Args:
+        link: The connection, whose identity has the learner's first message.
+        settings: The settings of the run.
+        pieces: The pieces of the syncer's fragments.
+        start: Returns the parameters in fp32 and their layouts, one for each piece; called in the
+            courier's thread if the syncer has no parameters yet. None: another learner gives them.
+        impl: Force an implementation of the operators.
+
+    Attributes:
+        has_given: The syncer has asked this learner for parameters.
+        warning: The syncer has admitted this learner with this sentence; "" for none.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        settings: DecoupledSettings,
+        pieces: list[list[Piece]],
+        start: Callable[[], tuple[list[Tensor], list[Layout]]] | None,
+        impl: str = "",
+    ) -> None:
         firsts = accumulate(map(len, pieces), initial=0)
         self._parts = [
             PartBox(
@@ -123,6 +204,23 @@ class Postbox:
         self._bell, self._ringer = os.pipe()
         os.set_blocking(self._bell, False)
         os.set_blocking(self._ringer, False)
+        self._link, self._start, self._impl = link, start, impl
+        self._of_piece = [p for p, each in enumerate(pieces) for _ in each]
+        self._told_steps, self._asked_token = -1, 0
+        self._is_admitted = self._needs_start = False
+        self.warning = ""
+        self._run_number = -1
+        self._fetch: Fetch | None = None
+        self._parameters: tuple[list[Tensor], list[Layout]] | None = None
+        now = time.monotonic()
+        self._silence = Silence()
+        self._asked_at = self._fetched_at = now
+        self._joined_at, self._began_at, self.has_given = 0.0, now, False
+        with batch_threads():
+            self._thread = threading.Thread(target=self._run, name="diloco-courier", daemon=True)
+            self._thread.start()
+
+    # ------------------------------------------------------------------ in the training thread
 
     def stepped(self, steps: int, seconds: float) -> None:
         """Note the inner steps taken, and the seconds of the last one."""
@@ -236,132 +334,6 @@ class Postbox:
         with self._lock:
             self._error = error
             self._lock.notify_all()
-
-
-class Fetch:
-    """Fetch the values of a version, or the coded difference to the version before.
-
-    Args:
-        send: Sends a message to the server; missing runs are asked for again.
-        fragment: Number of the fragment.
-        first: Number of the fragment's first piece.
-        merged: The learner's last report that was merged.
-        layouts: Of the values in fp32, or of the differences.
-        is_coded: Fetch the difference.
-    """
-
-    def __init__(
-        self,
-        send: Callable[[Message], bool],
-        fragment: int,
-        version: int,
-        merged: int,
-        *,
-        first: int,
-        layouts: list[Layout],
-        is_coded: bool,
-    ) -> None:
-        self._send, self.fragment, self.version, self.merged = send, fragment, version, merged
-        self._first, self._layouts, self.is_coded = first, layouts, is_coded
-        if is_coded:
-            self._buffers = [empty_pages((lay.payload_bytes,), torch.uint8) for lay in layouts]
-        else:
-            self._buffers = [empty_pages((lay.num_elements,), torch.float32) for lay in layouts]
-        runs = [Position(0, i, run) for i, lay in enumerate(layouts) for run in range(lay.num_runs)]
-        self._window = Window(runs, lambda position: layouts[position.fragment].run_bytes)
-
-    @property
-    def is_complete(self) -> bool:
-        """All runs have arrived."""
-        return self._window.is_empty
-
-    def ask(self, *, again: bool = False) -> None:
-        """Ask for runs, or again for those that have not arrived."""
-        requests = self._window.ask_again() if again else self._window.ask()
-        for (_, i, run), count in requests:
-            place = (int(self.is_coded), self.version, self._first + i, run)
-            self._send(Message(Kind.GET, *place, count=count))
-
-    def take(self, message: Message) -> None:
-        """Take runs that belong to this version and were asked for."""
-        i, run, body = message.fragment - self._first, message.run, memoryview(message.body)
-        if (message.number, message.version) != (int(self.is_coded), self.version):
-            return
-        while len(body) and Position(0, i, run) in self._window.asked:
-            view = self._view(i, run)
-            if len(body) < len(view) or not len(view):
-                return
-            view[:] = body[: len(view)]
-            self._window.received(Position(0, i, run))
-            run, body = run + 1, body[len(view) :]
-        self.ask()
-
-    def _view(self, i: int, run: int) -> memoryview:
-        """Return the place of a run's bytes."""
-        layout = self._layouts[i]
-        begin, end = layout.run_range(run)
-        if self.is_coded:
-            begin, end = run * layout.run_bytes, (run + 1) * layout.run_bytes
-        return self._buffers[i][begin:end].numpy().data.cast("B")
-
-    def values(self, impl: str = "") -> list[Tensor]:
-        """Return what has arrived in fp32, [num_elements] for each piece."""
-        if not self.is_coded:
-            return self._buffers
-        pairs = zip(self._buffers, self._layouts, strict=True)
-        return [decode(payload, layout, impl=impl) for payload, layout in pairs]
-
-
-logger = logger_of(__name__)
-
-# Seconds of silence after which the courier asks whether the server is there.
-_ASK_S = 5.0
-# Messages handled before the courier looks at what the training thread has left.
-_BATCH = 64
-# ``run`` of a STEP whose answer says no more than that the server is there.
-_NO_TOKEN = (1 << 32) - 1
-
-
-class Courier(Postbox):
-    """Carry messages between a learner and a syncer.
-
-    Args:
-        link: The connection, whose identity has the learner's first message.
-        settings: The settings of the run.
-        pieces: The pieces of the syncer's fragments.
-        start: Returns the parameters in fp32 and their layouts, one for each piece; called in the
-            courier's thread if the syncer has no parameters yet. None: another learner gives them.
-        impl: Force an implementation of the operators.
-
-    Attributes:
-        has_given: The syncer has asked this learner for parameters.
-        warning: The syncer has admitted this learner with this sentence; "" for none.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        settings: DecoupledSettings,
-        pieces: list[list[Piece]],
-        start: Callable[[], tuple[list[Tensor], list[Layout]]] | None,
-        impl: str = "",
-    ) -> None:
-        super().__init__(settings, pieces)
-        self._link, self._start, self._impl = link, start, impl
-        self._of_piece = [p for p, each in enumerate(pieces) for _ in each]
-        self._told_steps, self._asked_token = -1, 0
-        self._is_admitted = self._needs_start = False
-        self.warning = ""
-        self._run_number = -1
-        self._fetch: Fetch | None = None
-        self._parameters: tuple[list[Tensor], list[Layout]] | None = None
-        now = time.monotonic()
-        self._silence = Silence()
-        self._asked_at = self._fetched_at = now
-        self._joined_at, self._began_at, self.has_given = 0.0, now, False
-        with batch_threads():
-            self._thread = threading.Thread(target=self._run, name="diloco-courier", daemon=True)
-            self._thread.start()
 
     def close(self) -> None:
         """Leave the server and end the thread; idempotent."""
@@ -482,11 +454,11 @@ class Courier(Postbox):
             is_coded &= version == part.have + 1 and part.have >= 0
             self._fetch = Fetch(
                 self._link.send,
-                p,
-                version,
-                merged,
-                first=part.first,
-                layouts=part.down if is_coded else part.whole,
+                part.down if is_coded else part.whole,
+                part.first,
+                fragment=p,
+                version=version,
+                merged=merged,
                 is_coded=is_coded,
             )
             self._fetched_at = now
@@ -617,7 +589,7 @@ class Courier(Postbox):
 
     def _take_run(self, message: Message) -> None:
         fetch = self._fetch
-        if fetch is None:
+        if fetch is None or fetch.version is None:
             return
         fetch.take(message)
         self._fetched_at = time.monotonic()

@@ -14,13 +14,12 @@ import time
 from torch import Tensor
 
 from ...base.checks import logger_of
-from ...ops.wire import Layout
 from ..messages import Kind, Message, ProtocolError
 from ..model import layout_of
 from ..payloads import Upload
 from ..sessions import Send, Session
 from ..transfer import Uploads
-from ..window import WINDOW_FRAGMENTS, bodies, is_within
+from ..window import WINDOW_FRAGMENTS, bodies, is_within, view_of_runs
 from .model import Published
 from .settings import FP32
 from .state import SyncerState, Told
@@ -278,7 +277,7 @@ class Teller:
             raise ProtocolError(f"piece {number} has {layout.num_runs} runs of {layout.run_bytes}")
         for run, count in bodies(layout, message.run, message.count):
             place = (message.number, message.version, number, run)
-            body = _body(layout, data, run, count, is_coded=bool(message.number))
+            body = view_of_runs(data, layout, run, count)
             if not self._send(session.peer, Message(Kind.DATA, *place, body=body)):
                 return
 
@@ -300,11 +299,3 @@ class Teller:
             told.sync_s = time.monotonic() - told.at[message.fragment]
             known = [each.sync_s for each in self.state.told.values() if each.sync_s]
             model.syncer.sync_s = sum(known) / len(known) if known else 0.0
-
-
-def _body(layout: Layout, data: Tensor, run: int, count: int, *, is_coded: bool) -> memoryview:
-    """Return the bytes of consecutive runs: of a payload, or of values in fp32."""
-    begin, end = layout.run_range(run)[0], layout.run_range(run + count - 1)[1]
-    if is_coded:
-        begin, end = run * layout.run_bytes, (run + count) * layout.run_bytes
-    return data[begin:end].numpy().data.cast("B")
