@@ -432,14 +432,7 @@ class Coordinator:
     def ledger(self) -> dict[str, Any]:
         """Return the newest outcome of each worker, as JSON types."""
         return {
-            name: {
-                "seq": m.last.seq,
-                "version": m.last.version,
-                "staleness": m.last.staleness,
-                "refusal": m.last.refusal,
-                "reason": m.last.reason,
-                "num_applied": m.num_applied,
-            }
+            name: {**vars(m.last), "num_applied": m.num_applied}
             for name, m in self.members.items()
             if m.last.seq
         }

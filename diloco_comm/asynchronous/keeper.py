@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Keeper:
         keeps_journals: Keep the first snapshot and all journals.
 
     Attributes:
+        storage: The files.
         saved_version: Version of the snapshot; -1 without a snapshot.
         kept_version: Version that the server would restore if it were killed now.
 
@@ -53,8 +54,8 @@ class Keeper:
         self.folder, self.every, self._waits = folder, every, waits
         self.keeps_journals = keeps_journals
         try:
-            self._storage = Storage(folder, keeps_journals=keeps_journals)
-            if not self._storage.exists:
+            self.storage = Storage(folder, keeps_journals=keeps_journals)
+            if not self.storage.exists:
                 self._probe()
         except FolderInUse:
             raise
@@ -69,36 +70,16 @@ class Keeper:
 
     def _probe(self) -> None:
         try:
-            self._storage.probe()
+            self.storage.probe()
         except OSError:
             self.release()
             raise
 
     def release(self) -> None:
         """Let another server have the folder; nothing is written any more."""
-        self._storage.release()
-
-    @property
-    def exists(self) -> bool:
-        """There is a snapshot to go on from."""
-        return self._storage.exists
-
-    @property
-    def has_first(self) -> bool:
-        """Whether the folder has the snapshot ``first``, with which the kept journals begin."""
-        return self._storage.has_first
-
-    def begin_tape(self) -> None:
-        """Keep the journals from the present snapshot on, see ``Storage.begin_tape``."""
-        self._storage.begin_tape()
+        self.storage.release()
 
     # ------------------------------------------------------------------------------------ reading
-
-    def load(
-        self, make: Callable[[dict[str, Any]], dict[str, Tensor]]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Read the snapshot, see ``Storage.load``."""
-        return self._storage.load(make)
 
     def replay(self, version: int) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
         """Yield the updates after the snapshot of this version, then continue the journal.
@@ -108,12 +89,12 @@ class Keeper:
                 disk (fsync): nobody may be told of them.
         """
         self.saved_version = self.kept_version = version
-        for record, body in self._storage.replay(version):
+        for record, body in self.storage.replay(version):
             yield record, body
             if not record["outcome"]["refusal"]:
                 self.kept_version += 1
         try:
-            self._storage.continue_journal(version)
+            self.storage.continue_journal(version)
             self._is_journalled = True
         except OSError as error:
             if self._waits:
@@ -130,7 +111,7 @@ class Keeper:
         if not self._is_journalled:
             return
         try:
-            self._storage.append(record, payloads)
+            self.storage.append(record, payloads)
             self.kept_version = version
         except OSError as error:
             self._is_journalled = False
@@ -150,8 +131,8 @@ class Keeper:
         """
         try:
             if not self._is_journalled:
-                self._storage.continue_journal(max(0, self.saved_version))
-            self._storage.append(record, payloads, is_durable=True)
+                self.storage.continue_journal(max(0, self.saved_version))
+            self.storage.append(record, payloads, is_durable=True)
         except (OSError, DamagedLog) as error:
             self._is_journalled = False
             self._fail(error)
@@ -173,10 +154,10 @@ class Keeper:
         try:
             if self._reason:
                 self._expect_room(tensors)
-            self._storage.save(header, tensors)
+            self.storage.save(header, tensors)
             self.saved_version = self.kept_version = version
             self._is_journalled = False
-            self._storage.begin_journal(version)
+            self.storage.begin_journal(version)
             self._is_journalled = True
         except OSError as error:
             self._fail(error)
@@ -186,7 +167,7 @@ class Keeper:
     def _expect_room(self, tensors: dict[str, Tensor]) -> None:
         """Raise if the disk has no room, before most of a snapshot is written in vain."""
         needed = _HEADER_BYTES + sum(tensor.nbytes for tensor in tensors.values())
-        if not self._storage.has_room(needed):
+        if not self.storage.has_room(needed):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder / "snapshot"))
 
     def close(self, version: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -136,6 +136,9 @@ class ProtocolError(ValueError):
     protocol: int | None = None
 
 
+Check = Callable[[Any], bool]
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and len(value) <= 1024
 
@@ -156,38 +159,23 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_sizes(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and 1 <= len(value) <= MAX_FRAGMENTS
-        and all(_is_count(size) and size >= 1 for size in value)
-    )
-
-
-def _is_counts(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_FRAGMENTS and all(map(_is_count, value))
-
-
 def _is_count_or_none(value: object) -> bool:
     """Return whether a value is a count, or -1 for none."""
     return value == -1 or _is_count(value)
 
 
-def _is_counts_or_none(value: object) -> bool:
-    """Return whether a value is a list of counts, with -1 for none."""
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_FRAGMENTS
-        and all(map(_is_count_or_none, value))
+def _list_of(is_valid: Check, most: int, least: int = 0) -> Check:
+    """Return whether a value is a list of such values."""
+    return lambda value: (
+        isinstance(value, list) and least <= len(value) <= most and all(map(is_valid, value))
     )
 
 
-def _is_digests(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
-
-
-def _is_places(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_PLACES and all(map(_is_name, value))
+_is_sizes = _list_of(lambda value: _is_count(value) and value != 0, MAX_FRAGMENTS, least=1)
+_is_counts = _list_of(_is_count, MAX_FRAGMENTS)
+_is_counts_or_none = _list_of(_is_count_or_none, MAX_FRAGMENTS)
+_is_digests = _list_of(_is_count, 2, least=2)
+_is_places = _list_of(_is_name, MAX_PLACES)
 
 
 def _is_object(value: object) -> bool:
@@ -211,24 +199,20 @@ def _is_rule(value: object) -> bool:
     )
 
 
-def _is_updates(value: object) -> bool:
-    """Return whether a value is a list of (wire, block size, weight, learning rate)."""
+def _is_update(value: object) -> bool:
+    """Return whether a value is a list of wire, block size, weight, and learning rate."""
     return (
         isinstance(value, list)
-        and len(value) <= MAX_UPDATES
-        and all(
-            isinstance(row, list)
-            and len(row) == 4
-            and _is_text(row[0])
-            and _is_count(row[1])
-            and _is_number(row[2])
-            and _is_number(row[3])
-            for row in value
-        )
+        and len(value) == 4
+        and all(check(field) for check, field in zip(_OF_UPDATE, value, strict=True))
     )
 
 
-_FIELDS = {
+_OF_UPDATE = (_is_text, _is_count, _is_number, _is_number)
+_is_updates = _list_of(_is_update, MAX_UPDATES)
+
+
+_FIELDS: dict[Kind, dict[str, Check]] = {
     Kind.HELLO: {"worker": _is_name, "layout": _is_count, "sizes": _is_sizes},
     Kind.PUSH: {
         "wire": _is_text,
@@ -273,8 +257,8 @@ _FIELDS = {
 # ``unexchanged`` has digests of frozen parameters and of persistent buffers. With ``warns`` a
 # difference from the first worker is a warning, and no refusal; a difference in the buffers alone
 # always is. ``memory``: where parameters lie.
-_BESIDE = {"unexchanged": _is_digests, "warns": _is_flag, "memory": _is_places}
-_OPTIONAL = {
+_BESIDE: dict[str, Check] = {"unexchanged": _is_digests, "warns": _is_flag, "memory": _is_places}
+_OPTIONAL: dict[Kind, dict[str, Check]] = {
     Kind.HELLO: _BESIDE,
     Kind.JOIN: _BESIDE,
     Kind.WELCOME: {"warning": _is_text},

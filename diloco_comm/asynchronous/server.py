@@ -26,9 +26,20 @@ from ..base.extension import RefusedVersions
 from ..base.service.addresses import address_to_bind
 from ..base.service.keys import REVOKED, Guard, protect_server
 from ..base.service.sockets import beat, receive, send_to_peer
-from .messages import MAX_BODY, MAX_JSON, PROTOCOL, Kind, Message, ProtocolError, pack, parse
+from ..replica.fragments import same_memory
+from .messages import (
+    MAX_BODY,
+    MAX_JSON,
+    NAME_TAKEN,
+    PROTOCOL,
+    Kind,
+    Message,
+    ProtocolError,
+    pack,
+    parse,
+)
 from .rules import ServerRule
-from .sessions import Attendance, Connections, Host, Session, check_lost_after, connection_of
+from .sessions import Connections, Host, Session, check_lost_after, connection_of
 from .state import ServerState
 from .transfer import Receiver, Sender
 from .window import WINDOW_BYTES, WINDOW_FRAGMENTS
@@ -141,14 +152,8 @@ class Service(ABC):
             raise
         self._socket, self._guard = self._listener.socket, self._listener.guard
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._attendance = Attendance(
-            host,
-            self._listener.connections,
-            self._send,
-            self._forget,
-            max_parameters=max_parameters,
-            lost_after=lost_after,
-        )
+        self._max_parameters, self._lost_after = max_parameters, lost_after
+        self._ended: list[bytes] = []
         self._handlers: dict[Kind, Callable[[Session, Message], None]]
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -217,7 +222,7 @@ class Service(ABC):
             while not self._stop.is_set():
                 self._turn()
                 if time.monotonic() >= idle_at:
-                    self._attendance.drop_ended()
+                    self._drop_ended()
                     self._housekeeping()
                     on_idle()
                     idle_at = time.monotonic() + _POLL_MS / 1000
@@ -256,6 +261,154 @@ class Service(ABC):
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    # ---------------------------------------------------------------------------------- coming
+
+    def _greet(self, peer: bytes, connection: int, message: Message) -> None:
+        """Admit a worker that said HELLO or JOIN, if its model fits and its name is free."""
+        self._collect_ended()
+        if not self._listener.connections.is_alive(connection):
+            return
+        worker, sizes, layout = (message.meta[name] for name in ("worker", "sizes", "layout"))
+        if sum(sizes) > self._max_parameters:
+            raise ProtocolError(
+                f"the model has {sum(sizes)} parameters, this server takes {self._max_parameters}"
+            )
+        self._host.check_model(message.meta)
+        memory = frozenset(message.meta.get("memory", ()))
+        self._refuse_same_memory(peer, worker, memory)
+        warning = self._compare_unexchanged(message.meta)
+        if not self._may_have(peer, message):
+            return
+        self._make_way(peer, connection, worker)
+        if self._host.sessions.get(peer) is None:
+            logger.info("worker %s is here", worker)
+        now = time.monotonic()
+        session = Session(peer, connection, worker, sizes, layout, now, message.number)
+        session.unexchanged, session.memory = message.meta.get("unexchanged"), memory
+        self._host.sessions.add(session)
+        welcome = self._host.welcome(session, message)
+        if warning:
+            welcome.meta["warning"] = warning
+        self._send(peer, welcome)
+
+    def _refuse_same_memory(self, peer: bytes, worker: str, memory: frozenset[str]) -> None:
+        """Raise if another worker has the same tensors: a write of one changes both."""
+        if not memory:
+            return
+        for other in self._host.sessions.all():
+            is_live = other.peer != peer and other.peer not in self._ended
+            if is_live and other.worker != worker and memory & other.memory:
+                self._host.status.count_refusal("memory")
+                raise ProtocolError(same_memory(f"workers {other.worker} and {worker}"))
+
+    def _compare_unexchanged(self, meta: dict[str, Any]) -> str:
+        """Return a warning to a worker whose frozen parameters or buffers differ, or "".
+
+        Raises:
+            ProtocolError: If frozen parameters differ, and the worker wants no warning but a
+                refusal. Buffers may be each worker's own, and change while it trains.
+        """
+        first, given = self._host.unexchanged, meta.get("unexchanged")
+        if first is None or given is None or first == given:
+            return ""
+        names = ("frozen parameters", "persistent buffers")
+        pairs = zip(names, first, given, strict=True)
+        what = " and ".join(name for name, mine, theirs in pairs if mine != theirs)
+        sentence = (
+            f"the {what} of this worker differ from the first worker's, and no exchange makes them "
+            "alike: load the same weights on all workers before they attach"
+        )
+        if meta.get("warns", False) or first[0] == given[0]:
+            return sentence
+        self._host.status.count_refusal("unexchanged")
+        raise ProtocolError(sentence)
+
+    def _may_have(self, peer: bytes, message: Message) -> bool:
+        """Return whether a worker may use its name; send an answer if not."""
+        worker, instance = message.meta["worker"], message.number
+        older = self._host.sessions.of(worker)
+        if older is None or older.peer == peer or older.peer in self._ended:
+            return True
+        if not instance or not older.instance or instance == older.instance:
+            return True
+        if older.contested is None or older.contested[0] != instance:
+            older.contested = (instance, time.monotonic())
+        # A worker whose host lost power may come back: its old connection ends after a while.
+        patience_s = 0.0 if message.fragment else self._lost_after + 1
+        if time.monotonic() - older.contested[1] < patience_s:
+            self._send(peer, Message(Kind.WAIT))
+            return False
+        if patience_s:
+            self._host.status.count_refusal("name")
+        reason = f"another worker of the name {worker} is connected: give each one its own name="
+        place = (NAME_TAKEN, 0, 0, message.run)
+        self._send(peer, Message(Kind.REFUSED, *place, meta={"reason": reason}))
+        return False
+
+    def _make_way(self, peer: bytes, connection: int, worker: str) -> None:
+        """Drop the sessions that a new session replaces."""
+        sessions = self._host.sessions
+        same = sessions.get(peer)
+        if same is not None and (same.worker, same.connection) == (worker, connection):
+            return
+        # The peer had another worker before, or the connection's number had an older connection.
+        for old in (same, sessions.on(connection), sessions.superfluous()):
+            if old is not None:
+                self._lose(old.peer)
+        older = sessions.of(worker)
+        if older is not None and older.peer in self._ended:
+            self._lose(older.peer)
+        elif older is not None:
+            # The same worker on a new connection; the end of the old one is not known yet.
+            sessions.drop(older.peer)
+            self._host.release(older)
+        # A successor of the same name may send other bytes under the same number.
+        self._forget(worker)
+
+    # ----------------------------------------------------------------------------------- going
+
+    def _leave(self, session: Session, message: Message) -> None:
+        """Drop a worker that said LEAVE."""
+        logger.info("worker %s has left", session.worker)
+        self._drop(session.peer)
+
+    def _lose(self, peer: bytes) -> None:
+        """Drop a worker whose connection ended without a LEAVE."""
+        session = self._drop(peer)
+        if session is not None:
+            self._host.status.lost += 1
+            logger.warning(
+                "worker %s is lost: its connection ended without a goodbye", session.worker
+            )
+
+    def _drop(self, peer: bytes) -> Session | None:
+        """Drop a session, and its worker if the worker has no other session."""
+        session = self._host.sessions.drop(peer)
+        if session is None:
+            return None
+        self._host.release(session)
+        if self._host.sessions.of(session.worker) is None:
+            self._forget(session.worker)
+            self._host.leave(session.worker)
+        return session
+
+    def _drop_ended(self) -> None:
+        """Drop the workers of ended connections; called several times a second.
+
+        A connection that ended since the last call is dropped by the next call, so that the
+        connection's last messages are read first.
+        """
+        ended, self._ended = self._ended, []
+        for peer in ended:
+            self._lose(peer)
+        self._collect_ended()
+
+    def _collect_ended(self) -> None:
+        for connection in self._listener.connections.ended():
+            session = self._host.sessions.on(connection)
+            if session is not None:
+                self._ended.append(session.peer)
+
     # --------------------------------------------------------------------------------- messages
 
     def _turn(self) -> None:
@@ -277,7 +430,7 @@ class Service(ABC):
         try:
             message = parse([frame.buffer for frame in frames[1:]])
             if self._guard is not None and not self._guard.admits(frames[-1]):
-                self._attendance.lose(peer)
+                self._lose(peer)
                 self._send(peer, Message(Kind.REFUSED, meta={"reason": REVOKED}))
                 return
             session = self._host.sessions.get(peer)
@@ -287,7 +440,7 @@ class Service(ABC):
             elif message.kind == Kind.STATUS:
                 self._send(peer, Message(Kind.REPORT, meta={"status": self._status()}))
             elif message.kind == self.greeting:
-                self._attendance.greet(peer, connection_of(frames[1]), message)
+                self._greet(peer, connection_of(frames[1]), message)
             elif message.kind in (Kind.HELLO, Kind.JOIN, Kind.SETTINGS):
                 self._send(peer, Message(Kind.REFUSED, meta={"reason": self.wrong_greeting}))
             elif session is None:
@@ -312,7 +465,7 @@ class Service(ABC):
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             if error.errno == zmq.EHOSTUNREACH:
-                self._attendance.lose(peer)
+                self._lose(peer)
             return False
         self._host.status.sent_bytes += sum(len(frame) for frame in frames)
         return True
@@ -435,7 +588,7 @@ class AsyncServer(Service):
         self._sender.start_released()
 
     def _leave(self, session: Session, message: Message) -> None:
-        self._attendance.leave(session, message)
+        super()._leave(session, message)
         self._sender.after_reading()
 
     def _housekeeping(self) -> None:

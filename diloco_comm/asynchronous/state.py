@@ -227,7 +227,7 @@ class ServerState(Host):
     # ------------------------------------------------------------------------------------ disk
 
     def _restore(self, keeper: Keeper) -> None:
-        header, tensors = keeper.load(self._tensors_for)
+        header, tensors = keeper.storage.load(self._tensors_for)
         assert self.coordinator is not None
         self.model.load(tensors, header["model"])
         self.coordinator.load_ledger(header["ledger"])

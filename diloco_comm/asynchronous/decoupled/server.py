@@ -117,7 +117,7 @@ class DecoupledServer(Service):
             Kind.START: self._receiver.start,
             Kind.GET: self._teller.get,
             Kind.DONE: self._teller.done,
-            Kind.LEAVE: self._attendance.leave,
+            Kind.LEAVE: self._leave,
         }
 
     def parameters(self) -> list[list[Tensor]]:

@@ -60,7 +60,7 @@ def restore(
         ValueError: If the folder's model has other settings, the folder has a tape that is neither
             kept nor dropped, or a file holds what no syncer writes.
     """
-    if keeper.has_first and not keeper.keeps_journals and not drops_tape:
+    if keeper.storage.has_first and not keeper.keeps_journals and not drops_tape:
         raise ValueError(
             f"{keeper.folder} has a tape of the run, and the next snapshot would remove the "
             "tape: give keep_tape to go on with the tape, or drop_tape to remove the tape"
@@ -72,7 +72,7 @@ def restore(
         models.append(ServedModel.from_header(header, settings, outer, impl))
         return models[0].tensors()
 
-    header, _ = keeper.load(make)
+    header, _ = keeper.storage.load(make)
     model = models[0]
     model.loaded(header)
     _begin_tape(keeper, model.num_commits, drops_tape=drops_tape)
@@ -83,16 +83,16 @@ def restore(
 
 def _begin_tape(keeper: Keeper, version: int, *, drops_tape: bool) -> None:
     """Log where a tape ends, or begins later than the run."""
-    if keeper.has_first and drops_tape:
+    if keeper.storage.has_first and drops_tape:
         logger.warning("the next snapshot removes the tape in %s (drop_tape)", keeper.folder)
-    elif keeper.keeps_journals and not keeper.has_first:
+    elif keeper.keeps_journals and not keeper.storage.has_first:
         logger.warning(
             "%s has no tape of the merges before the snapshot, since the server ran without "
             "--keep-tape: the tape begins after merge %d",
             keeper.folder,
             version,
         )
-        keeper.begin_tape()
+        keeper.storage.begin_tape()
 
 
 def write(
