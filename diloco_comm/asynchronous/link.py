@@ -321,7 +321,7 @@ class Link:
             is_other = error.protocol is not None
             return Message(Kind.REFUSED, meta={"reason": str(error)}) if is_other else None
 
-    def converse(self, ask: Callable[[], None], stage: str) -> Iterator[Message]:
+    def converse(self, ask: Callable[[], object], stage: str) -> Iterator[Message]:
         """Yield the messages of the server, and ask again whenever the server is silent.
 
         Args:
@@ -442,10 +442,6 @@ class Link:
         """Introduce this worker."""
         self.send(self.identity.hello())
 
-    def ask(self, message: Message) -> None:
-        """Send a question; for ``converse``."""
-        self.send(message)
-
     def push(
         self,
         version: int,
@@ -548,7 +544,7 @@ def read_status(
     link = Link(address, "status", [1], 0, timeout=timeout, keys=keys, key_name=key_name)
     try:
         status = Message(Kind.STATUS)
-        for message in link.converse(lambda: link.ask(status), "status"):
+        for message in link.converse(lambda: link.send(status), "status"):
             if message.kind == Kind.REPORT:
                 return message.meta["status"]
         raise AssertionError

@@ -251,6 +251,21 @@ class Gathered:
 _LARGE_BYTES = 1 << 22
 
 
+def numbers_of(outer: OuterOptimizer) -> tuple[float | None, float, float, float]:
+    """Return what ``FusedState`` takes of an outer optimizer.
+
+    Raises:
+        ValueError: If it is not SGD, HeavyBall or Nesterov.
+    """
+    numbers = fused_numbers(outer)
+    if numbers is None:
+        raise ValueError(
+            "a decoupled merge takes SGD, HeavyBall or Nesterov as the outer optimizer, got "
+            f"{type(outer).__name__}"
+        )
+    return numbers
+
+
 class SharedFragment:
     """The shared parameters of one fragment, by piece.
 
@@ -279,12 +294,7 @@ class SharedFragment:
     ) -> None:
         self.pieces, self.impl = tuple(pieces), ops.resolve_impl(impl)
         self.outer = make_outer(outer)
-        numbers = fused_numbers(self.outer)
-        if numbers is None:
-            raise ValueError(
-                "a decoupled merge takes SGD, HeavyBall or Nesterov as the outer optimizer, got "
-                f"{type(self.outer).__name__}"
-            )
+        numbers = numbers_of(self.outer)
         self.layouts = [layout_of(piece.num_elements, wire) for piece in self.pieces]
         self._states = [
             FusedState(flatten(tensors, piece), 1, self.outer, *numbers) for piece in self.pieces

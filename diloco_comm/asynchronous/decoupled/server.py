@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...methods.outer import OuterOptimizer
+from ...methods.outer import Nesterov, OuterOptimizer
 from ..keeper import Keeper
 from ..messages import Kind, Message
 from ..server import Service
 from ..sessions import Session
+from .fragments import numbers_of
 from .model import KEPT_MODELS
-from .settings import DecoupledSettings, check_outer
+from .settings import DecoupledSettings
 from .state import KeptStatus, SyncerState
 from .transfer import ReportReceiver, Teller
 
@@ -89,9 +90,11 @@ class DecoupledServer(Service):
             )
         elif keep_tape or drop_tape:
             raise ValueError(f"{'keep_tape' if keep_tape else 'drop_tape'} needs a snapshot folder")
+        outer = Nesterov(0.7, 0.9) if outer is None else outer
+        numbers_of(outer)
         self.state = SyncerState(
             settings,
-            check_outer(outer),
+            outer,
             open_files=open_files,
             drops_tape=drop_tape,
             model_sizes=model_sizes,

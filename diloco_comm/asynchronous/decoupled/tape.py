@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ...base.checks import logger_of
-from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
+from ...methods.outer import OuterOptimizer, make_outer
 from ...ops.digests import chained, each_digest
 from ...ops.wire import Layout
 from ..keeper import Keeper
@@ -282,13 +282,6 @@ def _compare(
     model.chain = wanted["chain"]
 
 
-_OUTERS: dict[str, Callable[..., OuterOptimizer]] = {
-    "SGD": SGD,
-    "HeavyBall": HeavyBall,
-    "Nesterov": Nesterov,
-}
-
-
 @dataclass(frozen=True)
 class Replayed:
     """What a replay has repeated.
@@ -375,8 +368,7 @@ def _load(path: Path) -> tuple[ServedModel, list[Any]]:
             raise ValueError(f"{path} is a snapshot of asynchronous training: it has no tape")
         check_format(header)
         settings = DecoupledSettings.from_json(header["settings"])
-        numbers = dict(header["outer"])
-        outer = _OUTERS[numbers.pop("name")](**numbers)
+        outer = make_outer(header["outer"])
         check_header(header, settings, outer)
         models.append(ServedModel.from_header(header, settings, outer))
         return models[0].tensors()
