@@ -106,33 +106,28 @@ class Keeper:
 
     # ------------------------------------------------------------------------------------ writing
 
-    def append(self, record: dict[str, Any], payloads: Sequence[Payload], version: int) -> None:
-        """Write an update to the journal; ``version`` is the model's after the update."""
-        if not self._is_journalled:
-            return
-        try:
-            self.storage.append(record, payloads)
-            self.kept_version = version
-        except OSError as error:
-            self._is_journalled = False
-            self._fail(error)
-
     @property
     def may_write(self) -> bool:
         """The journal takes updates, or it is time for another attempt."""
         return self._is_journalled or time.monotonic() >= self._retry_at
 
     def record(self, record: dict[str, Any], payloads: Sequence[Payload], version: int) -> bool:
-        """Write an update to the journal and to the disk (fsync).
+        """Write an update to the journal; for a caller that ``waits`` also to the disk (fsync).
+
+        Args:
+            version: The model's after the update.
 
         Returns:
             False if the disk does not take the update. The journal then ends with the update
-            before, and the caller repeats the call later, before it tells anybody of the update.
+            before. A caller that ``waits`` repeats the call later, before it tells anybody of the
+            update; for others the journal takes no update until the next snapshot.
         """
+        if not self._is_journalled and not self._waits:
+            return False
         try:
             if not self._is_journalled:
                 self.storage.continue_journal(max(0, self.saved_version))
-            self.storage.append(record, payloads, is_durable=True)
+            self.storage.append(record, payloads, is_durable=self._waits)
         except (OSError, DamagedLog) as error:
             self._is_journalled = False
             self._fail(error)

@@ -438,6 +438,13 @@ class Link:
                 )
         raise AssertionError
 
+    def ask(self, question: Message, answer: Kind, stage: str) -> Message:
+        """Return the server's answer to a question that needs no WELCOME."""
+        for message in self.converse(lambda: self.send(question), stage):
+            if message.kind == answer:
+                return message
+        raise AssertionError
+
     def say_hello(self) -> None:
         """Introduce this worker."""
         self.send(self.identity.hello())
@@ -543,10 +550,6 @@ def read_status(
     """
     link = Link(address, "status", [1], 0, timeout=timeout, keys=keys, key_name=key_name)
     try:
-        status = Message(Kind.STATUS)
-        for message in link.converse(lambda: link.send(status), "status"):
-            if message.kind == Kind.REPORT:
-                return message.meta["status"]
-        raise AssertionError
+        return link.ask(Message(Kind.STATUS), Kind.REPORT, "status").meta["status"]
     finally:
         link.close()

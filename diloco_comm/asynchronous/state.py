@@ -375,7 +375,7 @@ class ServerState(Host):
             "outcome": outcome.__dict__,
             **{name: push.meta[name] for name in ("wire", "block_size", "steps", "seconds")},
         }
-        self.keeper.append(record, [] if outcome.refusal else payloads, self.version)
+        self.keeper.record(record, [] if outcome.refusal else payloads, self.version)
 
 
 def _sizes_of(rule: ServerRule) -> float:

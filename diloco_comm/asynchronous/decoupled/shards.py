@@ -74,11 +74,8 @@ def open_shard(
     """
     link = Link(address, name, [1], 0, timeout=timeout, keys=keys, key_name=key_name)
     try:
-        question = Message(Kind.SETTINGS)
-        for message in link.converse(lambda: link.send(question), "settings"):
-            if message.kind == Kind.SET:
-                return Shard(link, DecoupledSettings.from_json(message.meta["settings"]), [])
-        raise AssertionError
+        message = link.ask(Message(Kind.SETTINGS), Kind.SET, "settings")
+        return Shard(link, DecoupledSettings.from_json(message.meta["settings"]), [])
     except BaseException:
         link.close()
         raise
