@@ -31,11 +31,10 @@ from benchmarks.asynchronous.report import condense, draw, kept_rows, report_lin
 from benchmarks.support import common
 from benchmarks.support.run_file import Row, RunFile
 from benchmarks.support.tuning import Choice, choose, next_rate
-from diloco_comm.asynchronous.model.shared import SharedModel
-from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator, Outcome
-from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler, ShardSchedule
+from diloco_comm.asynchronous.coordinator import Coordinator, Outcome, ShardSampler, ShardSchedule
+from diloco_comm.asynchronous.local import LocalModel
+from diloco_comm.asynchronous.model import SharedModel
 from diloco_comm.asynchronous.virtual import VirtualRun, VirtualWorker
-from diloco_comm.asynchronous.worker.local import LocalModel
 from diloco_comm.ops.wire import WireFormat
 from diloco_comm_tools.demo.data import Batches, Corpus, load_corpus, validation_windows
 from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig, byte_loss

@@ -45,12 +45,16 @@ from benchmarks.support import common
 from benchmarks.support.run_file import RunFile
 from benchmarks.support.tuning import choose, next_rate
 from diloco_comm import Nesterov
-from diloco_comm.asynchronous.decoupled.autocorrelation import WatchedFragment, effective_rate
+from diloco_comm.asynchronous.coordinator import ShardSchedule
+from diloco_comm.asynchronous.decoupled.fragments import (
+    Piece,
+    WatchedFragment,
+    effective_rate,
+    pieces_of,
+)
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
-from diloco_comm.asynchronous.decoupled.pieces import Piece, pieces_of
 from diloco_comm.asynchronous.decoupled.syncer import Syncer
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link, VirtualLearner
-from diloco_comm.asynchronous.server.decisions.scheduling import ShardSchedule
 from diloco_comm.ops.wire import WireFormat
 from diloco_comm_tools.demo.data import Batches, validation_windows
 from diloco_comm_tools.demo.model import ByteTransformer, byte_loss

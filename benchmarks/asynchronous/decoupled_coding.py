@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.asynchronous.decoupled.autocorrelation import WatchedFragment
+from diloco_comm.asynchronous.decoupled.fragments import WatchedFragment
 from diloco_comm.ops.wire import Layout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.asynchronous.methods import SPEEDS
-from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
+from diloco_comm.asynchronous.decoupled.syncer import QuorumRule
 
 MOMENTUM = 0.9
 OVERLAP_STEPS = 2

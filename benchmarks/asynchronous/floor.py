@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import zmq
 
-from diloco_comm.asynchronous.protocol.messages import MAX_BODY
+from diloco_comm.asynchronous.messages import MAX_BODY
 
 
 class Courier:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco_comm import SGD, Adam, HeavyBall, Nesterov
-from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 
 MOMENTUM = 0.9
 # Staler arrivals are discarded by the threshold, as in the paper.

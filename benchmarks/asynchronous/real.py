@@ -43,9 +43,9 @@ from benchmarks.asynchronous.methods import METHODS, MOMENTUM, SPEEDS
 from benchmarks.asynchronous.report import recorded_losses
 from benchmarks.support import common
 from diloco_comm import DiLoCo, Link, Nesterov
-from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.coordinator import ShardSampler
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm_tools.demo.data import Batches, validation_windows
 from diloco_comm_tools.demo.model import ByteTransformer, byte_loss
 

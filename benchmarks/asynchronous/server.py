@@ -34,11 +34,11 @@ from torch import nn
 from benchmarks.asynchronous.floor import Courier, carrying
 from benchmarks.support import common
 from diloco_comm import Adam, Link, Nesterov
-from diloco_comm.asynchronous.model.rules import DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.model.shared import SharedModel
-from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator, Update
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.coordinator import Coordinator, Update
+from diloco_comm.asynchronous.model import SharedModel
+from diloco_comm.asynchronous.rules import DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.base.memory import empty_pages
 from diloco_comm.ops.wire import WireFormat, parse
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from diloco_comm.asynchronous.worker.local import LocalModel
+from diloco_comm.asynchronous.local import LocalModel
 from diloco_comm.methods.outer import OuterOptimizer, Update
 from diloco_comm.methods.overlap import Blocking, Eager, Overlap, Own, Terms
 from diloco_comm.ops.wire import WireFormat

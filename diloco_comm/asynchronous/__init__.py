@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from ..base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .decoupled.learning.attached import DecoupledDiLoCo
-    from .decoupled.serving.server import DecoupledServer
-    from .server.server import AsyncServer
-    from .worker.worker import AsyncDiLoCo
+    from .decoupled.attached import DecoupledDiLoCo
+    from .decoupled.server import DecoupledServer
+    from .server import AsyncServer
+    from .worker import AsyncDiLoCo
 
 __all__ = ["AsyncDiLoCo", "AsyncServer", "DecoupledDiLoCo", "DecoupledServer"]
 __getattr__ = lazy_names(
     __name__,
     {
-        ".decoupled.learning.attached": "DecoupledDiLoCo",
-        ".decoupled.serving.server": "DecoupledServer",
-        ".server.server": "AsyncServer",
-        ".worker.worker": "AsyncDiLoCo",
+        ".decoupled.attached": "DecoupledDiLoCo",
+        ".decoupled.server": "DecoupledServer",
+        ".server": "AsyncServer",
+        ".worker": "AsyncDiLoCo",
     },
 )

@@ -14,8 +14,8 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .server.decisions.coordinator import Coordinator, Outcome, Update
-from .worker.local import LocalModel
+from .coordinator import Coordinator, Outcome, Update
+from .local import LocalModel
 
 OnUpdate = Callable[[float, int, Outcome], None]
 

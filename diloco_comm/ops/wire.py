@@ -294,6 +294,11 @@ class Layout:
         """Bytes of the whole payload."""
         return self.num_runs * self.run_bytes
 
+    @cached_property
+    def whole(self) -> tuple[int, int, int, str, int]:
+        """The arguments of an operator on all elements: [begin, end), run elements, wire, block."""
+        return 0, self.num_elements, self.run_elements, self.wire.name, self.wire.block_size
+
     def run_range(self, run_idx: int) -> tuple[int, int]:
         """Return the elements [begin, end) of the fragment that run ``run_idx`` holds.
 

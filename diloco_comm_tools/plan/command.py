@@ -375,7 +375,7 @@ def decoupled(
     if model.step_time is None or not (model.params or model.model_config or model.safetensors):
         misuse("decoupled training needs --params and --step-time")
     num_params, _ = model.size(1)
-    from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
+    from diloco_comm.asynchronous.decoupled.syncer import QuorumRule
 
     from .decoupled import DecoupledRequest, make_report, print_decoupled
 

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
+from diloco_comm.asynchronous.decoupled.syncer import QuorumRule
 from diloco_comm.ops.wire import WireFormat
 
 from ..common.console import plain_table, print_whole

@@ -160,7 +160,7 @@ def serve(
         return
 
     def make() -> ModelServer:
-        from diloco_comm.asynchronous.server.server import AsyncServer
+        from diloco_comm.asynchronous.server import AsyncServer
 
         from .run import make_rule
 
@@ -224,7 +224,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show the status of a server of asynchronous or decoupled training."""
-    from diloco_comm.asynchronous.worker.link import ServerLost
+    from diloco_comm.asynchronous.link import ServerLost
     from diloco_comm.base.service.addresses import parse_address, tcp_address
 
     from .run import show_status
@@ -249,7 +249,7 @@ def truncate(
     snapshot: Annotated[Path | None, option("The server's folder of snapshot and journal.")] = None,
 ) -> None:
     """Cut a damaged journal at the damage, and say what was cut off."""
-    from diloco_comm.asynchronous.server.storage.snapshots import truncate_journal
+    from diloco_comm.asynchronous.snapshots import truncate_journal
     from diloco_comm.base.log import DamagedLog
 
     if snapshot is None:

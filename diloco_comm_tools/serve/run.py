@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_comm.asynchronous.decoupled.serving.server import DecoupledServer
+from diloco_comm.asynchronous.decoupled.server import DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
-from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.worker.link import read_status
+from diloco_comm.asynchronous.link import read_status
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
 from diloco_comm.monitor.status import Snapshot
 

@@ -18,7 +18,7 @@ from decoupled_processes import SIZE, make_server
 from decoupled_processes import attach as attach_learner
 
 from diloco_comm.asynchronous import AsyncDiLoCo, AsyncServer, DecoupledDiLoCo, DecoupledServer
-from diloco_comm.asynchronous.worker.link import read_status
+from diloco_comm.asynchronous.link import read_status
 
 Server = AsyncServer | DecoupledServer
 Worker = AsyncDiLoCo | DecoupledDiLoCo

@@ -22,8 +22,8 @@ from async_helpers import PLAIN, attach, status, wait_until
 from async_processes import Child
 from cli_helpers import run_cli
 
-from diloco_comm.asynchronous.model.rules import Buffered
-from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.rules import Buffered
+from diloco_comm.asynchronous.server import AsyncServer
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from async_helpers import serving
 
-from diloco_comm.asynchronous.model.rules import DelayedNesterov
+from diloco_comm.asynchronous.rules import DelayedNesterov
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -10,13 +10,13 @@ import torch
 from async_helpers import PLAIN, Flat, Peer, attach, serving, start_by_hand, status
 
 from diloco_comm import Adam, HeavyBall, Link, Nesterov
-from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS
-from diloco_comm.asynchronous.protocol.messages import Kind, Message
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker import following
-from diloco_comm.asynchronous.worker.link import ServerLost
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous import downloads
+from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.messages import Kind, Message
+from diloco_comm.asynchronous.model import RUN_ELEMENTS
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 
 RULES = {
     "sgd": Immediate(outer=PLAIN.outer, discount=0.5),
@@ -95,7 +95,7 @@ def test_fragments_and_a_restart_of_the_server(tmp_path) -> None:
 def test_who_falls_behind_fetches_parameters_and_later_all_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(following, "REST_ROUNDS", 2)
+    monkeypatch.setattr(downloads, "REST_ROUNDS", 2)
     with serving(RULES["delayed"], parameters=[noise(0)]) as server:
         slow, behind = attach(server.address, "slow", size=SIZE, wire="int8", fetch="updates")
         fast, ahead = attach(server.address, "fast", size=SIZE, wire="fp32")
@@ -122,7 +122,7 @@ def test_who_falls_behind_fetches_parameters_and_later_all_again(
 def test_kept_updates_make_room_and_go_with_their_followers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 2 * SIZE)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 2 * SIZE)
     with serving(PLAIN, parameters=[noise(0)]) as server:
         slow, behind = attach(server.address, "slow", size=SIZE, wire="int8", fetch="updates")
         fast, ahead = attach(server.address, "fast", size=SIZE, wire="int8")

@@ -23,9 +23,9 @@ from async_helpers import (
 )
 from async_processes import Child, Scene, read_log
 
-from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS
-from diloco_comm.asynchronous.protocol.messages import Kind, Message
-from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.messages import Kind, Message
+from diloco_comm.asynchronous.model import RUN_ELEMENTS
+from diloco_comm.asynchronous.server import AsyncServer
 
 SIZE = 1001
 MANY = 1_000_000

@@ -19,6 +19,7 @@ from async_helpers import (
     PUSH,
     Peer,
     attach,
+    encode,
     payload,
     push_by_hand,
     serving,
@@ -29,22 +30,21 @@ from async_helpers import (
 from cli_helpers import run_cli
 
 from diloco_comm import Adam, HeavyBall
-from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, SharedModel, layout_of
-from diloco_comm.asynchronous.protocol.messages import Kind, Message
-from diloco_comm.asynchronous.protocol.payloads import PayloadFile, payload_files, read_back
-from diloco_comm.asynchronous.server.decisions.coordinator import encode
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.server.sessions import Session
-from diloco_comm.asynchronous.server.transfer import sending
-from diloco_comm.asynchronous.server.transfer.receiving import STALL_S, Receiver
+from diloco_comm.asynchronous import transfer
+from diloco_comm.asynchronous.messages import Kind, Message
+from diloco_comm.asynchronous.model import RUN_ELEMENTS, SharedModel, layout_of
+from diloco_comm.asynchronous.payloads import PayloadFile, payload_files, read_back
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.sessions import Session
+from diloco_comm.asynchronous.transfer import STALL_S, Receiver
 from diloco_comm.methods.outer import make_outer
 from diloco_comm.ops.wire import WireFormat
 
 
 def test_memory_is_bounded_by_credit_not_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve updates of a whole model each, one in memory at a time."""
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
     size = 300_000
     with serving(parameters=[torch.zeros(size)], model_sizes=2.0) as server:
         peak = 0
@@ -80,9 +80,9 @@ def test_memory_is_bounded_by_credit_not_by_workers(monkeypatch: pytest.MonkeyPa
 
 def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
-        "server.state.MAX_READERS": 1,
-        "server.transfer.sending.PAUSE_S": 0.1,
-        "server.transfer.sending.STALL_S": 1e6,
+        "state.MAX_READERS": 1,
+        "transfer.PAUSE_S": 0.1,
+        "transfer.STALL_S": 1e6,
     }.items():
         monkeypatch.setattr(f"diloco_comm.asynchronous.{name}", value)
     with (
@@ -103,7 +103,7 @@ def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.Monk
 @pytest.mark.nightly("runs that are asked for again are the same promise, without real time")
 def test_a_question_without_end_is_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for the reader of an older version, and compute all newer ones anew."""
-    monkeypatch.setattr(sending, "TURN_S", 0.0)
+    monkeypatch.setattr(transfer, "TURN_S", 0.0)
     with (
         serving(parameters=[torch.zeros(7)]) as server,
         Peer(server.address) as endless,
@@ -160,8 +160,8 @@ def test_runs_that_are_asked_for_again_and_again_are_no_reading() -> None:
 def test_an_update_that_stalls_again_and_again_leaves_room_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
-    monkeypatch.setattr("diloco_comm.asynchronous.server.transfer.receiving.STALL_S", 1.0)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.transfer.STALL_S", 1.0)
     size = 4 * RUN_ELEMENTS
     hello, push = {**HELLO, "sizes": [size]}, Message(Kind.PUSH, 1, 0, meta=PUSH)
     with (
@@ -212,7 +212,7 @@ def test_an_update_that_waits_for_the_end_of_a_bar_is_in_want_of_no_memory() -> 
 def test_a_newer_version_is_begun_when_older_ones_are_read_or_take_too_long(
     monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
-    monkeypatch.setattr(sending, "TURN_S", 1e6)
+    monkeypatch.setattr(transfer, "TURN_S", 1e6)
     zeros = torch.zeros(7)
     with (
         serving(parameters=[zeros]) as server,
@@ -226,7 +226,7 @@ def test_a_newer_version_is_begun_when_older_ones_are_read_or_take_too_long(
         assert push_by_hand(quick, payload([1.0] * 7)).kind == Kind.OUTCOME
         quick.say(Message(Kind.PULL))
         assert quick.hear(skip=(Kind.READY,)).kind == Kind.WAIT
-        monkeypatch.setattr(sending, "TURN_S", turn_s)
+        monkeypatch.setattr(transfer, "TURN_S", turn_s)
         if turn_s > 1e3:
             assert quick.hear(0.5) is None
             slow.say(Message(Kind.DONE, 0, 0))
@@ -293,7 +293,7 @@ def test_payloads_are_written_out_before_they_are_read_back(
     for file in files:
         file.write(0, bytes(file.nbytes))
     for name in ("fsync", "posix_fadvise", "preadv"):
-        place = f"diloco_comm.asynchronous.protocol.payloads.os.{name}"
+        place = f"diloco_comm.asynchronous.payloads.os.{name}"
         monkeypatch.setattr(place, recorded(name))
     read_back([*files, torch.zeros(7, dtype=torch.uint8)])
     # Once for each file, however many payloads lie in the file.
@@ -325,9 +325,9 @@ def test_updates_larger_than_the_budget_go_through_a_file(
     roomy = run(tmp_path / "roomy")
     shutil.rmtree(tmp_path / "copy")
     made = []
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
     monkeypatch.setattr(
-        "diloco_comm.asynchronous.server.state.payload_files",
+        "diloco_comm.asynchronous.state.payload_files",
         lambda folder, sizes: made.append(sizes) or payload_files(folder, sizes),
     )
     tight = run(tmp_path / "tight")
@@ -350,8 +350,8 @@ class Spool:
 def files(monkeypatch: pytest.MonkeyPatch) -> Spool:
     """No memory for updates: each goes to a file."""
     made = Spool()
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.payload_files", made)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.payload_files", made)
     return made
 
 

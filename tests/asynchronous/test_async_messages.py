@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_comm.asynchronous.protocol.messages import (
+from diloco_comm.asynchronous.messages import (
     HEADER,
     MAGIC,
     MAX_BODY,

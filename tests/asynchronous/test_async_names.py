@@ -16,12 +16,11 @@ from async_processes import Scene
 from cli_helpers import run_cli
 
 from diloco_comm import Link
-from diloco_comm.asynchronous.protocol.names import default_name
-from diloco_comm.asynchronous.server.decisions.coordinator import Outcome
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.server.sessions import Session
-from diloco_comm.asynchronous.worker.link import ServerRefused
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.coordinator import Outcome
+from diloco_comm.asynchronous.link import ServerRefused, default_name
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.sessions import Session
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 
 HOST = socket.gethostname().split(".")[0]
 SIZE = 7
@@ -246,7 +245,7 @@ def test_a_name_is_kept_by_a_new_connection_of_the_same_worker() -> None:
 
 
 def test_the_status_shows_those_who_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_comm.asynchronous.server.status.MAX_WORKERS", 3)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.MAX_WORKERS", 3)
     with serving() as server:
         _, first = attach(server.address, "first")
         for name in "abcd":

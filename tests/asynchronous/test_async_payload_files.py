@@ -13,20 +13,19 @@ import torch
 from async_disk import SIZE, Disk, train
 from async_helpers import PLAIN, attach, status, wait_until
 
-from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS
-from diloco_comm.asynchronous.protocol.payloads import payload_files
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.server.uploads import Upload
-from diloco_comm.asynchronous.worker.link import ServerLost
+from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.model import RUN_ELEMENTS
+from diloco_comm.asynchronous.payloads import Upload, payload_files
+from diloco_comm.asynchronous.server import AsyncServer
 
 
 def test_an_update_that_needs_a_file_gets_one_elsewhere(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
     folder, made = disk.root / "state", []
     monkeypatch.setattr(
-        "diloco_comm.asynchronous.server.state.payload_files",
+        "diloco_comm.asynchronous.state.payload_files",
         lambda *arguments: made.append(arguments) or payload_files(*arguments),
     )
     server = AsyncServer(PLAIN, snapshot=folder, parameters=[torch.ones(SIZE)], sync_every=1)
@@ -46,8 +45,8 @@ def test_an_update_waits_for_room_on_a_full_disk(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither beside the snapshot nor in the folder of temporary files is any room."""
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
-    monkeypatch.setattr("diloco_comm.asynchronous.worker.link.PATIENCE_S", 0.0)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.link.PATIENCE_S", 0.0)
     monkeypatch.setattr(tempfile, "tempdir", str(disk.root))
     folder = disk.root / "state"
     with AsyncServer(PLAIN, snapshot=folder, parameters=[torch.ones(SIZE)], sync_every=1) as server:
@@ -73,7 +72,7 @@ def test_a_file_that_fails_costs_one_update(
     call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The disk fails for one update of a worker: neither the model nor other workers see it."""
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
     is_broken = [False]
 
     def fail(*arguments: object) -> int:
@@ -82,7 +81,7 @@ def test_a_file_that_fails_costs_one_update(
         return real(*arguments)  # type: ignore[arg-type]
 
     real = getattr(os, call)
-    monkeypatch.setattr(f"diloco_comm.asynchronous.protocol.payloads.os.{call}", fail)
+    monkeypatch.setattr(f"diloco_comm.asynchronous.payloads.os.{call}", fail)
     with AsyncServer(PLAIN, parameters=[torch.ones(SIZE)], sync_every=1) as server:
         model, worker = attach(server.address, "a", size=SIZE)
         other_model, other = attach(server.address, "b", size=SIZE)
@@ -108,7 +107,7 @@ def test_a_file_that_fails_while_it_is_applied_spoils_no_snapshot(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The model in memory then holds a part of the update: the folder keeps the version before."""
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
     real, is_checked = os.preadv, [False]
     run_bytes = 4 * RUN_ELEMENTS
 
@@ -123,9 +122,7 @@ def test_a_file_that_fails_while_it_is_applied_spoils_no_snapshot(
     model, worker = attach(server.address, "a", size=size, timeout=2.0)
     model.descend(torch.full((size,), 0.5))
     worker.step()
-    monkeypatch.setattr(
-        "diloco_comm.asynchronous.protocol.payloads.os.preadv", fail_in_the_second_run
-    )
+    monkeypatch.setattr("diloco_comm.asynchronous.payloads.os.preadv", fail_in_the_second_run)
     read_through = Upload.read_through
 
     def check_and_break(upload: Upload) -> None:

@@ -21,11 +21,11 @@ from async_helpers import attach, wait_until
 from async_processes import check_ledger, server_main, worker_main
 from workers import Pool
 
-from diloco_comm.asynchronous.protocol.messages import Message
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.server.storage import snapshots as storage
-from diloco_comm.asynchronous.worker.link import Link
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous import snapshots
+from diloco_comm.asynchronous.link import Link
+from diloco_comm.asynchronous.messages import Message
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.base.log import Log
 from diloco_comm_tools.common.workers import free_port
 
@@ -84,9 +84,9 @@ def arm_server(stage: str) -> None:
     death = Death(stage)
     death.before(AsyncServer, "_send", "send", lambda server, peer, message: message.kind.name)
     death.before(AsyncServer, "_serve", "hear", lambda server, session, message: message.kind.name)
-    death.before(storage.Storage, "append", "begin", lambda *_: "journal")
-    death.after(storage.Storage, "append", "end", lambda *_: "journal")
-    death.before(storage.Storage, "save", "begin", lambda *_: "snapshot")
+    death.before(snapshots.Storage, "append", "begin", lambda *_: "journal")
+    death.after(snapshots.Storage, "append", "end", lambda *_: "journal")
+    death.before(snapshots.Storage, "save", "begin", lambda *_: "snapshot")
     death.before(os, "replace", "rename", lambda source, target: Path(target).name)
     death.after(os, "replace", "renamed", lambda source, target, result: Path(target).name)
     append = Log.append

@@ -29,11 +29,11 @@ from async_helpers import (
 
 from diloco_comm import Link, NonFiniteError, Wire, __version__
 from diloco_comm.asynchronous import DecoupledDiLoCo
-from diloco_comm.asynchronous.model.rules import Immediate
-from diloco_comm.asynchronous.protocol.messages import HEADER, PROTOCOL, Kind, Message, pack
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker.link import ServerRefused
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.link import ServerRefused
+from diloco_comm.asynchronous.messages import HEADER, PROTOCOL, Kind, Message, pack
+from diloco_comm.asynchronous.rules import Immediate
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 
 
 def test_stale_updates_are_refused_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,9 @@ import torch
 from async_helpers import attach, serving, status
 
 from diloco_comm import Nesterov, ops
-from diloco_comm.asynchronous.model.rules import DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.model.shared import layout_of
-from diloco_comm.asynchronous.protocol.garbage import find_garbage
+from diloco_comm.asynchronous.model import layout_of
+from diloco_comm.asynchronous.payloads import find_garbage
+from diloco_comm.asynchronous.rules import DelayedNesterov, Immediate, ServerRule
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import ROTATED_WIRES, SPARSE_WIRES, WireFormat
 

@@ -7,18 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from async_helpers import encode
 from torch import Tensor
 
 from diloco_comm import SGD, Adam, HeavyBall, Nesterov
-from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, SharedModel, layout_of
-from diloco_comm.asynchronous.protocol.payloads import PayloadFile
-from diloco_comm.asynchronous.server.decisions.coordinator import (
-    Coordinator,
-    Outcome,
-    Update,
-    encode,
-)
+from diloco_comm.asynchronous.coordinator import Coordinator, Outcome, Update
+from diloco_comm.asynchronous.model import RUN_ELEMENTS, SharedModel, layout_of
+from diloco_comm.asynchronous.payloads import PayloadFile
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.ops.wire import WireFormat
 
 FP32 = WireFormat("fp32")
@@ -279,7 +275,7 @@ def test_compensation_without_room_for_files(
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diloco_comm.asynchronous.model.versions.payload_files", no_room)
+    monkeypatch.setattr("diloco_comm.asynchronous.model.payload_files", no_room)
     test_delay_compensation()
     assert "there is no room for a file" in caplog.text
 

@@ -10,18 +10,18 @@ from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
 from diloco_comm import DiLoCo, Nesterov
-from diloco_comm.asynchronous.model.rules import DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.model.shared import SharedModel
-from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator
-from diloco_comm.asynchronous.server.decisions.scheduling import (
+from diloco_comm.asynchronous.coordinator import (
+    Coordinator,
     GracePeriod,
     ShardSampler,
     ShardSchedule,
     Speeds,
     dylu_steps,
 )
+from diloco_comm.asynchronous.local import LocalModel
+from diloco_comm.asynchronous.model import SharedModel
+from diloco_comm.asynchronous.rules import DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.virtual import VirtualRun, VirtualWorker
-from diloco_comm.asynchronous.worker.local import LocalModel
 from diloco_comm.ops.wire import WireFormat
 
 SECONDS = (0.58, 0.75, 1.51, 3.33)

@@ -16,8 +16,8 @@ from async_helpers import (
 )
 from descriptors import silent_strangers
 
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker.link import ServerLost, ServerRefused, read_status
+from diloco_comm.asynchronous.link import ServerLost, ServerRefused, read_status
+from diloco_comm.asynchronous.server import AsyncServer
 from diloco_comm.base.service.keys import make_keys
 
 

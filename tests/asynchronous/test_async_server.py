@@ -22,10 +22,10 @@ from test_async_rules import EXAMPLE, EXAMPLE_RULES, STREAM
 from torch import nn
 
 from diloco_comm import Link, Wire
-from diloco_comm.asynchronous.model.rules import DelayedNesterov
-from diloco_comm.asynchronous.server import service
-from diloco_comm.asynchronous.worker.link import ServerRefused
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous import server as service
+from diloco_comm.asynchronous.link import ServerRefused
+from diloco_comm.asynchronous.rules import DelayedNesterov
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.base.service.sockets import send_to_peer
 
 

@@ -16,11 +16,11 @@ from async_helpers import (
     status,
 )
 
-from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate
-from diloco_comm.asynchronous.protocol.messages import Message
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker.link import ServerLost
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.messages import Message
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.base.log import DamagedLog
 
 

@@ -14,8 +14,8 @@ from decoupled_processes import SIZE, make_server
 
 from diloco_comm import Link
 from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
-from diloco_comm.asynchronous.protocol.messages import Kind, Message
-from diloco_comm.asynchronous.worker.link import ServerRefused
+from diloco_comm.asynchronous.link import ServerRefused
+from diloco_comm.asynchronous.messages import Kind, Message
 
 DOORS = pytest.mark.parametrize("door", ["async", "decoupled"])
 

@@ -10,21 +10,13 @@ import pytest
 import torch
 from async_helpers import PLAIN
 
-from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, layout_of
-from diloco_comm.asynchronous.protocol.messages import MAX_BATCH, MAX_BODY, Kind, Message
-from diloco_comm.asynchronous.protocol.window import (
-    WINDOW_FRAGMENTS,
-    Position,
-    Window,
-    bodies,
-    is_within,
-)
-from diloco_comm.asynchronous.server import sessions
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.server.sessions import Session
-from diloco_comm.asynchronous.server.transfer import sending
-from diloco_comm.asynchronous.worker import downloads, link
-from diloco_comm.asynchronous.worker.downloads import Download
+from diloco_comm.asynchronous import downloads, link, sessions, transfer
+from diloco_comm.asynchronous.downloads import Download, Follower
+from diloco_comm.asynchronous.messages import MAX_BATCH, MAX_BODY, Kind, Message
+from diloco_comm.asynchronous.model import RUN_ELEMENTS, layout_of
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.sessions import Session
+from diloco_comm.asynchronous.window import WINDOW_FRAGMENTS, Position, Window, bodies, is_within
 from diloco_comm.ops.wire import WireFormat
 
 
@@ -70,7 +62,8 @@ def test_bodies_cover_what_may_be_asked_for(wire: str) -> None:
 def test_what_was_not_kept_until_the_end_is_fetched_again() -> None:
     """The server may have changed runs while it sent them; it says so when the worker asks."""
     size, said = RUN_ELEMENTS + 9, []
-    download = Download(lambda message: said.append(message) or True, [torch.zeros(size)])
+    follower = Follower([torch.zeros(size)], follows=False)
+    download = Download(lambda message: said.append(message) or True, follower)
     download.ask()
 
     def send(version: int, value: float) -> None:
@@ -94,7 +87,7 @@ def test_what_was_not_kept_until_the_end_is_fetched_again() -> None:
     assert said[-2:] == [Message(Kind.DONE, 0, 4)] * 2
     download.receive(Message(Kind.KEPT, 0, 4))
     assert download.is_complete and (download.version, download.steps) == (4, 5)
-    assert torch.equal(download.outer[0], torch.full((size,), 2.0))
+    assert torch.equal(follower.outer[0], torch.full((size,), 2.0))
 
 
 class SlowLink:
@@ -111,7 +104,7 @@ class SlowLink:
         self.now, self.data_s, self.kinds = 0.0, data_s, Counter[Kind]()
         self._server, self._on_way = server, deque[Message]()
         self._arrives_at = 0.0
-        self.sender = sending.Sender(server.state, self._answer, lambda: None)
+        self.sender = transfer.Sender(server.state, self._answer, lambda: None)
         self.session = Session(b"peer", 1, "peer", [size], 0, 0.0)
         server.state.sessions.add(self.session)
         self.link = link.Link("tcp://127.0.0.1:1", "peer", [size], 0, timeout=1e4)
@@ -163,7 +156,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch):
         servers.append(AsyncServer(PLAIN, parameters=[torch.ones(size)]))
         made = SlowLink(servers[-1], size, data_s)
         clock = SimpleNamespace(monotonic=made.monotonic)
-        for module in (sending, sessions, downloads, link):
+        for module in (transfer, sessions, downloads, link):
             monkeypatch.setattr(module, "time", clock)
         return made
 
@@ -178,7 +171,8 @@ def test_a_worker_on_a_slow_link_gets_a_version(slow_link, data_s: float) -> Non
     num_runs = 12
     slow = slow_link(num_runs, data_s)
     outer = torch.zeros(num_runs * RUN_ELEMENTS)
-    assert slow.link.pull([outer])[0] == 0 and outer.eq(1.0).all()
+    download = Download(slow.link.send, Follower([outer], follows=False))
+    assert slow.link.fetch(download)[0] == 0 and outer.eq(1.0).all()
     slow.link.close()
     # The worker does not know the link yet when it waits for the first run.
     assert slow.kinds[Kind.DATA] <= num_runs + data_s + 1
@@ -207,7 +201,7 @@ def test_questions_of_two_kinds_in_turn_are_no_progress_of_a_reader(slow_link) -
         # The first run of each kind that the worker asks for is progress once.
         slow.say(Message(Kind.GET, int(session.answer == Kind.STATE), 0, 0, 0, count=1))
     assert session.is_reading and session.held_at == 1.0 and session.read_at <= 2.0
-    slow.now += sending.STALL_S
+    slow.now += transfer.STALL_S
     slow.sender.evict(slow.now, is_memory_short=False)
     assert session.held is None
     slow.link.close()
@@ -221,7 +215,7 @@ def test_a_bar_counts_the_reading_and_not_the_time_in_line(slow_link) -> None:
     slow.now, state.max_readers = 10.0, 1
     slow.sender.after_reading()
     assert session.is_reading
-    layouts = session.layouts(sending._FP32)
+    layouts = session.layouts(transfer._FP32)
     state.model.apply([torch.zeros(layouts[0].payload_bytes, dtype=torch.uint8)], layouts, 1.0)
     slow.now += 3.0
     slow.sender.evict(slow.now, is_memory_short=False)

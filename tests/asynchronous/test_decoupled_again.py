@@ -19,15 +19,15 @@ from decoupled_processes import SIZE, attach, make_server
 
 from diloco_comm import SGD
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
-from diloco_comm.asynchronous.decoupled.fragment_round import Report
-from diloco_comm.asynchronous.decoupled.pieces import Piece
-from diloco_comm.asynchronous.decoupled.serving import status
-from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
+from diloco_comm.asynchronous.decoupled import state as syncer_state
+from diloco_comm.asynchronous.decoupled.fragments import Piece
+from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
+from diloco_comm.asynchronous.decoupled.syncer import Report
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.protocol.messages import MAX_JSON, Kind, Message, pack, parse
-from diloco_comm.asynchronous.server.storage.snapshots import Storage
-from diloco_comm.asynchronous.worker.link import ServerLost
+from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.messages import MAX_JSON, Kind, Message, pack, parse
+from diloco_comm.asynchronous.snapshots import Storage
 
 CARRY = {"receipt": "carry"}
 
@@ -321,14 +321,13 @@ def test_peers_get_a_status_again_that_took_long(monkeypatch: pytest.MonkeyPatch
     """For twenty times as long as its making took, at most a second."""
     now, took = 100.0, 0.01
 
-    def make(state: object) -> dict:
+    def make() -> dict:
         nonlocal now
         now += took
         return {"made_at": now}
 
-    monkeypatch.setattr(status, "report_of", make)
-    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=lambda: now))
-    kept = status.KeptStatus(None)  # type: ignore[arg-type]
+    monkeypatch.setattr(syncer_state, "time", SimpleNamespace(monotonic=lambda: now))
+    kept = syncer_state.KeptStatus(make)
     first = kept.get()
     now += 0.19
     assert kept.get() == first

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from cli_helpers import run_cli
 from log_files import Row, at, leaves, others, put, read_rows, write_rows
 
 from diloco_comm import Nesterov
+from diloco_comm.asynchronous.decoupled.fragments import pieces_of
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
-from diloco_comm.asynchronous.decoupled.pieces import pieces_of
-from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
-from diloco_comm.asynchronous.decoupled.serving.state import SyncerState
-from diloco_comm.asynchronous.decoupled.serving.storage import CommitStorage
+from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import MAY_CHANGE, DecoupledSettings
+from diloco_comm.asynchronous.decoupled.state import SyncerState
 from diloco_comm.asynchronous.decoupled.syncer import Commit
 from diloco_comm.asynchronous.decoupled.tape import replay
+from diloco_comm.asynchronous.keeper import Keeper
 from diloco_comm.base.log import DamagedLog
 
 SHAPES = [[(32, 33), (5,)], [(33, 32)]]
@@ -40,7 +41,8 @@ def play(folder: Path, merge: str) -> None:
         fragments=2, sync_every=1, merge=merge, wire="int4", wire_down="int4", receipt="carry"
     )
     state = SyncerState(
-        settings, Nesterov(0.6, 0.85), storage=CommitStorage(folder, 4, keeps_tape=True),
+        settings, Nesterov(0.6, 0.85),
+        open_files=partial(Keeper, folder, 4, waits=True, keeps_journals=True),
         model_sizes=6.0, impl="",
     )  # fmt: skip
     state.begin()
@@ -66,8 +68,8 @@ def play(folder: Path, merge: str) -> None:
     for number, reporters in enumerate(REPORTERS):
         exchange(state, learners, number % 2, reporters)
         state.save_if_due()
-    assert state.storage is not None
-    state.storage.keeper.release()
+    assert state.keeper is not None
+    state.keeper.release()
 
 
 def exchange(
@@ -90,7 +92,7 @@ def exchange(
         learner = learners[name]
         learner.call(fragment, before)
         for p, report, payloads in learner.reports():
-            assert state.report(p, report, payloads, 0.0) == ""
+            assert state.take_report(p, report, payloads, 0.0) == ""
     state.advance(1.0)
     published = state.model.published[fragment]
     assert published.version == before + 1

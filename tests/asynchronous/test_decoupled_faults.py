@@ -20,7 +20,7 @@ from cli_helpers import run_cli
 from decoupled_processes import SIZE, Play, attach, hash_of, make_server
 
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.worker.link import ServerLost, read_status
+from diloco_comm.asynchronous.link import ServerLost, read_status
 from diloco_comm.ops.residuals import Residuals
 
 CARRY = {"receipt": "carry"}

@@ -13,12 +13,12 @@ from async_helpers import wait_until
 from decoupled_processes import SIZE, Play, attach, make_server
 
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
-from diloco_comm.asynchronous.decoupled.fragment_round import FragmentRound
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
+from diloco_comm.asynchronous.decoupled.syncer import FragmentRound
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.protocol.messages import Kind, Message
-from diloco_comm.asynchronous.protocol.window import WINDOW_FRAGMENTS
-from diloco_comm.asynchronous.worker.link import read_status
+from diloco_comm.asynchronous.link import read_status
+from diloco_comm.asynchronous.messages import Kind, Message
+from diloco_comm.asynchronous.window import WINDOW_FRAGMENTS
 
 CARRY = {"receipt": "carry"}
 

@@ -7,21 +7,21 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from diloco_comm import SGD
-from diloco_comm.asynchronous.decoupled.fragment_round import Report
-from diloco_comm.asynchronous.decoupled.pieces import Piece
-from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
-from diloco_comm.asynchronous.decoupled.serving.state import SyncerState
-from diloco_comm.asynchronous.decoupled.serving.storage import CommitStorage
+from diloco_comm.asynchronous import snapshots
+from diloco_comm.asynchronous.decoupled.fragments import Piece, SharedFragment
+from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
-from diloco_comm.asynchronous.decoupled.shared import SharedFragment
+from diloco_comm.asynchronous.decoupled.state import SyncerState
+from diloco_comm.asynchronous.decoupled.syncer import Report
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.server.storage import snapshots
+from diloco_comm.asynchronous.keeper import Keeper
 from diloco_comm.base import log
 
 SIZES = (5, 3)
@@ -34,14 +34,15 @@ class Kept:
         settings = DecoupledSettings(
             merge="mean", wire="fp32", wire_down=wire_down, receipt="carry", sync_every=1
         )
-        storage = CommitStorage(folder, 1000)
-        self.state = SyncerState(settings, SGD(1.0), storage=storage, model_sizes=6.0, impl="")
+        files = partial(Keeper, folder, 1000, waits=True)
+        self.state = SyncerState(settings, SGD(1.0), open_files=files, model_sizes=6.0, impl="")
         self.state.begin()
         if self.state.model is None:
             pieces, flats = [[Piece((), n, "mean") for n in SIZES]], [[*map(torch.zeros, SIZES)]]
             self.state._take_model(ServedModel(pieces, flats, settings, SGD(1.0), 1))
             self.state.save()
-        self.keeper = storage.keeper
+        assert self.state.keeper is not None
+        self.keeper = self.state.keeper
         self.syncer = self.model.syncer
         self.syncer.join("a")
 
@@ -68,7 +69,7 @@ class Kept:
             payload[:] = 0
             payload[: 4 * size] = torch.ones(size).view(torch.uint8)
         report = Report("a", version + 1, version, 1, 1)
-        assert self.state.report(0, report, payloads, float(version)) == ""
+        assert self.state.take_report(0, report, payloads, float(version)) == ""
         self.state.advance(float(version))
 
     def kill(self) -> None:

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco_comm import Nesterov
-from diloco_comm.asynchronous.decoupled import merging
-from diloco_comm.asynchronous.decoupled.gathering import Gathered
-from diloco_comm.asynchronous.decoupled.pieces import Piece, pieces_of
-from diloco_comm.asynchronous.decoupled.shared import SharedFragment
-from diloco_comm.asynchronous.model.shared import layout_of
+from diloco_comm.asynchronous.decoupled import fragments
+from diloco_comm.asynchronous.decoupled.fragments import Gathered, Piece, SharedFragment, pieces_of
+from diloco_comm.asynchronous.model import layout_of
 from diloco_comm.methods.outer import SGD, Adam
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import WireFormat
@@ -54,12 +52,12 @@ def test_worked_example() -> None:
     """v = (3, 4) and (0, -1), tokens/steps 100/10 and 200/10."""
     wire, weights = (
         WireFormat("fp32"),
-        [merging.report_weight(100, 10), merging.report_weight(200, 10)],
+        [fragments.report_weight(100, 10), fragments.report_weight(200, 10)],
     )
     assert weights == [1000.0, 4000.0]
     rows = [torch.tensor([3.0, 4.0]), torch.tensor([0.0, -1.0])]
     merged = {}
-    for merge in merging.MERGES:
+    for merge in fragments.MERGES:
         fragment = shared(torch.zeros(2), merge, wire)
         fragment.merge([[encoded(row, wire)] for row in rows], weights)
         merged[merge] = (-fragment.values[0]).tolist()
@@ -91,7 +89,7 @@ def test_rda_and_nesterov_in_fp64(wire: str, seed: int, count: int, size: int) -
 
 def coefficients(rows: list[list[float]], weights: list[float]) -> list[float]:
     matrix = torch.tensor(rows, dtype=torch.float64)
-    return merging.direction_coefficients((matrix @ matrix.T).flatten(), weights)
+    return fragments.direction_coefficients((matrix @ matrix.T).flatten(), weights)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +130,9 @@ def test_one_report_is_itself() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: merging.report_weight(0, 1), "must be at least 1, got 0, 1"),
-        (lambda: merging.normalised([]), "weights must be positive numbers"),
-        (lambda: merging.normalised([1.0, -1.0]), "weights must be positive numbers"),
+        (lambda: fragments.report_weight(0, 1), "must be at least 1, got 0, 1"),
+        (lambda: fragments.normalised([]), "weights must be positive numbers"),
+        (lambda: fragments.normalised([1.0, -1.0]), "weights must be positive numbers"),
         (lambda: coefficients([[math.nan]], [1.0]), "Gram matrix must be finite"),
         (lambda: coefficients([[1.0]], [1.0, 1.0]), "2 payloads has 4 elements, got 1"),
         (lambda: pieces_of([(2, 2)], "median"), "merge must be one of mean, rda, got 'median'"),
@@ -178,7 +176,7 @@ def test_a_refused_payload_changes_nothing() -> None:
     wire = WireFormat("fp32")
     fragment = shared(torch.ones(2), "rda", wire)
     bad = torch.full((layout_of(2, wire).payload_bytes,), 0xFF, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="a payload holds NaN or Inf"):
+    with pytest.raises(ValueError, match="payload of piece 0 holds NaN or Inf"):
         fragment.merge([[bad]], [1.0])
     assert fragment.values[0].tolist() == [1.0, 1.0] and fragment.num_merges == 0
 
@@ -190,12 +188,12 @@ def test_products_taken_at_arrival_give_the_same_factors(wire: str) -> None:
     torch.manual_seed(0)
     payloads = {str(i): encoded(torch.randn(5000), form) for i in range(5)}
     layout, pieces = layout_of(5000, form), [Piece((0,), 5000, "rda")]
-    gathered = Gathered(pieces, [layout])
-    for name in "30142":
+    gathered, in_order = Gathered(pieces, [layout]), Gathered(pieces, [layout])
+    for name, its_place in zip("30142", "01234", strict=True):
         assert gathered.add(name, [payloads[name]]) == ""
+        assert in_order.add(its_place, [payloads[its_place]]) == ""
     names, weights = list("01234"), [1.0, 2.0, 3.0, 4.0, 5.0]
-    expected = merging.merge_coefficients("rda", list(payloads.values()), layout, weights)
-    assert gathered.factors(names, weights) == [expected]
+    assert gathered.factors(names, weights) == in_order.factors(names, weights)
     gathered.clear()
     assert gathered.add("2", [payloads["2"]]) == ""
     assert gathered.factors(["2"], [1.0])[0] == pytest.approx([1.0])
@@ -212,6 +210,3 @@ def test_more_reports_than_one_gram_matrix_holds() -> None:
     (factors,) = gathered.factors(names, [1.0] * count)
     merged = torch.tensor(factors, dtype=torch.float64) @ rows.double()
     torch.testing.assert_close(merged, rda(list(rows.double()), [1.0] * count))
-    assert factors == merging.merge_coefficients(
-        "rda", payloads, layout_of(40, form), [1.0] * count
-    )

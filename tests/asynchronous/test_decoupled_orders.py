@@ -18,11 +18,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from diloco_comm.asynchronous.decoupled.fragment_round import Phase, QuorumRule, Report
+from diloco_comm.asynchronous.decoupled.fragments import SharedFragment, pieces_of
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
-from diloco_comm.asynchronous.decoupled.pieces import pieces_of
-from diloco_comm.asynchronous.decoupled.shared import SharedFragment
-from diloco_comm.asynchronous.decoupled.syncer import Call, Commit, Syncer
+from diloco_comm.asynchronous.decoupled.syncer import (
+    Call,
+    Commit,
+    Phase,
+    QuorumRule,
+    Report,
+    Syncer,
+)
 from diloco_comm.methods.outer import SGD
 from diloco_comm.ops.wire import WireFormat
 

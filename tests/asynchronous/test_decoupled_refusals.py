@@ -21,8 +21,8 @@ from decoupled_processes import SIZE, attach, make_server
 from diloco_comm import Link
 from diloco_comm.asynchronous import DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
-from diloco_comm.asynchronous.protocol.messages import HEADER, MAGIC, PROTOCOL, Kind, Message
-from diloco_comm.asynchronous.worker.link import ServerLost, ServerRefused
+from diloco_comm.asynchronous.link import ServerLost, ServerRefused
+from diloco_comm.asynchronous.messages import HEADER, MAGIC, PROTOCOL, Kind, Message
 
 JOIN = {
     "worker": "peer", "layout": 5, "total": 2, "sizes": [SIZE - 1, 1], "pieces": [1, 1],

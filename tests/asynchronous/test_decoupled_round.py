@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diloco_comm.asynchronous.decoupled.fragment_round import (
+from diloco_comm.asynchronous.decoupled.syncer import (
     MAX_REPORTS,
     FragmentRound,
     Merge,

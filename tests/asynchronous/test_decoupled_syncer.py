@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco_comm.asynchronous.decoupled.fragment_round import Phase, QuorumRule, Report
-from diloco_comm.asynchronous.decoupled.pieces import Piece
-from diloco_comm.asynchronous.decoupled.shared import SharedFragment
-from diloco_comm.asynchronous.decoupled.syncer import Call, Commit, Syncer
+from diloco_comm.asynchronous.decoupled.fragments import Piece, SharedFragment
+from diloco_comm.asynchronous.decoupled.syncer import (
+    Call,
+    Commit,
+    Phase,
+    QuorumRule,
+    Report,
+    Syncer,
+)
 from diloco_comm.methods.outer import SGD
 from diloco_comm.ops.wire import WireFormat
 

@@ -14,7 +14,7 @@ from decoupled_processes import SIZE, attach, make_server
 
 from diloco_comm import HeavyBall
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.server.storage.snapshots import Storage, read_snapshot
+from diloco_comm.asynchronous.snapshots import Storage, read_snapshot
 
 SETTINGS = {"wire": "int4", "wire_down": "int4", "merge": "rda", "receipt": "carry"}
 

@@ -11,8 +11,8 @@ from cli_helpers import check_documented, run_cli
 from decoupled_processes import SIZE, attach, hash_of, make_server
 
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
-from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS
-from diloco_comm.asynchronous.protocol.messages import Kind, Message
+from diloco_comm.asynchronous.messages import Kind, Message
+from diloco_comm.asynchronous.model import RUN_ELEMENTS
 
 LARGE = 9 * RUN_ELEMENTS + 12_347
 

@@ -15,8 +15,8 @@ from problems import Regression, parameters_of, train_step
 from torch import Tensor
 
 from diloco_comm import DiLoCo, Nesterov, Streaming
-from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
 from diloco_comm.asynchronous.decoupled.learner import Receipt
+from diloco_comm.asynchronous.decoupled.syncer import QuorumRule
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link
 
 CARRY = Receipt(mode="carry")

@@ -12,16 +12,15 @@ from peak_memory import peak_bytes
 from torch import Tensor, nn
 
 from diloco_comm import SGD, Nesterov
-from diloco_comm.asynchronous.decoupled.fragment_round import Merge, QuorumRule
+from diloco_comm.asynchronous.coordinator import Coordinator
+from diloco_comm.asynchronous.decoupled.fragments import Piece
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
-from diloco_comm.asynchronous.decoupled.pieces import Piece
-from diloco_comm.asynchronous.decoupled.syncer import Commit
+from diloco_comm.asynchronous.decoupled.syncer import Commit, Merge, QuorumRule
 from diloco_comm.asynchronous.decoupled.virtual import Link
-from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.model.shared import SharedModel
-from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator
+from diloco_comm.asynchronous.local import LocalModel
+from diloco_comm.asynchronous.model import SharedModel
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.virtual import VirtualRun, VirtualWorker
-from diloco_comm.asynchronous.worker.local import LocalModel
 from diloco_comm.ops.wire import WireFormat
 
 SECONDS = (0.5, 0.75, 1.25)

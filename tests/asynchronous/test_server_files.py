@@ -18,10 +18,10 @@ from decoupled_processes import make_server
 from log_files import at, leaves, others, put, read_rows, write_rows
 
 from diloco_comm import HeavyBall
+from diloco_comm.asynchronous import snapshots
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.server.state import ServerState
-from diloco_comm.asynchronous.server.storage import snapshots
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.state import ServerState
 from diloco_comm.base.log import DamagedLog
 
 DATA = Path(__file__).parents[1] / "data" / "server-files-0.2.tar.xz"

@@ -70,7 +70,7 @@ LISTENERS = {
         "open_store('127.0.0.1', 0).store.close()"
     ),
     "server": (
-        "from diloco_comm.asynchronous.server.listener import Listener\n"
+        "from diloco_comm.asynchronous.server import Listener\n"
         "Listener('tcp://127.0.0.1:0', None, 10.0).close()"
     ),
 }

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.asynchronous.syncer import commits, load, merge, processes, steps
 from benchmarks.support import common
-from diloco_comm.asynchronous.worker.link import read_status
+from diloco_comm.asynchronous.link import read_status
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -29,9 +29,9 @@ PUBLIC_MODULES = {
     *("diloco_comm", "diloco_comm.ops", "diloco_comm.wire", "diloco_comm.backend"),
     *("diloco_comm.asynchronous", "diloco_comm.elastic.registry"),
     # The arguments and results of public classes.
-    "diloco_comm.asynchronous.model.rules",
+    "diloco_comm.asynchronous.rules",
     "diloco_comm.asynchronous.decoupled.settings",
-    "diloco_comm.asynchronous.decoupled.learning.metrics",
+    "diloco_comm.asynchronous.decoupled.attached",
     *(
         f"diloco_comm.integrations.{name}"
         for name in ("accelerate", "ddp_hook", "huggingface", "launch", "lightning")

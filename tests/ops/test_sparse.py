@@ -9,7 +9,7 @@ from codec_cases import IMPLS as ALL_IMPLS
 from codec_cases import values
 from torch import Tensor
 
-from diloco_comm.asynchronous.protocol.garbage import find_garbage
+from diloco_comm.asynchronous.payloads import find_garbage
 from diloco_comm.ops.wire import SPARSE_WIRES, Layout, WireFormat
 
 IMPLS = [pytest.param("reference", id="reference"), *ALL_IMPLS]

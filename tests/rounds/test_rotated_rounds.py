@@ -28,7 +28,7 @@ from diloco_comm import (
     all_reduce,
     shutdown,
 )
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.integrations.ddp_hook import QuantizedAllReduce
 
 WIDTH = 24

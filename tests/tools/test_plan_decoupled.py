@@ -14,8 +14,7 @@ import pytest
 from cli_helpers import check_arguments, check_documented, check_misuse, check_schema, run_cli
 from decoupled_helpers import Setting, counting
 
-from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
-from diloco_comm.asynchronous.decoupled.syncer import Call, Commit
+from diloco_comm.asynchronous.decoupled.syncer import Call, Commit, QuorumRule
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link
 from diloco_comm_tools.plan.decoupled import DecoupledRequest, make_report
 

@@ -174,7 +174,7 @@ STARTS = {
     "AsyncDiLoCo": """
 from diloco_comm import Link
 from diloco_comm.asynchronous import AsyncDiLoCo, AsyncServer
-from diloco_comm.asynchronous.model.rules import Immediate
+from diloco_comm.asynchronous.rules import Immediate
 with AsyncServer(Immediate(outer=SGD(1.0)), sync_every=2) as server:
     with AsyncDiLoCo(model, optimizer, server=server.address, name="a", link=Link(timeout=60)):
         train()

@@ -11,7 +11,7 @@ import psutil
 
 from benchmarks.asynchronous.syncer.processes import running
 from benchmarks.support import common
-from diloco_comm.asynchronous.worker.link import read_status
+from diloco_comm.asynchronous.link import read_status
 
 # Models in fp32 that the syncer's memory may hold, journal and snapshots included.
 MOST_MODELS = 5.0

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.support import common
-from diloco_comm.asynchronous.decoupled.fragment_round import Merge
-from diloco_comm.asynchronous.decoupled.gathering import Gathered
-from diloco_comm.asynchronous.decoupled.pieces import Piece
-from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
-from diloco_comm.asynchronous.decoupled.serving.storage import digests
+from diloco_comm.asynchronous.decoupled.fragments import Gathered, Piece, SharedFragment
+from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
-from diloco_comm.asynchronous.decoupled.shared import SharedFragment
-from diloco_comm.asynchronous.decoupled.syncer import Commit
-from diloco_comm.asynchronous.model.shared import layout_of
+from diloco_comm.asynchronous.decoupled.syncer import Commit, Merge
+from diloco_comm.asynchronous.decoupled.tape import digests
+from diloco_comm.asynchronous.model import layout_of
 from diloco_comm.base.memory import empty_pages
 from diloco_comm.methods.outer import Nesterov
 from diloco_comm.ops.wire import Layout, WireFormat

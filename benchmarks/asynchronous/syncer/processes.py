@@ -21,11 +21,11 @@ from torch import nn
 
 from benchmarks.support import common
 from diloco_comm import Link
-from diloco_comm.asynchronous.decoupled.learning.attached import DecoupledDiLoCo
-from diloco_comm.asynchronous.decoupled.serving.server import DecoupledServer
+from diloco_comm.asynchronous.decoupled.attached import DecoupledDiLoCo
+from diloco_comm.asynchronous.decoupled.server import DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
-from diloco_comm.asynchronous.protocol.messages import Kind
-from diloco_comm.asynchronous.worker.link import ServerLost
+from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.messages import Kind
 
 # Seconds that a process may take to start, or to answer.
 _PATIENCE_S = 120.0

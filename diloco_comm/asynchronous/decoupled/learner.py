@@ -10,19 +10,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from ... import ops
-from ...base.memory import empty_pages, round_as
-from ...ops.residuals import Residuals
 from ...ops.wire import STAGE_ENCODE, WireFormat, rng_key
-from ..model.shared import layout_of
-from .fragment_round import Report
-from .ledger import Ledger
-from .pieces import Piece
-from .shared import flatten
-from .syncer import Commit
+from ..local import WorkerPiece
+from .fragments import Piece, flatten
+from .syncer import Commit, Report
+
+
+@dataclass
+class Ledger:
+    """Counts of one unit, inner steps or tokens; always learned = the sum of the others.
+
+    Attributes:
+        learned: All progress since the learner was made.
+        applied: Merged into the shared model.
+        under_way: In a report that no commit has answered.
+        kept: In the parameters, and in no report.
+        lost: Overwritten by a commit, or gone with a failure of the learner.
+    """
+
+    learned: int = 0
+    applied: int = 0
+    under_way: int = 0
+    kept: int = 0
+    lost: int = 0
+
+    def learn(self, count: int) -> None:
+        """Note new progress."""
+        self.learned += count
+        self.kept += count
+
+    def send(self) -> None:
+        """Note that a report holds what is kept."""
+        self.under_way, self.kept = self.under_way + self.kept, 0
+
+    def apply(self) -> None:
+        """Note that the report was merged."""
+        self.applied, self.under_way = self.applied + self.under_way, 0
+
+    def give_back(self) -> None:
+        """Note that the report was not merged: the parameters still hold its progress."""
+        self.kept, self.under_way = self.kept + self.under_way, 0
+
+    def lose(self) -> None:
+        """Note that what is kept is overwritten."""
+        self.lost, self.kept = self.lost + self.kept, 0
+
 
 RECEIPTS = ("overwrite", "carry", "blend")
 
@@ -52,89 +87,6 @@ class Receipt:
             raise ValueError(f"alpha must lie in [0, 1], got {self.alpha!r}")
 
 
-class LearnerPiece:
-    """The learner's side of one piece: where its progress starts, and what a report holds."""
-
-    def __init__(
-        self, tensors: Sequence[Tensor], piece: Piece, wire: WireFormat, error_feedback: bool
-    ) -> None:
-        self.tensors = [tensors[i] for i in piece.indices]
-        self.base = flatten(tensors, piece)
-        self.layout = layout_of(piece.num_elements, wire)
-        self.payload = empty_pages((self.layout.payload_bytes,), torch.uint8)
-        self.residuals = Residuals(
-            piece.num_elements,
-            error_feedback=error_feedback,
-            dtype=torch.float32,
-            carries=False,
-            decay=wire.feedback_decay,
-        )
-
-    def encode(self, key: int, is_stochastic: bool, impl: str) -> bool:
-        """Encode the base less the parameters; return False if a value cannot be sent.
-
-        Such a value is not finite or too large.
-        """
-        bad = torch.zeros(1, dtype=torch.int64)
-        layout = self.layout
-        ops.encode(
-            self.base,
-            self.tensors,
-            self.payload,
-            0,
-            layout.num_elements,
-            layout.run_elements,
-            layout.wire.name,
-            layout.wire.block_size,
-            stochastic=is_stochastic,
-            rng_key=key,
-            residual=self.residuals.value,
-            new_residual=self.residuals.new,
-            nonfinite=bad,
-            impl=impl,
-        )
-        self.residuals.encoded()
-        return not bad.item()
-
-    def snapshot(self, impl: str) -> Tensor:
-        """Return the parameters that the report was made of, less what rounding lost.
-
-        With s the decoded report, e, e' the residuals before and after the encoding, and c(base)
-        the base as the parameters hold it, they are c(base) - s - e' + e. No copy of them is
-        needed.
-        """
-        layout = self.layout
-        sent = torch.empty_like(self.base)
-        ops.decode(
-            [self.payload],
-            [1.0],
-            [sent],
-            0,
-            layout.num_elements,
-            layout.run_elements,
-            layout.wire.name,
-            layout.wire.block_size,
-            impl=impl,
-        )
-        then = self.held(self.base).sub_(sent)
-        if self.residuals.new is not None and self.residuals.value is not None:
-            then -= self.residuals.new / self.residuals.decay
-            then += self.residuals.value
-        return then
-
-    def held(self, values: Tensor) -> Tensor:
-        """Return shared values as the parameters hold them: progress is measured from there."""
-        return round_as(values.clone(), self.tensors)
-
-    def write(self, impl: str = "") -> None:
-        """Set the parameters to the shared ones."""
-        ops.merge(self.base, self.tensors, impl=impl)
-
-    def values(self) -> Tensor:
-        """Return the present parameters, fp32 [num_elements]."""
-        return flatten(self.tensors, Piece(tuple(range(len(self.tensors))), 0, "mean"))
-
-
 @dataclass
 class LearnerFragment:
     """One fragment of a learner.
@@ -146,7 +98,7 @@ class LearnerFragment:
         is_called: The syncer waits for a report, and none was made yet.
     """
 
-    pieces: list[LearnerPiece]
+    pieces: list[WorkerPiece]
     version: int = 0
     seq: int = 0
     is_under_way: bool = False
@@ -196,7 +148,14 @@ class Learner:
     ) -> None:
         self.receipt, self.impl = receipt, ops.resolve_impl(impl)
         self.fragments = [
-            LearnerFragment([LearnerPiece(tensors, p, wire, error_feedback) for p in each])
+            LearnerFragment(
+                [
+                    WorkerPiece(
+                        [tensors[i] for i in p.indices], flatten(tensors, p), wire, error_feedback
+                    )
+                    for p in each
+                ]
+            )
             for tensors, each in zip(fragments, pieces, strict=True)
         ]
         # Every piece draws its own random numbers: pieces count through all fragments.
@@ -311,7 +270,7 @@ class Learner:
             for ledger in part.ledgers:
                 ledger.lose()
 
-    def _write(self, piece: LearnerPiece, values: Tensor, is_merged: bool, has_more: bool) -> None:
+    def _write(self, piece: WorkerPiece, values: Tensor, is_merged: bool, has_more: bool) -> None:
         """Set the parameters of a piece; ``has_more``: there is progress beside the merged one."""
         alpha = self.receipt.alpha if self.receipt.mode == "blend" else 0.0
         if self.receipt.mode == "carry" and has_more:

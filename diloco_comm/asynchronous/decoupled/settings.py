@@ -11,15 +11,12 @@ from fnmatch import fnmatch
 from typing import Any
 
 from ...base.checks import MOST_INT32, choice, flag, integer
-from ...methods.outer import Nesterov, OuterOptimizer
 from ...ops.wire import WireFormat, parse
 from ...ops.wire_options import check_training
 from ...replica.fragments import FragmentSpec, fragment_spec
-from ..model.rules import fused_numbers
-from .fragment_round import QuorumRule
+from .fragments import MERGES, Piece, pieces_of
 from .learner import Receipt
-from .merging import MERGES
-from .pieces import Piece, pieces_of
+from .syncer import QuorumRule
 
 FP32 = WireFormat("fp32")
 # Messages name a fragment, and each of its pieces, in two bytes and in 64 KiB of JSON.
@@ -173,18 +170,3 @@ class DecoupledSettings:
         mine, theirs = self.to_json(), aligned.to_json()
         names = [name for name in mine if mine[name] != theirs[name]]
         return ", ".join(f"{name} {theirs[name]!r} and not {mine[name]!r}" for name in names)
-
-
-def check_outer(outer: OuterOptimizer | None) -> OuterOptimizer:
-    """Return the outer optimizer of the merges, by default Nesterov(0.7, 0.9).
-
-    Raises:
-        ValueError: If it is not SGD, HeavyBall or Nesterov.
-    """
-    outer = Nesterov(0.7, 0.9) if outer is None else outer
-    if fused_numbers(outer) is None:
-        raise ValueError(
-            "a decoupled merge takes SGD, HeavyBall or Nesterov as the outer optimizer, got "
-            f"{type(outer).__name__}"
-        )
-    return outer

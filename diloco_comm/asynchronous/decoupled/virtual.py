@@ -14,9 +14,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .fragment_round import Report
 from .learner import Learner
-from .syncer import Call, Commit, Syncer
+from .syncer import Call, Commit, Report, Syncer
 
 # The order of events at one instant: inner steps end, then messages travel, then steps begin. So a
 # message that needs no time arrives before the next inner step.

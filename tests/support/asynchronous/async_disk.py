@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from async_helpers import Flat
 
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 
 # A snapshot of 400 kB, and as much for each update in the journal.
 SIZE = 100_001

@@ -16,12 +16,14 @@ import zmq
 from choice_groups import grouped
 from torch import Tensor, nn
 
-from diloco_comm.asynchronous.model.rules import Immediate, ServerRule
-from diloco_comm.asynchronous.protocol.messages import Kind, Message, pack, parse
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker.link import read_status
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm import ops
+from diloco_comm.asynchronous.link import read_status
+from diloco_comm.asynchronous.messages import Kind, Message, pack, parse
+from diloco_comm.asynchronous.rules import Immediate, ServerRule
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.methods.outer import SGD
+from diloco_comm.ops.wire import Layout
 
 PLAIN = Immediate(outer=SGD(1.0))
 
@@ -197,3 +199,10 @@ def push_by_hand(peer: Peer, body: bytes, seq: int = 1, version: int = 0) -> Mes
 def payload(values: list[float]) -> bytes:
     """One run of 1024 elements on the fp32 wire."""
     return np.array([*values, *[0.0] * (1024 - len(values))], np.float32).tobytes()
+
+
+def encode(values: Tensor, layout: Layout, *, base: Tensor | None = None) -> Tensor:
+    """Return values, or base - values, encoded as the layout says: uint8 [payload_bytes]."""
+    payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+    ops.encode(base, [values], payload, *layout.whole)
+    return payload

@@ -23,11 +23,11 @@ import torch
 from async_helpers import Flat, attach
 
 from diloco_comm import SGD, Link
-from diloco_comm.asynchronous.model.rules import Immediate
-from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.server.storage.snapshots import Storage
-from diloco_comm.asynchronous.worker.link import ServerLost
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo, RoundMetrics
+from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.rules import Immediate
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.snapshots import Storage
+from diloco_comm.asynchronous.worker import AsyncDiLoCo, RoundMetrics
 from diloco_comm_tools.common.workers import free_port
 
 
@@ -125,10 +125,10 @@ DEFAULTS = {
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [
-        "diloco_comm.asynchronous.server.server",
-        "diloco_comm.asynchronous.worker.worker",
-        "diloco_comm.asynchronous.decoupled.serving.server",
-        "diloco_comm.asynchronous.decoupled.learning.attached",
+        "diloco_comm.asynchronous.server",
+        "diloco_comm.asynchronous.worker",
+        "diloco_comm.asynchronous.decoupled.server",
+        "diloco_comm.asynchronous.decoupled.attached",
         "torch._dynamo",
         "pytest",
     ]

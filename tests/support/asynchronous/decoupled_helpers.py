@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
+from diloco_comm.asynchronous.decoupled.fragments import SharedFragment, pieces_of
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
-from diloco_comm.asynchronous.decoupled.pieces import pieces_of
-from diloco_comm.asynchronous.decoupled.shared import SharedFragment
-from diloco_comm.asynchronous.decoupled.syncer import Syncer
+from diloco_comm.asynchronous.decoupled.syncer import QuorumRule, Syncer
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link, VirtualLearner
 from diloco_comm.methods.outer import SGD, OuterOptimizer
 from diloco_comm.ops.wire import WireFormat

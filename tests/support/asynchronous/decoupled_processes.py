@@ -25,7 +25,7 @@ from diloco_comm import SGD, Link
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.worker.link import ServerLost, read_status
+from diloco_comm.asynchronous.link import ServerLost, read_status
 from diloco_comm_tools.common.workers import free_port
 
 SIZE = 2001

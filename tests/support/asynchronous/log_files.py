@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from diloco_comm.asynchronous.protocol.payloads import PayloadFile
-from diloco_comm.asynchronous.server.storage.snapshots import JOURNAL, SNAPSHOT
+from diloco_comm.asynchronous.payloads import PayloadFile
+from diloco_comm.asynchronous.snapshots import JOURNAL, SNAPSHOT
 from diloco_comm.base.log import Log
 
 # A record: its JSON, or the text in place of it, and its bytes.

@@ -15,14 +15,14 @@ from frozen_table import DTYPES
 from torch import nn
 
 from diloco_comm import Nesterov
-from diloco_comm.asynchronous.decoupled.fragment_round import QuorumRule
+from diloco_comm.asynchronous.coordinator import Coordinator
 from diloco_comm.asynchronous.decoupled.learner import Receipt
+from diloco_comm.asynchronous.decoupled.syncer import QuorumRule
 from diloco_comm.asynchronous.decoupled.virtual import Link
-from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.model.shared import SharedModel
-from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator
+from diloco_comm.asynchronous.local import LocalModel
+from diloco_comm.asynchronous.model import SharedModel
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.virtual import VirtualRun, VirtualWorker
-from diloco_comm.asynchronous.worker.local import LocalModel
 from diloco_comm.ops.wire import WireFormat
 
 SECONDS = (0.5, 0.75, 1.25)

@@ -1,1 +1,0 @@
-"""The syncer's server: its socket, the model it serves, its files."""

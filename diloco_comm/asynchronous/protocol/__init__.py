@@ -1,1 +1,0 @@
-"""The protocol of server and workers: messages, keys, payloads, windows."""

@@ -1,1 +1,0 @@
-"""The server's files: snapshots, the journal of updates, the lock of the folder."""

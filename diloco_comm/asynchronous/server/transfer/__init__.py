@@ -1,1 +1,0 @@
-"""Payloads on their way to and from workers."""
