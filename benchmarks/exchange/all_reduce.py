@@ -11,18 +11,21 @@ column.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.support import common
-from benchmarks.support.interface import INTERFACE, transmitted_bytes
 from diloco_comm_tools.bench import exchange as bench_exchange
 from diloco_comm_tools.bench import methods
 from diloco_comm_tools.bench.exchange import DTYPES, Settings
+
+INTERFACE = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,6 +71,15 @@ def settings_of(args: argparse.Namespace) -> Settings:
         )
     except ValueError as error:
         raise SystemExit(str(error)) from None
+
+
+def transmitted_bytes() -> int:
+    """Return the transmit counter of gloo's interface, in this process's network namespace."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == INTERFACE:
+            return int(counters.split()[8])
+    raise RuntimeError(f"no network interface {INTERFACE!r}")
 
 
 def interface_bits(method: Any, source: torch.Tensor) -> dict[str, float]:
