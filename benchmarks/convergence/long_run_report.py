@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from benchmarks.support.common import deviation
 from benchmarks.support.run_file import grouped
 from benchmarks.support.tuning import choose
 from diloco_comm_tools.common import plots
@@ -69,15 +70,11 @@ def report_lines(rows: list[Row]) -> Iterator[str]:
         for name, runs in methods.items():
             losses = [run["loss"] for run in runs]
             over = [run["loss"] - base[run["seed"]] for run in runs if run["seed"] in base]
-            difference = f"{fmean(over):+.3f} ± {_spread(over):.3f}" if over else "-"
+            difference = f"{fmean(over):+.3f} ± {deviation(over):.3f}" if over else "-"
             yield (
                 f"  {name:>12}{runs[0]['rounds']:>8}{runs[0]['lr']:>8g}{fmean(losses):>9.3f}"
-                f"{_spread(losses):>9.3f}{difference:>20}{len(runs):>7}"
+                f"{deviation(losses):>9.3f}{difference:>20}{len(runs):>7}"
             )
-
-
-def _spread(values: list[float]) -> float:
-    return stdev(values) if len(values) > 1 else 0.0
 
 
 def draw(rows: list[Row], path: Path) -> None:

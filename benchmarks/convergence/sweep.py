@@ -29,7 +29,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.convergence.methods import FAMILIES, ROW_OF, ROWS, Row, tuning_row
 from benchmarks.convergence.report import draw, tuning_losses, write_report
-from benchmarks.convergence.tasks import SIZES, SMOKE, TASKS, Size, Task
+from benchmarks.convergence.tasks import (
+    SIZES,
+    SMOKE,
+    TASKS,
+    Size,
+    Task,
+    inner_step,
+    make_optimizer,
+)
 from benchmarks.support import common
 from diloco_comm import DiLoCo
 from diloco_comm_tools.demo.ddp import BucketExchange
@@ -93,9 +101,7 @@ def train(run: Run, choice: dict[str, float], size: Size) -> dict[str, Any]:
     row = ROW_OF[run.row]
     rank, world = dist.get_rank(), dist.get_world_size()
     task: Task = TASKS[run.task](run.seed, rank, world, size.batch_size)
-    optimizer = torch.optim.AdamW(
-        task.model.parameters(), size.inner_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    optimizer = make_optimizer(task.model.parameters(), size.inner_lr)
     half = 0 if run.kind == "tune" else 1
     begin = time.perf_counter()
     if row.is_data_parallel:
@@ -137,7 +143,7 @@ def _train_diloco(
     """Loss of the outer parameters (their mean, where replicas differ) four times on the way."""
     curve = []
     for step in range(size.num_steps):
-        _inner_step(task.model, task, optimizer, size.lr_at(step))
+        inner_step(task, [optimizer], size.lr_at(step))
         if (step + 1) % max(1, size.num_steps // 4) == 0:
             is_shared = diloco.settings.overlap.is_shared
             with diloco.outer_parameters(consensus=not is_shared):
@@ -151,7 +157,7 @@ def _train_ddp(
     ddp = DistributedDataParallel(task.model, gradient_as_bucket_view=True, init_sync=False)
     curve = []
     for step in range(size.num_steps):
-        _inner_step(ddp, task, optimizer, size.lr_at(step))
+        inner_step(task, [optimizer], size.lr_at(step), ddp)
         if (step + 1) % max(1, size.num_steps // 4) == 0:
             curve.append((step + 1, task.validate(half)[0]))
     world = dist.get_world_size()
@@ -160,22 +166,12 @@ def _train_ddp(
     return curve, int(4 * elements * 2 * (world - 1) / world) * size.num_steps
 
 
-def _inner_step(
-    forward: nn.Module, task: Task, optimizer: torch.optim.Optimizer, lr: float
-) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    task.loss(forward).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def expose(run: Run, choice: dict[str, float], size: Size) -> dict[str, Any]:
     """Train a few rounds over the emulated link: seconds exposed a round of H steps."""
     row = ROW_OF[run.row]
     rank, world = dist.get_rank(), dist.get_world_size()
     task: Task = TASKS[run.task](run.seed, rank, world, size.batch_size)
-    optimizer = torch.optim.AdamW(task.model.parameters(), size.inner_lr, fused=True)
+    optimizer = make_optimizer(task.model.parameters(), size.inner_lr)
     if row.is_data_parallel:
         exchange = BucketExchange("fp32", LINK_GBPS, LINK_RTT_MS)
         ddp = DistributedDataParallel(task.model, gradient_as_bucket_view=True, init_sync=False)
@@ -192,7 +188,7 @@ def expose(run: Run, choice: dict[str, float], size: Size) -> dict[str, Any]:
         with _attach(row, task.model, optimizer, choice, size) as diloco:
             diloco.emulate_link(LINK_GBPS, LINK_RTT_MS)
             for step in range(_TIMED_ROUNDS * size.sync_every):
-                _inner_step(task.model, task, optimizer, size.lr_at(step))
+                inner_step(task, [optimizer], size.lr_at(step))
             exposed = diloco.totals().exposed_s / _TIMED_ROUNDS
     return {"exposed_s_per_round": common.slowest_of_ranks([exposed])[0]}
 
@@ -283,7 +279,7 @@ def main() -> int:
     add("-g", "--nprocs", type=int, default=4, help="replicas, one process each")
     add("--tasks", type=lambda t: t.split(","), default=list(TASKS), help="text,digits")
     add("--rows", type=parse_rows, default=[row.name for row in ROWS], help="methods, a comma list")
-    add("--seeds", type=lambda t: [int(s) for s in t.split(",")], default=[0, 1, 2])
+    add("--seeds", type=common.parse_numbers, default=[0, 1, 2])
     add("--folder", type=Path, default=RUNS, help="one JSON a run")
     add("--smoke", action="store_true", help="eight steps a run: shows that it works, no figures")
     add("--timeout", type=float, default=7200.0, help="seconds for all of it")

@@ -61,6 +61,7 @@ __all__ = [
     "command_line",
     "commit",
     "conclude",
+    "deviation",
     "finish",
     "format_size",
     "free_port",
@@ -69,9 +70,12 @@ __all__ = [
     "is_worker",
     "leave_workers",
     "machine",
+    "mean_and_deviation",
     "median_ratio",
+    "module_command",
     "parse_count",
     "parse_impls",
+    "parse_numbers",
     "parse_size",
     "percentile",
     "record_text",
@@ -144,9 +148,40 @@ def add_plot(parser: argparse.ArgumentParser, help: str) -> None:
     add_output(parser, "--plot", metavar="PNG", help=help)
 
 
-def add_runs(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add ``--runs``, the file of single runs: a run that the file holds is not repeated."""
+def add_runs(parser: argparse.ArgumentParser, name: str, record: Path | None = None) -> None:
+    """Add the options of a benchmark that goes on where it was.
+
+    Args:
+        name: The file of single runs: a run that the file holds is not repeated.
+        record: The default of ``--json``.
+    """
     add_output(parser, "--runs", default=RUNS / name, help="file of the runs, none made twice")
+    add_output(parser, default=record)
+    parser.add_argument("--report", action="store_true", help="make no run")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=float("inf"),
+        help="begin no run after this many seconds",
+    )
+
+
+def parse_numbers(text: str) -> list[int]:
+    """Return the whole numbers of a comma list, as an argument's ``type``."""
+    return [int(number) for number in text.split(",")]
+
+
+def mean_and_deviation(values: Sequence[float], sign: str = "") -> str:
+    """Return mean and sample deviation as text; "-" without values."""
+    if not values:
+        return "-"
+    spread = f" ({statistics.stdev(values):.4f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.4f}{spread}"
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the sample deviation; 0 of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -213,6 +248,11 @@ def same_command() -> list[str]:
     spec = sys.modules["__main__"].__spec__
     assert spec is not None, "benchmarks are run as modules: python -m benchmarks.ROOM.NAME"
     return [sys.executable, "-m", spec.name, *sys.argv[1:]]
+
+
+def module_command() -> str:
+    """Return the command of this very benchmark, without its arguments."""
+    return f"python -m {same_command()[2]}"
 
 
 def relaunch(world: int, **options: object) -> None:
