@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from benchmarks.convergence.wire_means import Mean, OnWire, Sent
+from benchmarks.convergence.wire_means import BySparseLoCo, OnWire, Sent
 from diloco_comm import ops
 from diloco_comm.methods.outer import OuterOptimizer, Update
 from diloco_comm.methods.overlap import Blocking, Eager, Overlap, Own, Streaming, Terms
@@ -38,19 +38,19 @@ class Rounds(Protocol):
         """Bits an element of one payload, with scales and without padding."""
 
 
-class BlockingRounds:
-    """Every ``sync_every`` steps a step of SGD on the mean, which all replicas take over."""
+class SparseLoCoRounds:
+    """Every ``sync_every`` steps a step of SGD on SparseLoCo's mean, the same at all replicas."""
 
-    def __init__(self, replicas: Sequence[Replica], mean: Mean, sync_every: int, lr: float) -> None:
+    def __init__(self, replicas: Sequence[Replica], sync_every: int, lr: float) -> None:
         self._params = [[p.detach() for p in model.parameters()] for model, _ in replicas]
         self.outer = torch.cat([p.flatten() for p in self._params[0]])
-        self._mean, self._sync_every, self._lr = mean, sync_every, lr
+        self._mean = BySparseLoCo(self._params[0], len(replicas))
+        self._sync_every, self._lr = sync_every, lr
 
     def after_step(self, inner_step: int) -> None:
         if inner_step % self._sync_every:
             return
-        number = inner_step // self._sync_every - 1
-        self.outer -= self._lr * self._mean.mean(self.outer, self._params, number)
+        self.outer -= self._lr * self._mean.mean(self.outer, self._params)
         for params in self._params:
             values = self.outer.split([p.numel() for p in params])
             for p, value in zip(params, values, strict=True):
@@ -280,4 +280,8 @@ def make_eager(replicas: Sequence[Replica], wire: WireFormat, **options: Any) ->
     return SendingRounds(replicas, Eager(), wire, **options)
 
 
-METHODS = {"streaming": make_streaming, "eager": make_eager}
+def make_blocking(replicas: Sequence[Replica], wire: WireFormat, **options: Any) -> Rounds:
+    return SendingRounds(replicas, Blocking(), wire, **options)
+
+
+METHODS = {"blocking": make_blocking, "streaming": make_streaming, "eager": make_eager}

@@ -29,8 +29,7 @@ import torch
 from torch import nn
 
 from benchmarks.convergence.tasks import Size, Text, inner_step, make_optimizer
-from benchmarks.convergence.wire_means import BySparseLoCo, Mean, OnWire
-from benchmarks.convergence.wire_rounds import METHODS, BlockingRounds, Replica, Rounds
+from benchmarks.convergence.wire_rounds import METHODS, Replica, Rounds, SparseLoCoRounds
 from benchmarks.convergence.wires_report import BLOCKING, condense, draw, report_lines, write_page
 from benchmarks.support import common
 from benchmarks.support.run_file import Trainings
@@ -180,8 +179,8 @@ def make_rounds(run: Run, replicas: Sequence[Replica]) -> Rounds:
     Raises:
         ValueError: If the method is unknown, or SparseLoCo's scheme is not to be blocking.
     """
-    if run.method == BLOCKING:
-        return BlockingRounds(replicas, _means(run, replicas), run.sync_every, run.lr)
+    if (run.method, run.wire) == (BLOCKING, SPARSE_LOCO):
+        return SparseLoCoRounds(replicas, run.sync_every, run.lr)
     if run.wire == SPARSE_LOCO or run.method not in METHODS:
         raise ValueError(f"no method {run.method!r} with wire {run.wire!r}")
     wire = _format(run.wire)
@@ -193,14 +192,6 @@ def make_rounds(run: Run, replicas: Sequence[Replica]) -> Rounds:
         error_feedback=_has_feedback(run.wire),
         seed=run.seed,
     )
-
-
-def _means(run: Run, replicas: Sequence[Replica]) -> Mean:
-    params = list(replicas[0][0].parameters())
-    if run.wire == SPARSE_LOCO:
-        return BySparseLoCo(params, run.num_replicas)
-    feedback = _has_feedback(run.wire)
-    return OnWire(_format(run.wire), params, run.num_replicas, feedback, run.seed)
 
 
 def _format(wire: str) -> WireFormat:

@@ -4,6 +4,9 @@ The benchmarks are run as modules from the checkout: ``python -m benchmarks.ROOM
 ``torchrun ... -m benchmarks.ROOM.NAME``.
 """
 
+# The benchmarks take the names of the package's tools from here.
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import argparse
@@ -43,53 +46,6 @@ from diloco_comm_tools.common.workers import (
     leave_workers,
     run_workers,
 )
-
-__all__ = [
-    "RESULTS",
-    "ROOT",
-    "RUNS",
-    "Report",
-    "WorkerError",
-    "about",
-    "add_output",
-    "add_plot",
-    "add_rounds",
-    "add_runs",
-    "benchmark_command",
-    "check_default",
-    "check_device",
-    "command_line",
-    "commit",
-    "conclude",
-    "deviation",
-    "finish",
-    "format_size",
-    "free_port",
-    "init_workers",
-    "interleave",
-    "is_worker",
-    "leave_workers",
-    "machine",
-    "mean_and_deviation",
-    "median_ratio",
-    "module_command",
-    "parse_count",
-    "parse_impls",
-    "parse_numbers",
-    "parse_size",
-    "percentile",
-    "record_text",
-    "relaunch",
-    "relaunch_or_explain",
-    "run_workers",
-    "same_command",
-    "save",
-    "save_plot",
-    "slowest_of_ranks",
-    "stoppable",
-    "summary",
-    "versions",
-]
 
 ROOT = Path(__file__).resolve().parents[2]
 # Records, which pages quote; and single runs, which a benchmark that goes on does not repeat.
@@ -265,6 +221,26 @@ def relaunch(world: int, **options: object) -> None:
         if error.status in (1, 2):
             sys.exit(error.status)
         raise
+
+
+def join_group(
+    title: str,
+    nprocs: int,
+    *,
+    timeout_s: float = 120.0,
+    preload: Sequence[str] = ranks.WITH_OPTIMIZER,
+    **header: object,
+) -> Report | None:
+    """Join the group and return a report, whose output rank 0 alone prints.
+
+    Returns:
+        None in the launcher, after `nprocs` local workers have done the work.
+    """
+    if nprocs and not is_worker():
+        relaunch(nprocs, preload=preload)
+        return None
+    rank, world = init_workers(timeout_s=timeout_s)
+    return Report(title, quiet=rank != 0, workers=world, **header)
 
 
 def relaunch_or_explain(world: int, **options: object) -> int:
