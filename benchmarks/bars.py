@@ -66,6 +66,10 @@ class Figure:
         return f" {self.bar:>3}  {self.name:<52} {columns}  {self.verdict}"
 
 
+# Must and aim of each wire.
+Limits = dict[str, tuple[float | None, float | None]]
+
+
 class Unavailable(Exception):
     """This machine lacks what a benchmark needs; the text says what."""
 
@@ -106,52 +110,40 @@ def row_of(rows: list[dict[str, Any]], wire: str, size: int | None = None) -> di
 # ---------------------------------------------------------------- one function a group of bars
 
 
-def operators(size: int = 1 << 30) -> Iterator[Figure]:
-    """Bars 1 to 8: kernels against the machine's memory and against plain PyTorch."""
-    for figure in run_benchmark("operators.roofline", "--bars", "--size", size):
+def operators(option: str, size: int = 1 << 30) -> Iterator[Figure]:
+    """Bars 1 to 8 and 19 to 21: kernels against the machine's memory and plain PyTorch."""
+    for figure in run_benchmark("operators.roofline", option, "--size", size):
         yield Figure(**figure)
 
 
-def shaped_link(bar: int, rate: str, size: str) -> Iterator[Figure]:
-    """Bars 9 and 10: speed-up over gloo fp32 where the link is the limit."""
-    limits = {
-        (9, "int8"): (3.6, 3.85),
-        (9, "int4"): (7.0, 7.6),
-        (10, "int8"): (3.6, 3.9),
-        (10, "int4"): (6.7, 7.6),
-    }
+def shaped_link(
+    bar: int, rate: str, size: str, limits: Callable[[int], Limits]
+) -> Iterator[Figure]:
+    """Bars 9, 10 and 22: speed-up over gloo fp32 where the link is the limit.
+
+    Args:
+        limits: Returns must and aim of each wire for a number of ranks.
+    """
     reason = netns.missing() or ""
     for world in (2, 4):
-        options = ["-b", size, "-e", size, "-n", 7, "-w", 1, "--wire", "int8,int4"]
+        wires = limits(world)
+        options = ["-b", size, "-e", size, "-n", 7, "-w", 1, "--wire", ",".join(wires)]
         rows = [] if reason else run_on_link(world, rate, *options)
-        for wire in ("int8", "int4"):
+        for wire, (must, aim) in wires.items():
             value = None if reason else row_of(rows, wire)["vs_reference"]
             name = f"all-reduce {size}iB over {rate}, W={world}, {wire}, x gloo fp32"
-            must, aim = limits[bar, wire]
             yield Figure(bar, name, value, must, aim, reason=reason)
 
 
-def block_operators(size: int = 1 << 30) -> Iterator[Figure]:
-    """Bars 19 to 21: kernels of the wires below four bits against the machine's memory."""
-    for figure in run_benchmark("operators.roofline", "--block-bars", "--size", size):
-        yield Figure(**figure)
-
-
-def block_wires_on_link(rate: str = "100mbit", size: str = "32M") -> Iterator[Figure]:
-    """Bar 22: speed-up of the wires below four bits over gloo fp32 where the link is the limit.
-
-    With four ranks the least figure is 85 % of the ratio of the bytes that a rank receives.
-    """
+def block_limits(world: int) -> Limits:
+    """With four ranks the least figure is 85 % of the ratio of the bytes that a rank receives."""
     least = {"int2r": 13.0, "int1r": 24.0, "sub8": 100.0}
-    reason = netns.missing() or ""
-    for world in (2, 4):
-        options = ["-b", size, "-e", size, "-n", 7, "-w", 1, "--wire", ",".join(least)]
-        rows = [] if reason else run_on_link(world, rate, *options)
-        for wire, must_of_two in least.items():
-            value = None if reason else row_of(rows, wire)["vs_reference"]
-            must = must_of_two if world == 2 else 0.85 * ratio_of_bytes(wire, world)
-            name = f"all-reduce {size}iB over {rate}, W={world}, {wire}, x gloo fp32"
-            yield Figure(22, name, value, must, None, reason=reason)
+    if world > 2:
+        least = {wire: 0.85 * ratio_of_bytes(wire, world) for wire in least}
+    return {wire: (must, None) for wire, must in least.items()}
+
+
+block_wires_on_link = functools.partial(shaped_link, 22, "100mbit", "32M", block_limits)
 
 
 def ratio_of_bytes(wire: str, world: int) -> float:
@@ -296,14 +288,18 @@ def of_peers(
 OPERATOR_BARS = (1, 2, 3, 4, 5, 6, 7, 8)
 BLOCK_OPERATOR_BARS = (19, 20, 21)
 GROUPS: dict[tuple[int, ...], Callable[[], Iterator[Figure]]] = {
-    OPERATOR_BARS: operators,
-    (9,): functools.partial(shaped_link, 9, "1gbit", "64M"),
-    (10,): functools.partial(shaped_link, 10, "100mbit", "32M"),
+    OPERATOR_BARS: functools.partial(operators, "--bars"),
+    (9,): functools.partial(
+        shaped_link, 9, "1gbit", "64M", lambda world: {"int8": (3.6, 3.85), "int4": (7.0, 7.6)}
+    ),
+    (10,): functools.partial(
+        shaped_link, 10, "100mbit", "32M", lambda world: {"int8": (3.6, 3.9), "int4": (6.7, 7.6)}
+    ),
     (11, 12): loopback,
     (13, 14): bytes_and_bits,
     (15,): steady_state,
     (16, 17, 18): outer_step,
-    BLOCK_OPERATOR_BARS: block_operators,
+    BLOCK_OPERATOR_BARS: functools.partial(operators, "--block-bars"),
     (22,): block_wires_on_link,
 }
 
@@ -358,8 +354,8 @@ def main() -> int:
     figures: list[Figure] = []
     groups = {
         **GROUPS,
-        OPERATOR_BARS: functools.partial(operators, args.size),
-        BLOCK_OPERATOR_BARS: functools.partial(block_operators, args.size),
+        OPERATOR_BARS: functools.partial(operators, "--bars", args.size),
+        BLOCK_OPERATOR_BARS: functools.partial(operators, "--block-bars", args.size),
     }
     try:
         with common.stoppable():

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from diloco_comm_tools.common.workers import die_with_launcher, free_port
+from benchmarks.against_torchft.peer import make_manager
+from diloco_comm_tools.common.workers import die_with_launcher
 from diloco_comm_tools.demo.data import Batches, load_corpus, validation_windows
 from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig, byte_loss
 
@@ -102,16 +102,9 @@ class Ours:
             ),
         )
         self._diloco.on_sync(lambda metrics: note("commit") if metrics.is_applied else None)
-        self.step = self._diloco.step
-
-    @contextmanager
-    def outer_parameters(self) -> Iterator[None]:
-        with self._diloco.outer_parameters():
-            yield
-
-    def close(self) -> None:
+        self.step, self.outer_parameters = self._diloco.step, self._diloco.outer_parameters
         # As a process that ends: the others go on.
-        self._diloco.close()
+        self.close = self._diloco.close
 
 
 class Theirs:
@@ -121,42 +114,27 @@ class Theirs:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place, note: Note
     ) -> None:
         from torchft.local_sgd import DiLoCo
-        from torchft.manager import Manager
-        from torchft.process_group import ProcessGroupGloo
 
         timeout = timedelta(seconds=2 * place.suspect_s)
-        # A replica is a job of its own, with a store of its own.
-        self._store = dist.TCPStore(
-            "127.0.0.1", free_port(), is_master=True, wait_for_workers=False
-        )
         self._model, self._note = model, note
 
         def load(state: dict[str, Any]) -> None:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["inner_optim"])
 
-        self._manager = Manager(
-            pg=ProcessGroupGloo(timeout=timeout),
+        self._manager, self._store = make_manager(
+            timeout,
+            place.coordinator,
+            place.replica,
             load_state_dict=load,
             state_dict=lambda: {
                 "model": model.state_dict(),
                 "inner_optim": optimizer.state_dict(),
             },
             min_replica_size=2,
-            use_async_quorum=False,
-            timeout=timeout,
             quorum_timeout=timedelta(seconds=60),
             connect_timeout=timeout,
             quorum_retries=10,
-            rank=0,
-            world_size=1,
-            store_addr="127.0.0.1",
-            store_port=self._store.port,
-            lighthouse_addr=place.coordinator,
-            replica_id=f"replica_{place.replica}",
-            hostname="127.0.0.1",
-            # All replicas build the same weights from the seed.
-            init_sync=False,
         )
         outer = torch.optim.SGD(model.parameters(), OUTER_LR, OUTER_MOMENTUM, nesterov=True)
         # One fragment; a list of outer optimizers, one for each fragment.

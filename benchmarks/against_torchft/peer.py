@@ -43,6 +43,34 @@ def missing() -> str | None:
     return None if version == VERSION else f"torchft is {version}, compared is {VERSION}: {INSTALL}"
 
 
+def make_manager(
+    timeout: timedelta, lighthouse: str, replica: int, **options: Any
+) -> tuple[Any, dist.TCPStore]:
+    """Return the manager of a replica of one worker, and the store that the worker hosts."""
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    # A replica is a job of its own, with a store of its own.
+    port = common.free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timeout),
+        use_async_quorum=False,
+        timeout=timeout,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica_{replica}",
+        hostname="127.0.0.1",
+        # All replicas build the same weights from the seed.
+        init_sync=False,
+        **options,
+    )
+    return manager, store
+
+
 class Peer:
     """One torchft DiLoCo over the ranks of the default group, each a replica of one worker.
 
@@ -70,8 +98,6 @@ class Peer:
     ) -> None:
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo
-        from torchft.manager import Manager
-        from torchft.process_group import ProcessGroupGloo
 
         rank, world = dist.get_rank(), dist.get_world_size()
         self._lighthouse: Any = None
@@ -84,25 +110,13 @@ class Peer:
             port = self._lighthouse.address().rsplit(":", 1)[1]
             address = [f"http://127.0.0.1:{port}"]
         dist.broadcast_object_list(address, 0)
-        timeout = timedelta(seconds=60)
-        # A replica is a job of its own, with a store of its own.
-        self._store = dist.TCPStore("127.0.0.1", common.free_port(), is_master=True)
-        self.manager = Manager(
-            pg=ProcessGroupGloo(timeout=timeout),
+        self.manager, self._store = make_manager(
+            timedelta(seconds=60),
+            address[0],
+            rank,
             load_state_dict=lambda state: None,
             state_dict=dict,
             min_replica_size=world,
-            use_async_quorum=False,
-            timeout=timeout,
-            rank=0,
-            world_size=1,
-            store_addr="127.0.0.1",
-            store_port=self._store.port,
-            lighthouse_addr=address[0],
-            replica_id=f"replica_{rank}",
-            hostname="127.0.0.1",
-            # All replicas build the same weights from the seed.
-            init_sync=False,
         )
         self._coordination_s = 0.0
         self._time_coordination()

@@ -26,7 +26,25 @@ _UNIT = 1024
 _ROUNDS = 7
 
 
-class Traffic:
+class Alone:
+    """No exchange at all: what training costs by itself."""
+
+    num_syncs = 0
+
+    def step(self) -> None:
+        """Do nothing."""
+
+    def parts(self) -> dict[str, float]:
+        return {}
+
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Traffic(Alone):
     """Plain loops over buffers as large as the fragments; nothing is exchanged.
 
     Args:
@@ -35,8 +53,6 @@ class Traffic:
         first_sends: Inner step of each fragment's first send, counted from 1.
         delay: Inner steps from a send to its apply.
     """
-
-    num_syncs = 0
 
     def __init__(
         self, sizes: Sequence[int], *, sync_every: int, first_sends: Sequence[int], delay: int
@@ -70,12 +86,6 @@ class Traffic:
 
     def parts(self) -> dict[str, float]:
         return dict(self.seconds)
-
-    def outer_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        pass
 
 
 class Buffers:

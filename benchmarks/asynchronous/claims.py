@@ -1,4 +1,4 @@
-"""Claims of arXiv 2401.09135, judged by the runs of ``async_convergence.py``."""
+"""Claims of papers, judged by the runs of ``convergence.py`` and ``decoupled.py``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Claim:
     other: str
 
 
-CLAIMS = (
+# arXiv 2401.09135.
+ASYNCHRONOUS = (
     Claim("async Nesterov is worse than DiLoCo", "async Nesterov", WORSE, "DiLoCo"),
     Claim("async SGD is better than DiLoCo with SGD", "async SGD", BETTER, "DiLoCo, outer SGD"),
     Claim("async Nesterov is better than async SGD", "async Nesterov", BETTER, "async SGD"),
@@ -38,6 +39,19 @@ CLAIMS = (
     Claim("DN + DyLU closes the gap to DiLoCo", "DN + DyLU", NO_WORSE, "DiLoCo"),
     Claim("c = 0.1/N is like c = 0", "DN + DyLU, c = 0.1/N", SAME, "DN + DyLU"),
     Claim("(ours) with a grace period it closes", "DN + DyLU, grace", NO_WORSE, "DiLoCo"),
+)
+# arXiv 2604.21428.
+DECOUPLED = (
+    Claim("K=1 without grace is worse than with grace", "K=1", WORSE, "K=1, grace"),
+    Claim("K=1 with grace is no worse than K=M", "K=1, grace", NO_WORSE, "K=M"),
+    Claim("RDA is better than the mean, K=1 with grace", "K=1, grace, RDA", BETTER, "K=1, grace"),
+    Claim("RDA is better than the mean, K=M", "K=M, RDA", BETTER, "K=M"),
+    Claim("int4 both ways costs nothing", "K=1, grace, int4", NO_WORSE, "K=1, grace"),
+    Claim("int4 with feedback costs nothing", "K=1, grace, int4 feedback", NO_WORSE, "K=1, grace"),
+    Claim("decoupled is no worse than Streaming", "K=1, grace", NO_WORSE, "Streaming"),
+    Claim("(ours) carry is better, K=1 without grace", "K=1, carry", BETTER, "K=1"),
+    Claim("(ours) carry is better, with grace", "K=1, grace, carry", BETTER, "K=1, grace"),
+    Claim("(ours) decoupled is better than DN + DyLU", "K=1, grace", BETTER, "DN + DyLU"),
 )
 
 
@@ -73,19 +87,23 @@ def closed(rows: Sequence[Row], name: str) -> float | None:
     return 1 - fmean(left) / fmean(gap)
 
 
-def judge(rows: Sequence[Row]) -> Iterator[str]:
+def judge(rows: Sequence[Row], claims: Iterable[Claim], title: str) -> Iterator[str]:
     """Yield a line for each claim that runs of one kind (model, workers, speeds, steps) can test.
 
     Args:
         rows: Those runs; the synchronous ones may be of any speeds.
+        title: A line before the verdicts.
     """
-    for claim in CLAIMS:
+    for claim in claims:
         found = differences(rows, claim.one, claim.other)
         if not found:
             continue
         share = closed(rows, claim.one) if claim.kind == NO_WORSE else None
         more = "" if share is None else f", {share:.0%} of the gap of async Nesterov"
+        if title:
+            yield title
+            title = ""
         yield (
-            f"  {claim.text:42} {verdict(claim.kind, found):14} {fmean(found):+.4f}"
+            f"   {claim.text:46} {verdict(claim.kind, found):14} {fmean(found):+.4f}"
             f" ({min(found):+.4f} to {max(found):+.4f}, {len(found)} seeds){more}"
         )

@@ -1,13 +1,13 @@
 """Decoupled training against Streaming DiLoCo and an asynchronous server, on a virtual clock.
 
     python -m benchmarks.asynchronous.decoupled             # the missing runs, then the table
-    python -m benchmarks.asynchronous.decoupled --cpu-minutes 20   # as many runs as fit
+    python -m benchmarks.asynchronous.decoupled --limit-s 1200     # as many runs as fit
     python -m benchmarks.asynchronous.decoupled --model 118k       # the same with a larger model
     python -m benchmarks.asynchronous.decoupled --report --plot decoupled.png    # of present runs
 
 Claims of arXiv 2604.21428 at a small scale: a byte-level transformer on the standard library's
 sources, learners of equal and of very different speed, equal tokens for all methods of a cell. The
-models, the start and the text are those of benchmarks/asynchronous/convergence.py. The outer
+models, the start and the text are those of benchmarks/asynchronous/training.py. The outer
 learning rate of each method is searched for each number of learners, on a seed of its own. Every
 run is one line of --runs, and a run that is there is not repeated.
 docs/measurements/decoupled-results.md explains the table.
@@ -28,22 +28,34 @@ import torch
 from torch import Tensor
 
 from benchmarks.asynchronous import convergence
-from benchmarks.asynchronous.decoupled_coding import CodedFragment
 from benchmarks.asynchronous.decoupled_methods import (
     ASYNCHRONOUS,
     DELAYED,
     METHODS,
     MOMENTUM,
     STREAMING,
+    CodedFragment,
     Method,
     seconds_of,
     steps_in_equal_time,
 )
 from benchmarks.asynchronous.decoupled_report import condense, draw, report_lines
 from benchmarks.asynchronous.methods import SPEEDS
+from benchmarks.asynchronous.training import (
+    INNER_LR,
+    LAST_LR,
+    MODELS,
+    NUM_EVALUATIONS,
+    SEEDS,
+    TUNING_SEED,
+    Trainer,
+    batches_of,
+    corpus,
+    held_out_loss,
+    pretrained,
+)
 from benchmarks.support import common
-from benchmarks.support.run_file import RunFile
-from benchmarks.support.tuning import choose, next_rate
+from benchmarks.support.run_file import Trainings
 from diloco_comm import Nesterov
 from diloco_comm.asynchronous.coordinator import ShardSchedule
 from diloco_comm.asynchronous.decoupled.fragments import (
@@ -56,14 +68,11 @@ from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
 from diloco_comm.asynchronous.decoupled.syncer import Syncer
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link, VirtualLearner
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm_tools.demo.data import Batches, validation_windows
-from diloco_comm_tools.demo.model import ByteTransformer, byte_loss
+from diloco_comm_tools.demo.model import ByteTransformer
 
-TUNING_SEED, SEEDS = 1000, (0, 1, 2)
 SYNC_EVERY = 8
 # The fastest learner takes a step in one virtual second.
 LATENCY_S, JITTER = 0.1, 0.05
-NUM_EVALUATIONS = 8
 # Attention, and the rest of the blocks.
 _ATTENTION = ("norm1", "attention")
 
@@ -144,7 +153,7 @@ def _asynchronous(run: Run) -> dict[str, Any]:
     return {name: made[name] for name in ("loss", "seconds", "updates", "points")}
 
 
-class Trainer:
+class LearnerTrainer(Trainer):
     """A learner's model on its own shard.
 
     Args:
@@ -152,25 +161,14 @@ class Trainer:
     """
 
     def __init__(self, run: Run, index: int, num_steps: int) -> None:
-        config = convergence.MODELS[run.model]
-        self.net = ByteTransformer(config, run.seed)
-        start = convergence.pretrained(run.model, run.seed)
-        with torch.no_grad():
-            for param, value in zip(self.net.parameters(), start, strict=True):
-                param.copy_(value)
-        rate = convergence.INNER_LR
-        self._optimizer = torch.optim.AdamW(self.net.parameters(), lr=rate, fused=True)
-        self._schedule = ShardSchedule(rate, convergence.LAST_LR, 0, num_steps)
-        text = convergence.corpus(run.num_learners).shards[index]
-        seed = 1000 * run.seed + index
-        self._batches = Batches(text, convergence.BATCH_SIZE, config.context, seed)
+        super().__init__(run.model, run.seed, pretrained(run.model, run.seed))
+        self._schedule = ShardSchedule(INNER_LR, LAST_LR, 0, num_steps)
+        text = corpus(run.num_learners).shards[index]
+        self._batches = batches_of(run.model, text, 1000 * run.seed + index)
         self._num_steps = 0
 
     def step(self) -> None:
-        self._optimizer.param_groups[0]["lr"] = self._schedule.at(self._num_steps)
-        byte_loss(self.net, *self._batches.next()).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.learn(self._batches, self._schedule.at(self._num_steps))
         self._num_steps += 1
 
 
@@ -200,7 +198,7 @@ def _decoupled(run: Run) -> dict[str, Any]:
     if method.is_synchronous:
         speeds = [max(speeds)] * count
         seconds = run.steps * speeds[0]
-    trainers = [Trainer(run, i, round(seconds / speeds[i])) for i in range(count)]
+    trainers = [LearnerTrainer(run, i, round(seconds / speeds[i])) for i in range(count)]
     virtual = _virtual(run, method, speeds, trainers)
     points = [_point(run, virtual)]
     for number in range(1, NUM_EVALUATIONS + 1):
@@ -210,7 +208,7 @@ def _decoupled(run: Run) -> dict[str, Any]:
 
 
 def _virtual(
-    run: Run, method: Method, speeds: list[float], trainers: list[Trainer]
+    run: Run, method: Method, speeds: list[float], trainers: list[LearnerTrainer]
 ) -> DecoupledRun:
     models = [fragments_of(trainer.net) for trainer in trainers]
     pieces, wire = _pieces(models[0], method.merge), WireFormat(method.wire)
@@ -258,16 +256,13 @@ def _with_jitter(one: VirtualLearner, step: Callable[[], None], seed: int) -> Ca
 
 def _point(run: Run, virtual: DecoupledRun) -> dict[str, float]:
     """Return the held-out loss of the shared model at this moment."""
-    net = ByteTransformer(convergence.MODELS[run.model], run.seed)
+    net = ByteTransformer(MODELS[run.model], run.seed)
     for tensors, shared in zip(fragments_of(net), virtual.syncer.fragments, strict=True):
         for piece, values in zip(shared.pieces, shared.values, strict=True):
             own = [tensors[i] for i in piece.indices]
             for tensor, part in zip(own, values.split([t.numel() for t in own]), strict=True):
                 tensor.copy_(part.view_as(tensor))
-    text = convergence.corpus(4).validation
-    windows = validation_windows(text, 192, convergence.MODELS[run.model].context)
-    with torch.no_grad():
-        loss = byte_loss(net, windows[:, :-1], windows[:, 1:]).item()
+    loss = held_out_loss(net, run.model)
     steps = sum(one.learner.num_steps for one in virtual.learners.values())
     commits = len(virtual.commits)
     return {"steps": steps, "updates": commits, "seconds": virtual.now, "loss": loss}
@@ -304,80 +299,45 @@ def _figures(run: Run, virtual: DecoupledRun, points: list[dict[str, float]]) ->
 # -------------------------------------------------------------------------------------- all runs
 
 
-class Runner:
-    """Make the runs that the file lacks.
-
-    Args:
-        cpu_minutes: Processor time after which no further run is begun.
-    """
-
-    def __init__(self, runs: RunFile, cpu_minutes: float) -> None:
-        self.runs, self._cpu_s = runs, 60 * cpu_minutes
-
-    def make(self, cell: Cell) -> None:
-        """Search the learning rates that are not known, then train with the seeds of the table.
-
-        Raises:
-            TimeoutError: If the processor time is used up.
-        """
-        best = {name: self._tune(cell, name) for name in cell.methods}
+def make(runs: Trainings, cell: Cell) -> None:
+    """Search the learning rates that are not known, then train with the seeds of the table."""
+    best = {name: _tune(runs, cell, name) for name in cell.methods}
+    for seed in SEEDS:
+        for name, lr in best.items():
+            runs.make(Run(method=name, seed=seed, lr=lr, **cell.keys()))
+    steps = steps_in_equal_time(cell.speeds, cell.num_learners, cell.steps)
+    if STREAMING in best and steps < cell.steps:
+        short = replace(cell, steps=steps).keys()
         for seed in SEEDS:
-            for name, lr in best.items():
-                self._run(Run(method=name, seed=seed, lr=lr, **cell.keys()))
-        steps = steps_in_equal_time(cell.speeds, cell.num_learners, cell.steps)
-        if STREAMING in best and steps < cell.steps:
-            short = replace(cell, steps=steps).keys()
-            for seed in SEEDS:
-                self._run(Run(method=STREAMING, seed=seed, lr=best[STREAMING], **short))
+            runs.make(Run(method=STREAMING, seed=seed, lr=best[STREAMING], **short))
 
-    def _tune(self, cell: Cell, name: str) -> float:
-        method = METHODS.get(name)
-        if method is not None and method.rate_of:
-            return self._tune(cell, method.rate_of)
-        start = ASYNCHRONOUS[name] if method is None else method.start
-        first = next(each for each in CELLS if each.num_learners == cell.num_learners)
-        at = cell if name in cell.searched else replace(first, model=cell.model)
-        while True:
-            wanted = {**at.keys(), "seed": TUNING_SEED}
-            wanted["method"] = name
-            losses = {row["lr"]: row["loss"] for row in self.runs.find(wanted)}
-            lr = next_rate(losses, start)
-            if lr is None:
-                return choose(losses).lr
-            self._run(Run(lr=lr, **wanted))
 
-    def _run(self, run: Run) -> None:
-        if self.runs.find(asdict(run)):
-            return
-        if time.process_time() > self._cpu_s:
-            raise TimeoutError
-        row = train(run)
-        self.runs.add(row)
-        print(f"{row['cpu_s']:6.1f} s  {row['loss']:.4f}  {run}", flush=True)
+def _tune(runs: Trainings, cell: Cell, name: str) -> float:
+    method = METHODS.get(name)
+    if method is not None and method.rate_of:
+        return _tune(runs, cell, method.rate_of)
+    start = ASYNCHRONOUS[name] if method is None else method.start
+    first = next(each for each in CELLS if each.num_learners == cell.num_learners)
+    at = cell if name in cell.searched else replace(first, model=cell.model)
+    return runs.tune(Run(method=name, seed=TUNING_SEED, lr=start, **at.keys()), start)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    common.add_runs(parser, "decoupled.jsonl")
-    common.add_output(parser, default=common.RESULTS / "asynchronous" / "decoupled.json")
+    common.add_runs(parser, "decoupled.jsonl", common.RESULTS / "asynchronous" / "decoupled.json")
     common.add_plot(parser, "draw the losses over time, and the differences by method")
-    add("--report", action="store_true", help="train nothing")
-    add("--model", choices=tuple(convergence.MODELS), default="34k")
-    add("--cells", type=lambda t: [int(n) for n in t.split(",")], default=list(range(len(CELLS))))
-    add("--cpu-minutes", type=float, default=float("inf"), help="begin no run after so many")
+    add("--model", choices=tuple(MODELS), default="34k")
+    add("--cells", type=common.parse_numbers, default=list(range(len(CELLS))))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    runs = RunFile(options.runs, "python -m benchmarks.asynchronous.decoupled")
-    runner = Runner(runs, options.cpu_minutes)
-    try:
+    command = "python -m benchmarks.asynchronous.decoupled"
+    runs = Trainings(options.runs, command, train, limit_s=options.limit_s)
+    with runs.in_time():
         for number in [] if options.report else options.cells:
-            runner.make(replace(CELLS[number], model=options.model))
-    except TimeoutError:
-        print("# the processor time is used up: the same command goes on with the missing runs")
+            make(runs, replace(CELLS[number], model=options.model))
     if runs.rows:
-        lines = report_lines(runs.rows, TUNING_SEED)
-        runs.write_record(options.json, lines, condense(runs.rows))
+        runs.write_record(options.json, report_lines(runs.rows), condense(runs.rows))
         common.save_plot(options.plot, functools.partial(draw, runs.rows))
     return 0
 

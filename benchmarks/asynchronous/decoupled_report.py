@@ -7,15 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.asynchronous.claims import (
-    ALIKE,
-    BETTER,
-    NO_WORSE,
-    WORSE,
-    Claim,
-    differences,
-    verdict,
-)
+from benchmarks.asynchronous.claims import ALIKE, DECOUPLED, differences, judge
 from benchmarks.asynchronous.decoupled_methods import (
     DELAYED,
     GRACE,
@@ -24,54 +16,37 @@ from benchmarks.asynchronous.decoupled_methods import (
     STREAMING,
     steps_in_equal_time,
 )
-from benchmarks.asynchronous.report import mean_and_deviation
+from benchmarks.asynchronous.report import curve
+from benchmarks.asynchronous.training import TUNING_SEED
+from benchmarks.support.common import mean_and_deviation
 from benchmarks.support.run_file import grouped
-from benchmarks.support.tuning import choose
+from benchmarks.support.tuning import Tried, choose, search_lines, tried_rates
 from diloco_comm_tools.common import plots
 
 Row = dict[str, Any]
 Cell = tuple[str, str, int, int]
-CLAIMS = (
-    Claim("K=1 without grace is worse than with grace", "K=1", WORSE, GRACE),
-    Claim("K=1 with grace is no worse than K=M", GRACE, NO_WORSE, "K=M"),
-    Claim("RDA is better than the mean, K=1 with grace", "K=1, grace, RDA", BETTER, GRACE),
-    Claim("RDA is better than the mean, K=M", "K=M, RDA", BETTER, "K=M"),
-    Claim("int4 both ways costs nothing", "K=1, grace, int4", NO_WORSE, GRACE),
-    Claim("int4 with feedback costs nothing", "K=1, grace, int4 feedback", NO_WORSE, GRACE),
-    Claim("decoupled is no worse than Streaming", GRACE, NO_WORSE, STREAMING),
-    Claim("(ours) carry is better, K=1 without grace", "K=1, carry", BETTER, "K=1"),
-    Claim("(ours) carry is better, with grace", "K=1, grace, carry", BETTER, GRACE),
-    Claim("(ours) decoupled is better than DN + DyLU", GRACE, BETTER, DELAYED),
-)
-
 _MEAN_FIGURES = (
     "seconds", "updates", "goodput", "applied", "lost", "reports", "effective_lr", "bytes_up",
     "bytes_down",
 )  # fmt: skip
 
 
-def tried_rates(rows: Sequence[Row], tuning_seed: int) -> dict[tuple[Any, ...], dict[float, float]]:
-    """Return the losses of the searches by model, number of learners, speeds, method; by rate."""
-    tried: dict[tuple[Any, ...], dict[float, float]] = {}
-    for row in rows:
-        if row["seed"] == tuning_seed:
-            key = (row["model"], row["num_learners"], row["speeds"], row["method"])
-            tried.setdefault(key, {})[row["lr"]] = row["loss"]
-    return tried
+def tried(rows: Sequence[Row]) -> Tried:
+    return tried_rates(rows, ("model", "num_learners", "speeds", "method"), TUNING_SEED)
 
 
-def kept_rows(rows: Sequence[Row], tuning_seed: int) -> list[Row]:
+def kept_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the runs of the table: those at the learning rate that the search chose."""
-    tried = tried_rates(rows, tuning_seed)
+    searches = tried(rows)
     kept = []
     for row in rows:
         method = METHODS.get(row["method"])
         name = (method.rate_of if method is not None else "") or row["method"]
-        places = [key for key in tried if (*key[:2], key[3]) == (*_size(row), name)]
+        places = [key for key in searches if (*key[:2], key[3]) == (*_size(row), name)]
         # A search at the row's own speeds goes before the one at other speeds.
         places.sort(key=lambda key: key[2] != row["speeds"])
-        losses = tried[places[0]] if places else {}
-        if row["seed"] != tuning_seed and losses and row["lr"] == choose(losses).lr:
+        losses = searches[places[0]] if places else {}
+        if row["seed"] != TUNING_SEED and losses and row["lr"] == choose(losses).lr:
             kept.append(row)
     return kept
 
@@ -100,9 +75,9 @@ def condense(rows: list[Row]) -> list[Row]:
     return found
 
 
-def report_lines(rows: list[Row], tuning_seed: int) -> Iterator[str]:
+def report_lines(rows: list[Row]) -> Iterator[str]:
     """Return the table's lines."""
-    kept = kept_rows(rows, tuning_seed)
+    kept = kept_rows(rows)
     yield "# loss: held out, nats a byte, mean (standard deviation) of the seeds"
     yield "# tokens: loss less that of Streaming after equal tokens, on the same seeds"
     yield "# time: the same after equal virtual time, in which waiting learners take fewer steps"
@@ -117,8 +92,8 @@ def report_lines(rows: list[Row], tuning_seed: int) -> Iterator[str]:
         if {row["method"] for row in here} == {STREAMING}:
             continue  # stands in the table of the cell whose time it has
         yield from _table(here, cell, kept)
-        yield from _judged(here)
-    yield from _edges(rows, tuning_seed)
+        yield from judge(here, DECOUPLED, f"  claims (no worse: by less than {ALIKE:g})")
+    yield from search_lines(tried(rows))
 
 
 def in_equal_time(kept: Sequence[Row], cell: Cell) -> list[Row]:
@@ -169,31 +144,6 @@ def _line(mine: list[Row], tokens: list[float], time: list[float], name: str = "
     )
 
 
-def _judged(here: list[Row]) -> Iterator[str]:
-    lines = []
-    for claim in CLAIMS:
-        found = differences(here, claim.one, claim.other)
-        if found:
-            lines.append(
-                f"   {claim.text:46} {verdict(claim.kind, found):14} {fmean(found):+.4f}"
-                f" ({min(found):+.4f} to {max(found):+.4f}, {len(found)} seeds)"
-            )
-    if lines:
-        yield f"  claims (no worse: by less than {ALIKE:g})"
-        yield from lines
-
-
-def _edges(rows: Sequence[Row], tuning_seed: int) -> Iterator[str]:
-    """Yield a line for each search of a learning rate: what was tried."""
-    yield ""
-    yield "# outer learning rates that were tried, with another seed: loss"
-    for (model, num_learners, speeds, name), losses in tried_rates(rows, tuning_seed).items():
-        choice = choose(losses)
-        shown = ", ".join(f"{lr:g}: {losses[lr]:.4f}" for lr in sorted(losses))
-        words = "" if choice.is_bracketed else "  ERROR: the best one is at the edge"
-        yield f"  {model:5}{num_learners:3} {speeds:9} {name:26} {shown} -> {choice.lr:g}{words}"
-
-
 # ------------------------------------------------------------------------------------- the plot
 
 _STYLES = {
@@ -206,12 +156,12 @@ _STYLES = {
 }
 
 
-def draw(rows: list[Row], path: Path, tuning_seed: int = 1000) -> None:
+def draw(rows: list[Row], path: Path) -> None:
     """Draw the loss over virtual time at very different speeds, and the differences by method.
 
     One row of panels for each model.
     """
-    kept = kept_rows(rows, tuning_seed)
+    kept = kept_rows(rows)
     models = [name for name in ("34k", "118k") if any(row["model"] == name for row in kept)]
     if not models:
         return
@@ -229,14 +179,8 @@ def draw(rows: list[Row], path: Path, tuning_seed: int = 1000) -> None:
 def _draw_time(axes: Any, here: Sequence[Row]) -> None:
     for name, (colour, line) in _STYLES.items():
         mine = [row for row in here if row["method"] == name]
-        if not mine:
-            continue
-        count = min(len(row["points"]) for row in mine)
-        x, y = (
-            [fmean(row["points"][i][key] for row in mine) for i in range(count)]
-            for key in ("seconds", "loss")
-        )
-        axes.plot(x, y, line, color=colour, label=name)
+        if mine:
+            axes.plot(*curve(mine, "seconds"), line, color=colour, label=name)
     axes.set_xlabel("virtual seconds")
     axes.set_ylabel("held-out loss (nats a byte)")
     axes.set_title("4 learners, steps of 1, 1, 2, 4 s", fontsize="medium")

@@ -1,4 +1,4 @@
-"""The methods and speeds that ``async_convergence.py`` compares."""
+"""The methods and speeds that ``convergence.py`` compares."""
 
 from __future__ import annotations
 

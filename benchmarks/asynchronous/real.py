@@ -3,7 +3,7 @@
     python -m benchmarks.asynchronous.real           # 2 seeds, about 4 minutes on 2 cores
 
 Model, text, speeds, outer learning rates and number of inner steps are those of the longer runs of
-``async_convergence.py``; the workers are four processes, each of whose steps lasts a time of its
+``convergence.py``; the workers are four processes, each of whose steps lasts a time of its
 own (it sleeps for what is left of it, so that the cores are not what limits), the server is the
 one of ``diloco-comm serve`` on loopback, and the synchronous runs are ``DiLoCo`` over gloo. What is
 compared is the time that passes until a validation loss is reached.
@@ -17,7 +17,7 @@ import json
 import multiprocessing as mp
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -27,27 +27,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.asynchronous.convergence import (
-    BATCH_SIZE,
+from benchmarks.asynchronous.convergence import LONG, RECORD, SYNC_EVERY
+from benchmarks.asynchronous.methods import METHODS, MOMENTUM, SPEEDS
+from benchmarks.asynchronous.report import choices, recorded_losses
+from benchmarks.asynchronous.training import (
     INNER_LR,
     LAST_LR,
-    LONG,
     MODELS,
-    RECORD,
-    SYNC_EVERY,
-    best_lrs,
+    Trainer,
+    batches_of,
     corpus,
+    held_out_loss,
     pretrained,
 )
-from benchmarks.asynchronous.methods import METHODS, MOMENTUM, SPEEDS
-from benchmarks.asynchronous.report import recorded_losses
 from benchmarks.support import common
 from diloco_comm import DiLoCo, Link, Nesterov
 from diloco_comm.asynchronous.coordinator import ShardSampler
 from diloco_comm.asynchronous.server import AsyncServer
 from diloco_comm.asynchronous.worker import AsyncDiLoCo
-from diloco_comm_tools.demo.data import Batches, validation_windows
-from diloco_comm_tools.demo.model import ByteTransformer, byte_loss
+from diloco_comm_tools.demo.model import ByteTransformer
 
 WORKERS, SIZE, TEXT_SHARDS = 4, "118k", 4
 NAMES = ("DiLoCo", "async Nesterov", "DN + DyLU")
@@ -77,20 +75,15 @@ class Shared:
     learned: SynchronizedArray  # of each shard
 
 
-class Trainer:
+class PacedTrainer(Trainer):
     """One worker's model, data and pace."""
 
     def __init__(self, run: Run, shared: Shared, rank: int) -> None:
+        super().__init__(SIZE, run.seed, torch.load(Path(run.folder) / "start.pt"))
         self.run, self.shared, self.rank = run, shared, rank
-        self.net = ByteTransformer(MODELS[SIZE], run.seed)
-        start = torch.load(Path(run.folder) / "start.pt")
-        with torch.no_grad():
-            for param, value in zip(self.net.parameters(), start, strict=True):
-                param.copy_(value)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=INNER_LR)
-        shards, context = corpus(TEXT_SHARDS).shards, MODELS[SIZE].context
+        shards = corpus(TEXT_SHARDS).shards
         self.batches = [
-            Batches(text, BATCH_SIZE, context, 1000 * run.seed + 10 * rank + index)
+            batches_of(SIZE, text, 1000 * run.seed + 10 * rank + index)
             for index, text in enumerate(shards)
         ]
         self.sampler = ShardSampler([len(text) for text in shards], seed=10 * run.seed + rank)
@@ -112,10 +105,7 @@ class Trainer:
         """Take one inner step and let its time pass."""
         begin = time.monotonic()
         progress = min(1.0, self.shared.done.value / (self.run.steps * WORKERS))
-        self.optimizer.param_groups[0]["lr"] = INNER_LR + progress * (LAST_LR - INNER_LR)
-        byte_loss(self.net, *self.batches[self.shard].next()).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.learn(self.batches[self.shard], INNER_LR + progress * (LAST_LR - INNER_LR))
         now = time.monotonic()
         self.busy_s += now - begin
         time.sleep(max(0.0, self.next_at - now))
@@ -147,12 +137,12 @@ class Trainer:
 def worker_main(run: Run, shared: Shared, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    trainer = Trainer(run, shared, rank)
+    trainer = PacedTrainer(run, shared, rank)
     (train_synchronous if run.method == "DiLoCo" else train_asynchronous)(trainer)
     trainer.save()
 
 
-def train_synchronous(trainer: Trainer) -> None:
+def train_synchronous(trainer: PacedTrainer) -> None:
     run = trainer.run
     store = dist.TCPStore("127.0.0.1", run.port, WORKERS, is_master=trainer.rank == 0)
     dist.init_process_group("gloo", store=store, rank=trainer.rank, world_size=WORKERS)
@@ -170,7 +160,7 @@ def train_synchronous(trainer: Trainer) -> None:
     dist.destroy_process_group()
 
 
-def train_asynchronous(trainer: Trainer) -> None:
+def train_asynchronous(trainer: PacedTrainer) -> None:
     run = trainer.run
     worker = AsyncDiLoCo(
         trainer.net, trainer.optimizer, server=run.address, name=f"w{trainer.rank}", wire="int8",
@@ -197,7 +187,7 @@ def train(run: Run) -> dict[str, Any]:
         return run_workers(run)
     rule = method.rule(run.lr, WORKERS)
     with AsyncServer(rule, sync_every=SYNC_EVERY, dylu=method.uses_dylu) as server:
-        row = run_workers(Run(**{**run.__dict__, "address": server.address}))
+        row = run_workers(replace(run, address=server.address))
     return {**row, "updates": server.state.version}
 
 
@@ -235,13 +225,11 @@ def run_workers(run: Run) -> dict[str, Any]:
 def curve(run: Run, snapshots: list[tuple[float, Tensor]]) -> list[tuple[float, float]]:
     """Return (seconds, validation loss) of the shared model, the last one included."""
     net = ByteTransformer(MODELS[SIZE], run.seed)
-    windows = validation_windows(corpus(TEXT_SHARDS).validation, 192, MODELS[SIZE].context)
     stride = max(1, -(-len(snapshots) // MAX_EVALUATIONS))
     points = []
     for at, flat in [*snapshots[::-1][::stride]][::-1]:
         torch.nn.utils.vector_to_parameters(flat, net.parameters())
-        with torch.no_grad():
-            points.append((round(at, 3), byte_loss(net, windows[:, :-1], windows[:, 1:]).item()))
+        points.append((round(at, 3), held_out_loss(net, SIZE)))
     return points
 
 
@@ -269,7 +257,7 @@ def main() -> None:
     common.add_output(parser, default=common.RESULTS / "asynchronous" / "async-real.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lrs = best_lrs(recorded_losses(json.loads(RECORD.read_text())["results"]), LONG)
+    chosen = choices(recorded_losses(json.loads(RECORD.read_text())["results"]))
     slots = [options.unit_ms * factor for factor in SPEEDS["very"](WORKERS)]
     report = common.Report(
         "asynchronous and synchronous training in real time", workers=WORKERS,
@@ -280,7 +268,8 @@ def main() -> None:
         for name in NAMES:
             with tempfile.TemporaryDirectory() as folder:
                 unit_s = options.unit_ms / 1000
-                run = Run(name, seed, lrs[name], options.steps, unit_s, folder, common.free_port())
+                lr, port = chosen[LONG, name].lr, common.free_port()
+                run = Run(name, seed, lr, options.steps, unit_s, folder, port)
                 rows.append({"method": name, "seed": seed, "lr": run.lr, **train(run)})
     report.print(
         "#  seed  method            lr     seconds   final loss   target   seconds to it   x DiLoCo"

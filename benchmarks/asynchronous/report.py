@@ -1,48 +1,55 @@
-"""Table of ``async_convergence.py``."""
+"""Table and plots of ``convergence.py``: one method a panel, so that no curve hides another."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from benchmarks.asynchronous.claims import ALIKE, judge
+from benchmarks.asynchronous.claims import ALIKE, ASYNCHRONOUS, judge
 from benchmarks.asynchronous.methods import METHODS, SPEEDS
-from benchmarks.asynchronous.plots import draw_methods, draw_time
-from benchmarks.support import common
+from benchmarks.asynchronous.training import TUNING_SEED
+from benchmarks.support.common import command_line, mean_and_deviation
 from benchmarks.support.run_file import grouped
-from benchmarks.support.tuning import Choice
+from benchmarks.support.tuning import Choice, Tried, choose, search_lines, tried_rates
+from diloco_comm_tools.common import plots
 
 Row = dict[str, Any]
-Chosen = Mapping[int, Mapping[str, Choice]]
+BASE = "DiLoCo"
+_COLUMNS = 4
 
 
-def kept_rows(rows: list[Row], chosen: Chosen, tuning_seed: int) -> list[Row]:
-    """Return the runs of the table: those at the learning rate that the search chose.
+def tried(rows: list[Row]) -> Tried:
+    return tried_rates(rows, ("steps", "method"), TUNING_SEED)
 
-    Args:
-        chosen: By steps and method, the learning rate.
-        tuning_seed: Of the runs that chose it.
-    """
-    return [row for row in rows if row["seed"] != tuning_seed and _is_chosen(row, chosen)]
+
+def choices(rows: list[Row]) -> dict[tuple[Any, ...], Choice]:
+    """Return the learning rate by steps and method: of the tuning run that ended lowest."""
+    return {key: choose(losses) for key, losses in tried(rows).items()}
+
+
+def kept_rows(rows: list[Row]) -> list[Row]:
+    """Return the runs of the table: those at the learning rate that the search chose."""
+    chosen = {key: choice.lr for key, choice in choices(rows).items()}
+    return [
+        row
+        for row in rows
+        if row["seed"] != TUNING_SEED and row["lr"] == chosen.get((row["steps"], row["method"]))
+    ]
 
 
 def condense(rows: list[Row]) -> list[Row]:
     """Return the record of the runs: for each setting and rate, the losses and the mean figures."""
-    keys = ("model", "num_workers", "steps", "speeds", "method", "lr")
-    return [
-        {
-            **setting,
-            "seed, loss": [[run["seed"], run["loss"]] for run in own],
-            **{
-                key: fmean(run[key] for run in own)
-                for key in ("seconds", "updates", "mean_staleness")
-            },
-        }
-        for setting, own in grouped(rows, keys)
-    ]
+    found = []
+    for setting, own in grouped(rows, ("model", "num_workers", "steps", "speeds", "method", "lr")):
+        losses = [[run["seed"], run["loss"]] for run in own]
+        figures = ("seconds", "updates", "mean_staleness")
+        means = {key: fmean(run[key] for run in own) for key in figures}
+        found.append({**setting, "seed, loss": losses, **means})
+    return found
 
 
 def recorded_losses(results: list[Row]) -> list[Row]:
@@ -54,23 +61,11 @@ def recorded_losses(results: list[Row]) -> list[Row]:
     ]
 
 
-def draw(kept: list[Row], steps: int, path: Path) -> None:
-    """Draw the losses of the table's runs over their steps, and beside it those over time."""
-    if kept:
-        draw_methods(kept, steps, path)
-        draw_time(kept, path.with_name(f"{path.stem}-time{path.suffix}"))
-
-
-def _is_chosen(row: Row, chosen: Chosen) -> bool:
-    choice = chosen[row["steps"]].get(row["method"])
-    return choice is not None and row["lr"] == choice.lr
-
-
-def report_lines(rows: list[Row], chosen: Chosen, tuning_seed: int) -> Iterator[str]:
+def report_lines(rows: list[Row]) -> Iterator[str]:
     """Return the table's lines; see ``kept_rows``."""
-    kept = kept_rows(rows, chosen, tuning_seed)
+    kept = kept_rows(rows)
     seconds = sum(row["cpu_s"] for row in rows)
-    yield f"# {common.command_line()}"
+    yield f"# {command_line()}"
     yield "# loss: held out, nats per byte, mean and standard deviation of the seeds; all methods"
     yield "# take the same number of inner steps. vs DiLoCo: on the same seeds; at equal updates:"
     yield "# when both had applied as many (interpolated; DyLU's rounds are shorter: more updates)."
@@ -79,31 +74,16 @@ def report_lines(rows: list[Row], chosen: Chosen, tuning_seed: int) -> Iterator[
     if kept:
         start = fmean(row["points"][0]["loss"] for row in kept)
         yield f"# before the first round: {start:.4f}"
-    for steps, by_name in chosen.items():
-        yield from _tuned(rows, steps, by_name, tuning_seed)
+    yield from search_lines(tried(rows))
     for (model, workers, steps), title in _groups(kept):
         key = (model, workers, steps)
         here = [r for r in kept if (r["model"], r["num_workers"], r["steps"]) == key]
         yield from _table(here, title)
-        yield from _judged(here)
-
-
-def _tuned(
-    rows: list[Row], steps: int, by_name: Mapping[str, Choice], tuning_seed: int
-) -> Iterator[str]:
-    if by_name:
-        yield ""
-        yield f"outer learning rates, {steps} steps a worker, loss of the tuning runs:"
-    for name, choice in by_name.items():
-        tried = {
-            r["lr"]: r["loss"]
-            for r in rows
-            if (r["seed"], r["method"], r["steps"]) == (tuning_seed, name, steps)
-        }
-        shown = ", ".join(f"{lr:g}: {tried[lr]:.4f}" for lr in sorted(tried))
-        yield f"  {name:22} {shown} -> {choice.lr:g}"
-        if not choice.is_bracketed:
-            yield f"  ERROR: {name}: the best learning rate, {choice.lr:g}, is at the grid's edge"
+        for speeds in SPEEDS:
+            own = [r for r in here if r["speeds"] == speeds or METHODS[r["method"]].is_synchronous]
+            if any(row["speeds"] == speeds for row in own):
+                title = f"  claims, speeds {speeds} (alike: within {ALIKE:g}):"
+                yield from judge(own, ASYNCHRONOUS, title)
 
 
 def _groups(rows: list[Row]) -> list[tuple[tuple[str, int, int], str]]:
@@ -159,24 +139,64 @@ def loss_at(points: Sequence[Mapping[str, float]], updates: float) -> float:
     return points[-1]["loss"]
 
 
-def _judged(rows: list[Row]) -> Iterator[str]:
-    """Yield the verdicts on the claims, at each of the speeds."""
-    for speeds in SPEEDS:
-        here = [r for r in rows if r["speeds"] == speeds or METHODS[r["method"]].is_synchronous]
-        lines = list(judge(here)) if any(r["speeds"] == speeds for r in here) else []
-        if lines:
-            yield f"  claims, speeds {speeds} (alike: within {ALIKE:g}):"
-            yield from lines
-
-
 def barrier_seconds(row: Row, speeds: str) -> float:
     """Return DiLoCo's virtual time at other speeds than those of the run."""
     slowest = {name: max(SPEEDS[name](row["num_workers"])) for name in SPEEDS}
     return row["seconds"] * slowest[speeds] / slowest[row["speeds"]]
 
 
-def mean_and_deviation(values: Sequence[float], sign: str = "") -> str:
-    if not values:
-        return "-"
-    spread = f" ({stdev(values):.4f})" if len(values) > 1 else ""
-    return f"{fmean(values):{sign}.4f}{spread}"
+# -------------------------------------------------------------------------------------- plots
+
+
+def draw(kept: list[Row], steps: int, path: Path) -> None:
+    """Draw losses at very different speeds, beside DiLoCo's.
+
+    The first figure has the losses over the inner steps of short runs, and a second file (-time)
+    those of longer runs over virtual time.
+    """
+    here = [r for r in kept if (r["model"], r["num_workers"], r["speeds"]) == ("118k", 4, "very")]
+    longer = sorted({row["steps"] for row in here} - {steps})
+    for key, lengths, file in (
+        ("steps", [steps], path),
+        ("seconds", longer, path.with_name(f"{path.stem}-time{path.suffix}")),
+    ):
+        cells = [
+            (length, name, own)
+            for length in lengths
+            for name in METHODS
+            if name != BASE and (own := _of(here, length, name))
+        ]
+        if cells:
+            _draw_cells(cells, here, key, file)
+
+
+def _of(rows: list[Row], steps: int, name: str) -> list[Row]:
+    return [row for row in rows if (row["steps"], row["method"]) == (steps, name)]
+
+
+def _draw_cells(
+    cells: list[tuple[int, str, list[Row]]], here: list[Row], key: str, path: Path
+) -> None:
+    rows = math.ceil(len(cells) / _COLUMNS)
+    figure, panels = plots.new_panels(rows, _COLUMNS, 3.3, 2.6, sharey=True)
+    # DiLoCo is broad and pale, and the method narrow, dark and marked: both can be seen.
+    dark = {"color": plots.BLUE, "linewidth": 1.2, "marker": "o", "markersize": 3}
+    for (steps, name, own), axis in zip(cells, panels.flat, strict=False):
+        if base := _of(here, steps, BASE):
+            axis.plot(*curve(base, key), color="0.8", linewidth=5, label=BASE)
+        axis.plot(*curve(own, key), **dark, label=name)
+        axis.set_xlabel(f"{'inner steps' if key == 'steps' else 'virtual seconds'}, {steps} each")
+        plots.legend(axis, fontsize=7, loc="upper right")
+    for axis in panels.flat[len(cells) :]:
+        axis.set_visible(False)
+    for row in panels:
+        row[0].set_ylabel("held-out loss, nats per byte", fontsize=8)
+    figure.suptitle("4 workers of very different speed, mean of the seeds")
+    plots.save(figure, path)
+
+
+def curve(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
+    """Return the means over the seeds of ``key`` and of the loss, point by point."""
+    points = list(zip(*(row["points"] for row in rows), strict=False))
+    x, y = ([fmean(point[name] for point in at) for at in points] for name in (key, "loss"))
+    return x, y

@@ -18,23 +18,26 @@ docs/measurements/asynchronous-results.md explains the figures.
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
-import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
+import zmq
 from torch import nn
 
-from benchmarks.asynchronous.floor import Courier, carrying
 from benchmarks.support import common
+from benchmarks.training.outer_step import resident_bytes
 from diloco_comm import Adam, Link, Nesterov
 from diloco_comm.asynchronous.coordinator import Coordinator, Update
+from diloco_comm.asynchronous.messages import MAX_BODY
 from diloco_comm.asynchronous.model import SharedModel
 from diloco_comm.asynchronous.rules import DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.server import AsyncServer
@@ -46,6 +49,7 @@ RULES: dict[str, ServerRule] = {
     "nesterov": Immediate(outer=Nesterov(0.1, 0.9)),
     "delayed, N=4": DelayedNesterov(lr=0.1, period=4),
 }
+_spawn = multiprocessing.get_context("spawn")
 MORE_RULES: dict[str, ServerRule] = {**RULES, "adam": Immediate(outer=Adam(0.01))}
 
 
@@ -116,18 +120,92 @@ def measure_apply(report: common.Report, num_elements: int, rounds: int) -> dict
 # ------------------------------------------------------------------------------------------ trips
 
 
+class Courier:
+    """Carry as many bytes as a round trip by ZeroMQ, in messages of the same size, and no more."""
+
+    def __init__(self, port: int, up: int) -> None:
+        self.up = up
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+        self._bytes = torch.zeros(up, dtype=torch.uint8).numpy().data
+
+    def carry(self, down: int) -> None:
+        for begin in range(0, self.up, MAX_BODY):
+            self._socket.send(self._bytes[begin : begin + MAX_BODY], copy=False)
+        self._socket.send(str(down).encode())
+        while down > 0:
+            down -= len(self._socket.recv(copy=False))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def carrying() -> Iterator[int]:
+    """Answer couriers on a port of this process, from one thread like the server's."""
+    context, done = zmq.Context(), threading.Event()
+    socket = context.socket(zmq.ROUTER)
+    socket.sndhwm = socket.rcvhwm = 0
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    source = torch.zeros(MAX_BODY, dtype=torch.uint8).numpy().data
+
+    def answer() -> None:
+        while not done.is_set():
+            if not socket.poll(50):
+                continue
+            peer, body = socket.recv_multipart(copy=False)
+            if len(body) > 20:
+                continue
+            for begin in range(0, down := int(body.bytes), MAX_BODY):
+                part = source[: min(MAX_BODY, down - begin)]
+                socket.send_multipart([peer.bytes, part], copy=False)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield port
+    finally:
+        done.set()
+        thread.join()
+        context.destroy(linger=0)
+
+
 class Flat(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size))
 
 
-def worker_main(options: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Job:
+    """The work of all workers of a run.
+
+    Attributes:
+        size: Elements of the model.
+        store: Port of the store at which the workers meet.
+        floor: Port of the couriers; 0: none.
+        is_free: Workers do not wait for each other.
+    """
+
+    workers: int
+    size: int
+    rounds: int
+    wire: str = "int8"
+    fetch: str = "parameters"
+    floor: int = 0
+    is_free: bool = False
+    address: str = ""
+    store: int = 0
+
+
+def worker_main(rank: int, job: Job) -> dict:
     """Time round trips, and all_reduces of the same bytes in turns with them."""
     torch.set_num_threads(1)
-    rank, world, size = options.rank, options.workers, options.elements
+    world, size = job.workers, job.size
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", options.store, is_master=False)
+    store = dist.TCPStore("127.0.0.1", job.store, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=200)
     )
@@ -135,24 +213,27 @@ def worker_main(options: argparse.Namespace) -> None:
     worker = AsyncDiLoCo(
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
-        server=options.address,
-        wire=options.wire,
-        fetch=options.fetch,
+        server=job.address,
+        wire=job.wire,
+        fetch=job.fetch,
         link=Link(timeout=100.0),
         attach=False,
     )
-    if options.free:
-        run_freely(options, worker, model)
-        return
-    buffer = torch.zeros(size)
+    row = run_freely(job, worker, model) if job.is_free else run_in_turns(job, worker, model)
+    dist.destroy_process_group()
+    return row
+
+
+def run_in_turns(job: Job, worker: AsyncDiLoCo, model: Flat) -> dict:
+    buffer = torch.zeros(job.size)
     trips, reduces, floors, moved = [], [], [], []
-    up = int(size * parse(options.wire).bits_per_element) // 8
-    courier = Courier(options.floor, up) if options.floor else None
-    down = 4 * size if options.fetch == "parameters" else (world - 1) * up
+    up = int(job.size * parse(job.wire).bits_per_element) // 8
+    courier = Courier(job.floor, up) if job.floor else None
+    down = 4 * job.size if job.fetch == "parameters" else (job.workers - 1) * up
     worker.on_round = lambda m: moved.append(m.sent_bytes + m.received_bytes)
-    for index in range(options.rounds + 1):
+    for index in range(job.rounds + 1):
         with torch.no_grad():
-            model.weight.add_(1e-3 * (rank + 1))
+            model.weight.add_(1e-3 * (dist.get_rank() + 1))
         dist.barrier()
         trip = seconds_of(worker.step)
         dist.barrier()
@@ -167,50 +248,34 @@ def worker_main(options: argparse.Namespace) -> None:
     worker.close()
     if courier is not None:
         courier.close()
-    row = {
+    return {
         "trips_s": trips, "reduces_s": reduces, "floors_s": floors[1:],
         "bytes": common.percentile(moved[1:], 50),
     }  # fmt: skip
-    print(json.dumps(row), flush=True)
-    dist.destroy_process_group()
 
 
-def run_freely(options: argparse.Namespace, worker: AsyncDiLoCo, model: Flat) -> None:
+def run_freely(job: Job, worker: AsyncDiLoCo, model: Flat) -> dict:
     """Make round trips one after the other, each worker at its own pace."""
     trips = []
     dist.barrier()
     begin, cpu_s = time.time(), time.process_time()
-    for _ in range(options.rounds):
+    for _ in range(job.rounds):
         with torch.no_grad():
             model.weight.add_(1e-3)
         trips.append(seconds_of(worker.step))
     end, cpu_s = time.time(), time.process_time() - cpu_s
     dist.barrier()
     worker.close()
-    row = {"trips_s": trips, "begin": begin, "end": end, "cpu_s": cpu_s}
-    print(json.dumps(row), flush=True)
-    dist.destroy_process_group()
+    return {"trips_s": trips, "begin": begin, "end": end, "cpu_s": cpu_s}
 
 
-def run_workers(
-    server: AsyncServer, num_workers: int, size: int, rounds: int, wire: str, fetch: str, *more: str
-) -> list[dict]:
+def run_workers(server: AsyncServer, job: Job) -> list[dict]:
+    """Let each worker do its work in a process of its own; return what each has measured."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    base = [
-        *common.benchmark_command("asynchronous.server", "worker"), f"--address={server.address}",
-        f"--store={store.port}", f"--workers={num_workers}", f"--elements={size}",
-        f"--rounds={rounds}", f"--wire={wire}", f"--fetch={fetch}", *more,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([*base, f"--rank={rank}"], stdout=subprocess.PIPE, text=True,
-                         env=environment)
-        for rank in range(num_workers)
-    ]  # fmt: skip
-    texts = [process.communicate(timeout=400)[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError("a worker failed")
-    return [json.loads(text) for text in texts]
+    job = replace(job, address=server.address, store=store.port)
+    # Nobody ends before all have met: each process takes one rank.
+    with ProcessPoolExecutor(job.workers, mp_context=_spawn) as pool:
+        return list(pool.map(worker_main, range(job.workers), [job] * job.workers, timeout=400))
 
 
 def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
@@ -230,7 +295,7 @@ def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
     ):
         torch.set_num_threads(1)
         with AsyncServer(RULES["nesterov"], sync_every=1) as server, carrying() as port:
-            rows = run_workers(server, num_workers, size, rounds, wire, fetch, f"--floor={port}")
+            rows = run_workers(server, Job(num_workers, size, rounds, wire, fetch, port))
         trips = [max(at) for at in zip(*(row["trips_s"] for row in rows), strict=True)]
         reduces = [max(at) for at in zip(*(row["reduces_s"] for row in rows), strict=True)]
         floors = [max(at) for at in zip(*(row["floors_s"] for row in rows), strict=True)]
@@ -267,7 +332,7 @@ def measure_busy(report: common.Report, size: int, rounds: int) -> dict:
         with AsyncServer(RULES["nesterov"], sync_every=1) as server:
             watcher = threading.Thread(target=watch)
             watcher.start()
-            rows = run_workers(server, num_workers, size, rounds, "int8", "parameters", "--free=1")
+            rows = run_workers(server, Job(num_workers, size, rounds, is_free=True))
             done.set()
             watcher.join()
         # While all of them run.
@@ -305,13 +370,9 @@ def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
         ("adam", 8, "fp32", "parameters"),
         ("nesterov", 8, "int8", "updates"),
     ):  # fmt: skip
-        command = [
-            *common.benchmark_command("asynchronous.server", "memory-one"), f"--rule={rule_name}",
-            f"--workers={num_workers}", f"--wire={wire}", f"--elements={size}",
-            f"--rounds={rounds}", f"--fetch={fetch}",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
-        peak = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+        job = Job(num_workers, size, rounds, wire, fetch)
+        with ProcessPoolExecutor(1, mp_context=_spawn) as pool:
+            peak = pool.submit(peak_of, rule_name, job).result(timeout=500)
         sizes = peak / (4 * size)
         report.print(
             f"   {rule_name:14} {num_workers:7d}   {wire:5}  {fetch:10}"
@@ -321,57 +382,30 @@ def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
     return results
 
 
-def memory_one(options: argparse.Namespace) -> None:
-    """Serve in this process and watch its own resident memory."""
+def peak_of(rule_name: str, job: Job) -> int:
+    """Serve in this process; return the bytes by which its resident memory grew at most."""
     torch.set_num_threads(1)
-    with AsyncServer(MORE_RULES[options.rule], sync_every=1):
+    with AsyncServer(MORE_RULES[rule_name], sync_every=1):
         pass
-    process = psutil.Process()
-    idle = process.memory_info().rss
-    peak = 0
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, process.memory_info().rss)
-
-    with AsyncServer(MORE_RULES[options.rule], sync_every=1) as server:
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        run_workers(
-            server, options.workers, options.elements, options.rounds, options.wire, options.fetch
-        )
-        done.set()
-        watcher.join()
-    print(json.dumps({"peak_bytes": peak - idle}))
+    idle = resident_bytes()
+    with AsyncServer(MORE_RULES[rule_name], sync_every=1) as server:
+        run_workers(server, job)
+    return resident_bytes("VmHWM") - idle
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "what", choices=["apply", "trips", "busy", "memory", "worker", "memory-one"]
-    )
-    parser.add_argument("--elements", type=int, default=None)
-    parser.add_argument("--rounds", type=int, default=None)
-    common.add_output(parser)
-    for name, kind in (("address", str), ("rule", str), ("wire", str), ("fetch", str)):
-        parser.add_argument(f"--{name}", type=kind, default="")
-    for name in ("rank", "workers", "store", "free", "floor"):
-        parser.add_argument(f"--{name}", type=int, default=0)
-    options = parser.parse_args()
-    if options.what == "worker":
-        worker_main(options)
-        return
-    if options.what == "memory-one":
-        memory_one(options)
-        return
     measures = {
         "apply": (measure_apply, 100_000_000, 9),
         "trips": (measure_trips, 10_000_000, 15),
         "busy": (measure_busy, 10_000_000, 40),
         "memory": (measure_memory, 25_000_000, 2),
     }
+    parser.add_argument("what", choices=list(measures))
+    parser.add_argument("--elements", type=int, default=None)
+    parser.add_argument("--rounds", type=int, default=None)
+    common.add_output(parser)
+    options = parser.parse_args()
     measure, elements, rounds = measures[options.what]
     elements, rounds = options.elements or elements, options.rounds or rounds
     path = options.json or common.RESULTS / "asynchronous" / f"async-server-{options.what}.json"

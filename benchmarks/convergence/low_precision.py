@@ -8,7 +8,7 @@ settings: Blocking, Nesterov, fp32 wire. Then the inner learning rate is 0 for f
 nothing may move any more once the outer momentum has run out. Plain training has one model, and the
 batches of both replicas. The same seed has the same batches in both dtypes, so each cost is a
 difference of two losses of one seed. Losses are nats a byte, measured with the parameters widened
-to fp32. The replicas live in one process (in_one_process.py).
+to fp32. The replicas live in one process (wire_rounds.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.convergence.in_one_process import Replica, Replicas
-from benchmarks.convergence.tasks import Text
+from benchmarks.convergence.tasks import Text, inner_step
+from benchmarks.convergence.wire_rounds import SendingRounds
 from benchmarks.support import common
 from diloco_comm import Nesterov
 from diloco_comm.methods.overlap import Blocking
+from diloco_comm.ops.wire import WireFormat
 from diloco_comm_tools.demo.model import ModelConfig
 
 WORLD, H, BATCH = 2, 10, 8
@@ -66,19 +67,18 @@ def diloco(
 ) -> tuple[float, float]:
     """Train replicas; return the held-out losses after the rounds, and after rounds at rate 0."""
     pairs = [make(seed, replica, dtype, lr) for replica in range(WORLD)]
-    replicas = [Replica(task.model, optimizer, Nesterov(0.7, 0.9)) for task, optimizer in pairs]
-    rounds = Replicas(replicas, Blocking())
-    for _ in range(num_rounds):
+    replicas = [(task.model, optimizer) for task, optimizer in pairs]
+    wire, outer = WireFormat("fp32"), Nesterov(0.7, 0.9)
+    rounds = SendingRounds(replicas, Blocking(), wire, sync_every=H, outer=outer)
+    for number in range(1, num_rounds + 1):
         for task, optimizer in pairs:
             for _ in range(H):
-                task.loss(task.model).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        rounds.exchange()
+                inner_step(task, [optimizer], lr)
+        rounds.after_step(H * number)
     trained = held_out(pairs[0][0])
     # A step at rate 0 changes no parameter: only the outer steps are left of a round.
-    for _ in range(num_still):
-        rounds.exchange()
+    for number in range(1, num_still + 1):
+        rounds.after_step(H * (num_rounds + number))
     return trained, held_out(pairs[0][0])
 
 

@@ -3,19 +3,18 @@
     python -m benchmarks.convergence.sweep
     python -m benchmarks.convergence.sweep --tasks digits --rows DDP,Eager,Delayed --seeds 0
 
-Four replicas, the same tokens for every method, three seeds. Each run is one JSON file in
---folder, and a run that is there is not repeated: an interrupted sweep goes on where it was. The
+Four replicas, the same tokens for every method, three seeds. Each run is one line of --runs, and a
+run that is there is not repeated: an interrupted sweep goes on where it was. The
 record (--json) has the table, and the losses by which the numbers of the methods were chosen. The
 numbers that a method has are tuned first, on a seed and on held-out data that are not in the
-table (convergence_methods.py). docs/measurements/convergence.md explains the table.
+table (methods.py). docs/measurements/convergence.md explains the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -28,14 +27,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.convergence.methods import FAMILIES, ROW_OF, ROWS, Row, tuning_row
-from benchmarks.convergence.report import draw, tuning_losses, write_report
-from benchmarks.convergence.tasks import SIZES, SMOKE, TASKS, Size, Task
+from benchmarks.convergence.tasks import (
+    SIZES,
+    SMOKE,
+    TASKS,
+    Size,
+    Task,
+    inner_step,
+    make_optimizer,
+)
 from benchmarks.support import common
+from benchmarks.support.run_file import RunFile
 from diloco_comm import DiLoCo
+from diloco_comm_tools.common import plots
 from diloco_comm_tools.demo.replica import BucketExchange
 
 TUNING_SEED = 1000
-RUNS = common.RUNS / "convergence"
 # The link of the exposed time: it changes no number, and so only a few rounds run over it.
 LINK_GBPS, LINK_RTT_MS = 0.1, 100.0
 _TIMED_ROUNDS, _TIMED_DDP_STEPS = 4, 6
@@ -56,13 +63,6 @@ class Run:
     seed: int
     family: str = ""
     candidate: int = 0
-
-    @property
-    def file_name(self) -> str:
-        words = [self.task, self.kind, self.family or self.row, str(self.candidate or self.seed)]
-        if self.kind == "tune":
-            words[-1] = str(self.candidate)
-        return "-".join(words).replace(" ", "_") + ".json"
 
 
 def plan(args: argparse.Namespace) -> list[Run]:
@@ -93,9 +93,7 @@ def train(run: Run, choice: dict[str, float], size: Size) -> dict[str, Any]:
     row = ROW_OF[run.row]
     rank, world = dist.get_rank(), dist.get_world_size()
     task: Task = TASKS[run.task](run.seed, rank, world, size.batch_size)
-    optimizer = torch.optim.AdamW(
-        task.model.parameters(), size.inner_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    optimizer = make_optimizer(task.model.parameters(), size.inner_lr)
     half = 0 if run.kind == "tune" else 1
     begin = time.perf_counter()
     if row.is_data_parallel:
@@ -137,7 +135,7 @@ def _train_diloco(
     """Loss of the outer parameters (their mean, where replicas differ) four times on the way."""
     curve = []
     for step in range(size.num_steps):
-        _inner_step(task.model, task, optimizer, size.lr_at(step))
+        inner_step(task, [optimizer], size.lr_at(step))
         if (step + 1) % max(1, size.num_steps // 4) == 0:
             is_shared = diloco.settings.overlap.is_shared
             with diloco.outer_parameters(consensus=not is_shared):
@@ -151,7 +149,7 @@ def _train_ddp(
     ddp = DistributedDataParallel(task.model, gradient_as_bucket_view=True, init_sync=False)
     curve = []
     for step in range(size.num_steps):
-        _inner_step(ddp, task, optimizer, size.lr_at(step))
+        inner_step(task, [optimizer], size.lr_at(step), ddp)
         if (step + 1) % max(1, size.num_steps // 4) == 0:
             curve.append((step + 1, task.validate(half)[0]))
     world = dist.get_world_size()
@@ -160,22 +158,12 @@ def _train_ddp(
     return curve, int(4 * elements * 2 * (world - 1) / world) * size.num_steps
 
 
-def _inner_step(
-    forward: nn.Module, task: Task, optimizer: torch.optim.Optimizer, lr: float
-) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    task.loss(forward).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def expose(run: Run, choice: dict[str, float], size: Size) -> dict[str, Any]:
     """Train a few rounds over the emulated link: seconds exposed a round of H steps."""
     row = ROW_OF[run.row]
     rank, world = dist.get_rank(), dist.get_world_size()
     task: Task = TASKS[run.task](run.seed, rank, world, size.batch_size)
-    optimizer = torch.optim.AdamW(task.model.parameters(), size.inner_lr, fused=True)
+    optimizer = make_optimizer(task.model.parameters(), size.inner_lr)
     if row.is_data_parallel:
         exchange = BucketExchange("fp32", LINK_GBPS, LINK_RTT_MS)
         ddp = DistributedDataParallel(task.model, gradient_as_bucket_view=True, init_sync=False)
@@ -192,7 +180,7 @@ def expose(run: Run, choice: dict[str, float], size: Size) -> dict[str, Any]:
         with _attach(row, task.model, optimizer, choice, size) as diloco:
             diloco.emulate_link(LINK_GBPS, LINK_RTT_MS)
             for step in range(_TIMED_ROUNDS * size.sync_every):
-                _inner_step(task.model, task, optimizer, size.lr_at(step))
+                inner_step(task, [optimizer], size.lr_at(step))
             exposed = diloco.totals().exposed_s / _TIMED_ROUNDS
     return {"exposed_s_per_round": common.slowest_of_ranks([exposed])[0]}
 
@@ -226,48 +214,111 @@ class Tuned:
 def sweep(args: argparse.Namespace) -> None:
     """Work through the plan in every worker; rank 0 knows what is done and writes the files."""
     rank, _ = common.init_workers(timeout_s=1800.0)
-    sizes = SMOKE if args.smoke else SIZES
+    file = RunFile(args.runs, common.module_command()) if rank == 0 else None
     tuned = Tuned()
     runs = plan(args)
     for number, run in enumerate(runs):
-        path = args.folder / run.file_name
-        choice = tuned.choice(run)
-        wanted = {**asdict(run), "choice": choice, "size": asdict(sizes[run.task])}
-        found = [_load(path, wanted) if rank == 0 else None]
+        choice, size = tuned.choice(run), sizes_of(args)[run.task]
+        wanted = {**asdict(run), "choice": choice, "size": asdict(size)}
+        found = [[] if file is None else file.find(wanted)]
         dist.broadcast_object_list(found, 0)
-        result = found[0]
-        if result is None:
-            measured = (expose if run.kind == "link" else train)(run, choice, sizes[run.task])
+        if not found[0]:
+            measured = (expose if run.kind == "link" else train)(run, choice, size)
             # Losses and times of rank 0 are kept; replicas end with equal bits.
-            result = {**wanted, **measured}
-            if rank == 0:
-                _store(path, result)
+            found = [[{**wanted, **measured}]]
+            if file is not None:
+                file.add(found[0][0])
+                shown = measured.get("loss", measured.get("exposed_s_per_round"))
                 left = len(runs) - number - 1
-                shown = result.get("loss", result.get("exposed_s_per_round"))
-                print(f"# {path.stem}: {shown:.4f}  {choice}  ({left} left)", flush=True)
+                print(f"# {run}: {shown:.4f}  {choice}  ({left} left)", flush=True)
             # The choices of the next runs must be the same on all ranks.
-            found = [result]
             dist.broadcast_object_list(found, 0)
-            result = found[0]
         if run.kind == "tune":
-            tuned.add(run, result["loss"])
+            tuned.add(run, found[0][0]["loss"])
     common.leave_workers()
 
 
-def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The result of an earlier run with the very same settings."""
-    if not path.exists():
-        return None
-    result = json.loads(path.read_text())
-    return result if all(result.get(key) == value for key, value in wanted.items()) else None
+def sizes_of(args: argparse.Namespace) -> dict[str, Size]:
+    return SMOKE if args.smoke else SIZES
 
 
-def _store(path: Path, result: dict[str, Any]) -> None:
-    """Write by renaming: an interrupted sweep leaves no half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(temporary, path)
+# ---------------------------------------------------------------------------- table and plot
+
+
+def write_report(
+    report: common.Report, results: list[dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Print one table a task, best loss first; returns the rows as they are printed."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for task in dict.fromkeys(result["task"] for result in results):
+        rows = tables[task] = _rows([r for r in results if r["task"] == task])
+        report.print("#")
+        names = ("loss", "spread", "accuracy", "sent MB", "exposed s")
+        report.print(f"# {task:>24}" + "".join(f"{n:>11}" for n in names) + "  numbers")
+        for row in rows:
+            exposed = f"{row['exposed_s']:11.2f}" if row["exposed_s"] is not None else f"{'-':>11}"
+            cells = f"{row['loss']:11.4f}{row['spread']:11.4f}{row['accuracy']:11.4f}"
+            numbers = " ".join(f"{k} {v:g}" for k, v in row["choice"].items())
+            line = f" {row['row']:>25}{cells}{row['sent_bytes'] / 1e6:11.1f}{exposed}  {numbers}"
+            report.print(line)
+    report.print("# loss: outer parameters after flush(), on held-out data, mean of the seeds;")
+    report.print("#   spread: their sample standard deviation.")
+    report.print("# exposed s: what a whole run would have waited on the link, from a few rounds.")
+    return tables
+
+
+def tuning_losses(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the loss of each candidate that was tried for the numbers of a method."""
+    return [
+        {key: result[key] for key in ("task", "family", "candidate", "choice", "loss")}
+        for result in results
+        if result["kind"] == "tune"
+    ]
+
+
+def _rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    exposed = {
+        r["row"]: r["exposed_s_per_round"] * r["size"]["num_steps"] / r["size"]["sync_every"]
+        for r in results
+        if r["kind"] == "link"
+    }
+    trained: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        if result["kind"] == "train":
+            trained.setdefault(result["row"], []).append(result)
+    rows = []
+    for name, runs in trained.items():
+        losses = [run["loss"] for run in runs]
+        rows.append(
+            {
+                "row": name,
+                "loss": statistics.fmean(losses),
+                "spread": statistics.stdev(losses) if len(losses) > 1 else 0.0,
+                "losses": losses,
+                "accuracy": statistics.fmean(run["accuracy"] for run in runs),
+                "sent_bytes": statistics.fmean(run["sent_bytes"] for run in runs),
+                "exposed_s": exposed.get(name),
+                "choice": runs[0]["choice"],
+            }
+        )
+    # NaN compares as neither less nor more: a method that diverged goes to the end.
+    return sorted(rows, key=lambda r: (r["loss"] != r["loss"], r["loss"]))
+
+
+def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draw mean and every seed of each method, one panel a task."""
+    height = 1.5 + 0.25 * max(len(rows) for rows in tables.values())
+    figure, panels = plots.new_panels(1, len(tables), 7, height)
+    for axes, (task, rows) in zip(panels[0], tables.items(), strict=True):
+        for place, row in enumerate(reversed(rows)):
+            axes.plot(
+                row["losses"], [place] * len(row["losses"]), "o", color=plots.GREY, markersize=4
+            )
+            axes.plot(row["loss"], place, "|", color=plots.BLUE, markersize=14, markeredgewidth=2)
+        axes.set_yticks(range(len(rows)), [row["row"] for row in reversed(rows)], fontsize=8)
+        axes.set_xlabel("validation loss, nats (bar: mean; dots: seeds)")
+        axes.set_title(task)
+    plots.save(figure, path)
 
 
 def parse_rows(text: str) -> list[str]:
@@ -283,8 +334,9 @@ def main() -> int:
     add("-g", "--nprocs", type=int, default=4, help="replicas, one process each")
     add("--tasks", type=lambda t: t.split(","), default=list(TASKS), help="text,digits")
     add("--rows", type=parse_rows, default=[row.name for row in ROWS], help="methods, a comma list")
-    add("--seeds", type=lambda t: [int(s) for s in t.split(",")], default=[0, 1, 2])
-    add("--folder", type=Path, default=RUNS, help="one JSON a run")
+    add("--seeds", type=common.parse_numbers, default=[0, 1, 2])
+    runs = common.RUNS / "convergence.jsonl"
+    common.add_output(parser, "--runs", default=runs, help="file of the runs, none made twice")
     add("--smoke", action="store_true", help="eight steps a run: shows that it works, no figures")
     add("--timeout", type=float, default=7200.0, help="seconds for all of it")
     common.add_plot(parser, "draw the table")
@@ -293,7 +345,7 @@ def main() -> int:
     if common.is_worker():
         sweep(args)
         return 0
-    sizes = SMOKE if args.smoke else SIZES
+    sizes = sizes_of(args)
     header = {task: str(sizes[task]) for task in args.tasks}
     link = (
         f"simulated for the exposed time: {LINK_GBPS:g} Gbit/s, {LINK_RTT_MS:g} ms, in the engine"
@@ -301,7 +353,11 @@ def main() -> int:
     report = common.Report("convergence", workers=args.nprocs, link=link, **header)
     with common.stoppable():
         common.relaunch(args.nprocs, timeout_s=args.timeout)
-    results = [json.loads((args.folder / run.file_name).read_text()) for run in plan(args)]
+    file = RunFile(args.runs, common.module_command())
+    # The newest run has the choices of this sweep.
+    results = [
+        file.find({**asdict(run), "size": asdict(sizes[run.task])})[-1] for run in plan(args)
+    ]
     summary = write_report(report, results)
     tuned = tuning_losses(results)
     common.save(report, args.json, {"table": summary, "tuned": tuned})

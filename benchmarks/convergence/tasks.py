@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,6 +118,26 @@ class Digits:
     def validate(self, half: int) -> tuple[float, float]:
         images, labels = self._halves[half]
         return _loss_and_accuracy(self.model(images), labels)
+
+
+def make_optimizer(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+    """Return the inner optimizer of all tasks."""
+    return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def inner_step(
+    task: Task,
+    optimizers: Sequence[torch.optim.Optimizer],
+    lr: float,
+    forward: nn.Module | None = None,
+) -> None:
+    """Take one inner step at this rate; ``forward`` stands for the task's own model."""
+    task.loss(forward or task.model).backward()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _loss_and_accuracy(logits: Tensor, targets: Tensor) -> tuple[float, float]:

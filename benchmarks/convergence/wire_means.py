@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +15,6 @@ from diloco_comm.ops.residuals import Residuals
 from diloco_comm.ops.wire import Layout, WireFormat, encoding_keys, mean_layout, num_phases
 
 Params = Sequence[Tensor]
-
-
-class Mean(Protocol):
-    """The mean of outer - local over all replicas, as it arrives at each of them."""
-
-    def mean(self, outer: Tensor, replicas: Sequence[Params], round: int) -> Tensor:
-        """Return the mean, fp32 [num_elements], for the tensors of each replica."""
-
-    def bits(self) -> float:
-        """Bits an element of one payload, with scales and without padding."""
 
 
 @dataclass
@@ -98,12 +87,6 @@ class OnWire:
         for rank, residuals in enumerate(self._residuals):
             begin, end = self.layout.run_range(rank)
             residuals.plan_reduction(end - begin if self._mean == self.layout else 0)
-
-    def bits(self) -> float:
-        return self.wire.bits_per_element
-
-    def mean(self, outer: Tensor, replicas: Sequence[Params], round: int) -> Tensor:
-        return self.send([outer] * len(replicas), replicas, round).mean()
 
     def send(
         self,
@@ -199,7 +182,8 @@ class BySparseLoCo:
     def bits(self) -> float:
         return self._replicas[0].sent_bits / self._sent_elements
 
-    def mean(self, outer: Tensor, replicas: Sequence[Params], round: int) -> Tensor:
+    def mean(self, outer: Tensor, replicas: Sequence[Params]) -> Tensor:
+        """Return the mean of outer - local, fp32 [num_elements]."""
         total = torch.zeros_like(outer)
         self._sent_elements += outer.numel()
         for compression, params in zip(self._replicas, replicas, strict=True):

@@ -1,4 +1,4 @@
-"""The rounds of all replicas in one process, on any wire: blocking, streaming and eager.
+"""The rounds of all replicas in one process, on any wire and under any policy but CO2.
 
 The operators, fragments, schedules and policies are those of the package. Where the package sends a
 payload, all replicas are at the same inner step here, and their payloads are there at once.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.convergence.wire_means import Mean, OnWire, Sent
+from benchmarks.convergence.wire_means import BySparseLoCo, OnWire, Sent
 from diloco_comm import ops
-from diloco_comm.methods.outer import SGD, Update
-from diloco_comm.methods.overlap import Eager, Overlap, Own, Streaming, Terms
+from diloco_comm.methods.outer import OuterOptimizer, Update
+from diloco_comm.methods.overlap import Blocking, Eager, Overlap, Own, Streaming, Terms
 from diloco_comm.ops.wire import Layout, WireFormat
 from diloco_comm.replica.fragments import Fragment, Schedule, make_fragments, trainable_parameters
 
@@ -37,19 +38,19 @@ class Rounds(Protocol):
         """Bits an element of one payload, with scales and without padding."""
 
 
-class BlockingRounds:
-    """Every ``sync_every`` steps a step of SGD on the mean, which all replicas take over."""
+class SparseLoCoRounds:
+    """Every ``sync_every`` steps a step of SGD on SparseLoCo's mean, the same at all replicas."""
 
-    def __init__(self, replicas: Sequence[Replica], mean: Mean, sync_every: int, lr: float) -> None:
+    def __init__(self, replicas: Sequence[Replica], sync_every: int, lr: float) -> None:
         self._params = [[p.detach() for p in model.parameters()] for model, _ in replicas]
         self.outer = torch.cat([p.flatten() for p in self._params[0]])
-        self._mean, self._sync_every, self._lr = mean, sync_every, lr
+        self._mean = BySparseLoCo(self._params[0], len(replicas))
+        self._sync_every, self._lr = sync_every, lr
 
     def after_step(self, inner_step: int) -> None:
         if inner_step % self._sync_every:
             return
-        number = inner_step // self._sync_every - 1
-        self.outer -= self._lr * self._mean.mean(self.outer, self._params, number)
+        self.outer -= self._lr * self._mean.mean(self.outer, self._params)
         for params in self._params:
             values = self.outer.split([p.numel() for p in params])
             for p, value in zip(params, values, strict=True):
@@ -62,30 +63,43 @@ class BlockingRounds:
         return self._mean.bits()
 
 
-class _Part:
+class Part:
     """One fragment of all replicas; each replica has outer parameters of its own."""
 
-    def __init__(self, copies: Sequence[Fragment], wire: OnWire, lr: float) -> None:
-        self.wire, self._copies, self._lr = wire, copies, lr
-        flat = [torch.cat([t.flatten() for t in copy.tensors()]) for copy in copies]
-        self._states = [SGD(lr).make_state(values) for values in flat]
+    def __init__(self, copies: Sequence[Fragment], wire: OnWire, outer: OuterOptimizer) -> None:
+        self.wire, self._copies = wire, copies
+        flat = [torch.cat([t.flatten() for t in copy.tensors()]).float() for copy in copies]
+        self.states = [outer.make_state(values) for values in flat]
+        self.lr = outer.lr_at(0, self.states[0])
         self.in_flight: deque[Sent] = deque()
-        self._round = self.last_sent = 0
+        self.num_sent = self.last_sent = 0
 
     @property
     def outers(self) -> list[Tensor]:
-        return [state.outer for state in self._states]
+        return [state.outer for state in self.states]
+
+    def params(self, replica: int) -> list[Tensor]:
+        return self._copies[replica].tensors()
+
+    def encode(self, inner_step: int) -> Sent:
+        """Encode what all replicas would send now."""
+        tensors = [copy.tensors() for copy in self._copies]
+        return self.wire.send(self.outers, tensors, self.num_sent, inner_step)
 
     def send(self, inner_step: int) -> Sent:
-        tensors = [copy.tensors() for copy in self._copies]
-        sent = self.wire.send(self.outers, tensors, self._round, inner_step)
-        self._round, self.last_sent = self._round + 1, inner_step
+        sent = self.encode(inner_step)
+        self.num_sent, self.last_sent = self.num_sent + 1, inner_step
         return sent
 
     def step(self, replica: int, terms: Terms, layout: Layout, alpha: float = 0.0) -> None:
         """Take an outer step, and merge the result into the local parameters."""
-        params = self._copies[replica].tensors()
-        self._states[replica].step(Update(terms, params, layout, self._lr, alpha))
+        update = Update(terms, self.params(replica), layout, self.lr, alpha)
+        self.states[replica].step(update)
+
+    def mean(self) -> Tensor:
+        """Return the mean of the outer parameters, as the fp32 wire brings it."""
+        wire = OnWire(WireFormat("fp32"), [self.outers[0]], len(self.outers), False, 0)
+        return wire.send([None] * len(self.outers), [[each] for each in self.outers], 0).mean()
 
     def spoil(self) -> None:
         """Let the loss be no number: the replicas of the package would end with an error."""
@@ -98,15 +112,14 @@ class _Part:
             ops.merge(outer, copy.tensors())
 
 
-class _Overlapped(ABC):
-    """Rounds that travel while the replicas train.
+class PolicyRounds(ABC):
+    """Rounds under a policy of overlap.
 
     Args:
         policy: Says when a round is due, and from which payloads its outer gradient is made.
         num_fragments: Into so many the parameters are cut.
         sync_every: Inner steps between two sends of a fragment.
-        wire, error_feedback, seed: As in ``DiLoCo``.
-        lr: Learning rate of the outer optimizer, which is SGD.
+        wire, outer, error_feedback, seed: As in ``DiLoCo``.
     """
 
     def __init__(
@@ -115,11 +128,11 @@ class _Overlapped(ABC):
         policy: Overlap,
         wire: WireFormat,
         *,
-        num_fragments: int,
         sync_every: int,
-        lr: float,
-        error_feedback: bool,
-        seed: int,
+        outer: OuterOptimizer,
+        num_fragments: int = 1,
+        error_feedback: bool = False,
+        seed: int = 0,
     ) -> None:
         self.policy, self._wire, self._world = policy, wire, len(replicas)
         self._schedule = Schedule.plan(sync_every, num_fragments)
@@ -128,7 +141,7 @@ class _Overlapped(ABC):
             for model, optimizer in replicas
         ]
         self.parts = [
-            _Part(
+            Part(
                 copies,
                 OnWire(
                     wire,
@@ -140,7 +153,7 @@ class _Overlapped(ABC):
                     carries=policy.rounds > 0,
                     must_gather=not policy.is_shared,
                 ),
-                lr,
+                outer,
             )
             for copies in zip(*cut, strict=True)
         ]
@@ -148,11 +161,23 @@ class _Overlapped(ABC):
     def bits(self) -> float:
         return self._wire.bits_per_element
 
-    def _due(self, inner_step: int) -> list[_Part]:
+    def _due(self, inner_step: int) -> list[Part]:
         return [self.parts[index] for index in self._schedule.due(inner_step)]
 
-    def _stale(self, inner_step: int) -> list[_Part]:
+    def _stale(self, inner_step: int) -> list[Part]:
         return [part for part in self.parts if part.last_sent < inner_step]
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """Have the mean of the outer parameters in the first replica's model for the block."""
+        kept = [[tensor.clone() for tensor in part.params(0)] for part in self.parts]
+        for part in self.parts:
+            ops.merge(part.mean(), part.params(0))
+        try:
+            yield
+        finally:
+            for part, values in zip(self.parts, kept, strict=True):
+                torch._foreach_copy_(part.params(0), values)
 
     @abstractmethod
     def after_step(self, inner_step: int) -> None: ...
@@ -161,7 +186,7 @@ class _Overlapped(ABC):
     def flush(self, inner_step: int) -> None: ...
 
 
-class StreamingRounds(_Overlapped):
+class StreamingRounds(PolicyRounds):
     """Under ``Streaming``: a round is applied some inner steps after its send."""
 
     policy: Streaming
@@ -182,17 +207,15 @@ class StreamingRounds(_Overlapped):
         for part in self.parts:
             part.write()
 
-    def _apply(self, part: _Part, sent: Sent, alpha: float) -> None:
+    def _apply(self, part: Part, sent: Sent, alpha: float) -> None:
         for replica in range(self._world):
             part.step(replica, sent.terms, sent.mean_layout, alpha)
         if sent.is_bad:
             part.spoil()
 
 
-class EagerRounds(_Overlapped):
-    """Under ``Eager``: the own share of a round at its send, the others' at the next send."""
-
-    policy: Eager
+class SendingRounds(PolicyRounds):
+    """Under ``Blocking``, ``Delayed`` or ``Eager``: an outer step follows each send."""
 
     def after_step(self, inner_step: int) -> None:
         for part in self._due(inner_step):
@@ -204,26 +227,41 @@ class EagerRounds(_Overlapped):
         for part in self.parts:
             while part.in_flight:
                 self._advance(part, part.in_flight.popleft(), None)
-            mean = _mean_of(part.outers)
+            mean = part.outers[0] if self.policy.is_shared else part.mean()
             for outer in part.outers:
                 outer.copy_(mean)
             part.write()
 
-    def _exchange(self, part: _Part, inner_step: int) -> None:
+    def _exchange(self, part: Part, inner_step: int) -> None:
+        is_first = part.num_sent < self.policy.rounds
+        sent = part.send(inner_step)
+        if isinstance(self.policy, Blocking) or (is_first and self.policy.first == "sync"):
+            self._step(part, [sent.terms] * self._world, sent.mean_layout, sent)
+            return
         is_due = len(part.in_flight) >= self.policy.rounds
-        due = part.in_flight.popleft() if is_due else None
-        part.in_flight.append(part.send(inner_step))
-        self._advance(part, due, part.in_flight[-1])
+        self._advance(part, part.in_flight.popleft() if is_due else None, sent)
+        part.in_flight.append(sent)
 
-    def _advance(self, part: _Part, due: Sent | None, fresh: Sent | None) -> None:
-        for replica in range(self._world):
-            terms = self.policy.gradient(
+    def _advance(self, part: Part, due: Sent | None, fresh: Sent | None) -> None:
+        if due is None and not isinstance(self.policy, Eager):
+            part.write()
+            return
+        terms = [
+            self.policy.gradient(
                 [] if due is None else due.terms,
                 None if fresh is None else self._own(fresh, replica),
                 [] if due is None else [self._own(due, replica)],
             )
-            part.step(replica, terms, part.wire.layout)
-        if any(sent is not None and sent.is_bad for sent in (due, fresh)):
+            for replica in range(self._world)
+        ]
+        self._step(part, terms, part.wire.layout, due, fresh)
+
+    def _step(
+        self, part: Part, terms: Sequence[Terms], layout: Layout, *rounds: Sent | None
+    ) -> None:
+        for replica, own in enumerate(terms):
+            part.step(replica, own, layout)
+        if any(sent is not None and sent.is_bad for sent in rounds):
             part.spoil()
 
     def _own(self, sent: Sent, replica: int) -> Own:
@@ -239,13 +277,11 @@ def make_streaming(replicas: Sequence[Replica], wire: WireFormat, **options: Any
 
 def make_eager(replicas: Sequence[Replica], wire: WireFormat, **options: Any) -> Rounds:
     """Return the rounds of one fragment, which travel until the next send."""
-    return EagerRounds(replicas, Eager(), wire, num_fragments=1, **options)
+    return SendingRounds(replicas, Eager(), wire, **options)
 
 
-METHODS = {"streaming": make_streaming, "eager": make_eager}
+def make_blocking(replicas: Sequence[Replica], wire: WireFormat, **options: Any) -> Rounds:
+    return SendingRounds(replicas, Blocking(), wire, **options)
 
 
-def _mean_of(outers: Sequence[Tensor]) -> Tensor:
-    """Return the mean as the fp32 wire brings it."""
-    wire = OnWire(WireFormat("fp32"), [outers[0]], len(outers), False, 0)
-    return wire.send([None] * len(outers), [[outer] for outer in outers], 0).mean()
+METHODS = {"blocking": make_blocking, "streaming": make_streaming, "eager": make_eager}

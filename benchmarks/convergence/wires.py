@@ -28,13 +28,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.convergence.tasks import Size, Text
-from benchmarks.convergence.wire_means import BySparseLoCo, Mean, OnWire
-from benchmarks.convergence.wire_rounds import METHODS, BlockingRounds, Replica, Rounds
+from benchmarks.convergence.tasks import Size, Text, inner_step, make_optimizer
+from benchmarks.convergence.wire_rounds import METHODS, Replica, Rounds, SparseLoCoRounds
 from benchmarks.convergence.wires_report import BLOCKING, condense, draw, report_lines, write_page
 from benchmarks.support import common
-from benchmarks.support.run_file import RunFile
-from benchmarks.support.tuning import choose, next_rate
+from benchmarks.support.run_file import Trainings
+from diloco_comm import SGD
 from diloco_comm.ops.wire import WireFormat
 from diloco_comm_tools.demo.model import ModelConfig
 
@@ -139,11 +138,7 @@ def train(run: Run) -> dict[str, Any]:
     rounds = make_rounds(run, replicas)
     for step in range(steps):
         for task, own in zip(tasks, optimizers, strict=True):
-            task.loss(task.model).backward()
-            for optimizer in own:
-                optimizer.param_groups[0]["lr"] = size.lr_at(step)
-                optimizer.step()
-                optimizer.zero_grad()
+            inner_step(task, own, size.lr_at(step))
         rounds.after_step(step + 1)
     rounds.flush(steps)
     return {
@@ -172,7 +167,7 @@ def inner_optimizers(model: nn.Module, has_muon: bool) -> list[torch.optim.Optim
     matrices = [p for name, p in named if has_muon and p.ndim == 2 and name.startswith("blocks.")]
     ids = set(map(id, matrices))
     others = [param for _, param in named if id(param) not in ids]
-    adamw = torch.optim.AdamW(others, INNER_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    adamw = make_optimizer(others, INNER_LR)
     if not has_muon:
         return [adamw]
     return [adamw, torch.optim.Muon(matrices, INNER_LR, adjust_lr_fn="match_rms_adamw")]
@@ -184,8 +179,8 @@ def make_rounds(run: Run, replicas: Sequence[Replica]) -> Rounds:
     Raises:
         ValueError: If the method is unknown, or SparseLoCo's scheme is not to be blocking.
     """
-    if run.method == BLOCKING:
-        return BlockingRounds(replicas, _means(run, replicas), run.sync_every, run.lr)
+    if (run.method, run.wire) == (BLOCKING, SPARSE_LOCO):
+        return SparseLoCoRounds(replicas, run.sync_every, run.lr)
     if run.wire == SPARSE_LOCO or run.method not in METHODS:
         raise ValueError(f"no method {run.method!r} with wire {run.wire!r}")
     wire = _format(run.wire)
@@ -193,18 +188,10 @@ def make_rounds(run: Run, replicas: Sequence[Replica]) -> Rounds:
         replicas,
         wire,
         sync_every=run.sync_every,
-        lr=run.lr,
+        outer=SGD(run.lr),
         error_feedback=_has_feedback(run.wire),
         seed=run.seed,
     )
-
-
-def _means(run: Run, replicas: Sequence[Replica]) -> Mean:
-    params = list(replicas[0][0].parameters())
-    if run.wire == SPARSE_LOCO:
-        return BySparseLoCo(params, run.num_replicas)
-    feedback = _has_feedback(run.wire)
-    return OnWire(_format(run.wire), params, run.num_replicas, feedback, run.seed)
 
 
 def _format(wire: str) -> WireFormat:
@@ -215,71 +202,39 @@ def _has_feedback(wire: str) -> bool:
     return wire.endswith(FEEDBACK) or wire in WITH_FEEDBACK or _format(wire).is_sparse
 
 
-def open_runs(path: Path) -> RunFile:
+def open_runs(path: Path, limit_s: float = float("inf")) -> Trainings:
     """Open a file of runs, of which the oldest have no method: they are blocking."""
-    command = "python -m benchmarks.convergence.wires"
-    return RunFile(path, command, defaults={"method": BLOCKING})
+    command, defaults = "python -m benchmarks.convergence.wires", {"method": BLOCKING}
+    return Trainings(path, command, train, limit_s=limit_s, defaults=defaults)
 
 
-class Wires:
-    """Makes the runs that the file lacks, until the time is up."""
-
-    def __init__(self, runs: RunFile, limit_s: float) -> None:
-        self.runs, self._end = runs, time.monotonic() + limit_s
-
-    def make(self, cell: Cell) -> None:
-        """Search the learning rate of each wire, then train with the seeds of the table.
-
-        Raises:
-            TimeoutError: If the time is up; the runs that were made are in the file.
-        """
-        best = {wire: self._tune(cell, wire) for wire in cell.wires}
-        for seed in cell.seeds:
-            for wire, lr in best.items():
-                self._run(cell, wire, seed, lr)
-
-    def _tune(self, cell: Cell, wire: str) -> float:
-        while True:
-            found = self.runs.find({**cell.keys(), "wire": wire, "seed": TUNING_SEED})
-            losses = {row["lr"]: row["tuning_loss"] for row in found}
-            lr = next_rate(losses, START_LR, LADDER)
-            if lr is None:
-                return choose(losses).lr
-            self._run(cell, wire, TUNING_SEED, lr)
-
-    def _run(self, cell: Cell, wire: str, seed: int, lr: float) -> None:
-        run = Run(wire=wire, seed=seed, lr=lr, **cell.keys())
-        if self.runs.find(asdict(run)):
-            return
-        if time.monotonic() > self._end:
-            raise TimeoutError
-        row = train(run)
-        self.runs.add(row)
-        print(f"{row['cpu_s']:6.1f} s  {row['loss']:.4f}  {run}", flush=True)
+def make(runs: Trainings, cell: Cell) -> None:
+    """Search the learning rate of each wire, then train with the seeds of the table."""
+    best = {}
+    for wire in cell.wires:
+        run = Run(wire=wire, seed=TUNING_SEED, lr=START_LR, **cell.keys())
+        best[wire] = runs.tune(run, START_LR, LADDER, "tuning_loss")
+    for seed in cell.seeds:
+        for wire, lr in best.items():
+            runs.make(Run(wire=wire, seed=seed, lr=lr, **cell.keys()))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    common.add_runs(parser, "wires.jsonl")
-    common.add_output(parser, default=common.RESULTS / "convergence" / "wires.json")
+    common.add_runs(parser, "wires.jsonl", common.RESULTS / "convergence" / "wires.json")
     common.add_plot(parser, "draw the tables")
-    add("--report", action="store_true", help="train nothing")
     add("--page", type=Path, help="Markdown page whose tables are written anew")
-    add("--cells", type=lambda t: [int(n) for n in t.split(",")], default=list(range(len(CELLS))))
+    add("--cells", type=common.parse_numbers, default=list(range(len(CELLS))))
     add("--muloco", action="store_true", help="train MuLoCo and DiLoCo in place of the cells")
-    add("--limit-s", type=float, default=float("inf"), help="begin no run after this many seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = open_runs(args.runs)
+    runs = open_runs(args.runs, args.limit_s)
     runs.command += " --muloco" * args.muloco
-    wires = Wires(runs, args.limit_s)
-    try:
-        cells = MULOCO if args.muloco else [CELLS[number] for number in args.cells]
+    cells = MULOCO if args.muloco else [CELLS[number] for number in args.cells]
+    with runs.in_time():
         for cell in [] if args.report else cells:
-            wires.make(cell)
-    except TimeoutError:
-        print("# the time is up: the same command goes on with the missing runs")
+            make(runs, cell)
     runs.write_record(args.json, report_lines(runs.rows), condense(runs.rows))
     common.save_plot(args.plot, functools.partial(draw, runs.rows))
     if args.page is not None:

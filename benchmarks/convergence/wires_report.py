@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from benchmarks.support.common import deviation
 from benchmarks.support.run_file import grouped
 from benchmarks.support.tuning import choose
 from diloco_comm_tools.common import plots
@@ -110,11 +111,11 @@ def report_lines(rows: list[Row]) -> Iterator[str]:
         yield f"{names}{'over fp32':>19}{'seeds':>7}"
         for wire, runs in wires.items():
             over = over_base(wires, wire)
-            difference = f"{fmean(over):+.4f} ± {_spread(over):.4f}" if over else "-"
+            difference = f"{fmean(over):+.4f} ± {deviation(over):.4f}" if over else "-"
             losses = [run["loss"] for run in runs]
             yield (
                 f" {wire:>11}{runs[0]['bits']:>9.4g}{runs[0]['lr']:>7g}{fmean(losses):>9.4f}"
-                f"{_spread(losses):>9.4f}{difference:>19}{len(runs):>7}"
+                f"{deviation(losses):>9.4f}{difference:>19}{len(runs):>7}"
             )
 
 
@@ -136,7 +137,7 @@ def page_lines(rows: list[Row]) -> Iterator[str]:
         for wire, runs in wires.items():
             over = over_base(wires, wire)
             difference = f"{fmean(over):+.3f}" if over else "-"
-            difference += f" ({_spread(over):.3f})" if len(over) > 1 else ""
+            difference += f" ({deviation(over):.3f})" if len(over) > 1 else ""
             name = wire if wire == "SparseLoCo" else f"`{wire}`"
             loss = fmean(run["loss"] for run in runs)
             yield (
@@ -162,10 +163,6 @@ def write_page(rows: list[Row], page: Path) -> None:
 
 def _named(model: str, method: str) -> str:
     return model if method == BLOCKING else f"{method.capitalize()}, {model}"
-
-
-def _spread(values: list[float]) -> float:
-    return stdev(values) if len(values) > 1 else 0.0
 
 
 def _family(wire: str) -> str:

@@ -16,15 +16,15 @@ import json
 import signal
 import statistics
 import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support import common
 from benchmarks.support.browser import browser
+from benchmarks.support.hosted import Hosted
 from benchmarks.support.simulated_host import BEGAN, SimulatedHost, key_of, record_of
 from diloco_comm.monitor import openmetrics
 from diloco_comm.monitor.report import status
@@ -86,7 +86,7 @@ def train(registry: str, number: int) -> None:
             optimizer.zero_grad()
 
 
-class Hosted:
+class Training:
     """A registry with a page, and replicas; each is a process.
 
     Attributes:
@@ -94,17 +94,15 @@ class Hosted:
     """
 
     def __init__(self) -> None:
-        words = [sys.executable, "-m", "diloco_comm_tools.cli", "registry", "--json"]
-        words += ["--listen", "127.0.0.1:0", "--http", "0"]
-        self._server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        assert self._server.stdout is not None
-        announced = json.loads(self._server.stdout.readline())
+        words = ["registry", "--json", "--listen", "127.0.0.1:0", "--http", "0"]
+        self._server = Hosted(words)
+        announced = json.loads(self._server.wait())
         self._registry, self.page = announced["address"], announced["http"]
         self._replicas: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, number: int) -> None:
-        words = [sys.executable, "-m", "benchmarks.elastic.page", "replica"]
-        self._replicas[number] = subprocess.Popen([*words, self._registry, str(number)])
+        words = common.benchmark_command("elastic.page", "replica", self._registry, number)
+        self._replicas[number] = subprocess.Popen(words)
 
     def send(self, number: int, what: signal.Signals) -> None:
         self._replicas[number].send_signal(what)
@@ -126,18 +124,10 @@ class Hosted:
         raise TimeoutError(f"no {what}: {json.dumps(runs)}")
 
     def close(self) -> None:
-        for process in (*self._replicas.values(), self._server):
+        for process in self._replicas.values():
             process.kill()
             process.wait()
-
-
-@contextlib.contextmanager
-def hosted() -> Iterator[Hosted]:
-    found = Hosted()
-    try:
-        yield found
-    finally:
-        found.close()
+        self._server.end()
 
 
 def rounds_of(number: int) -> Callable[[dict[str, Any]], object]:
@@ -159,7 +149,7 @@ def save(path: Path, picture: bytes) -> None:
 
 def pictures(folder: Path) -> None:
     """Let a replica be killed and return, stop another one, and write pictures of the page."""
-    with hosted() as run, browser() as shown:
+    with contextlib.closing(Training()) as run, browser() as shown:
         for number in range(3):
             run.start(number)
         run.wait_for("rounds of all", rounds_of(10))

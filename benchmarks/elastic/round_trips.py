@@ -28,10 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.elastic.view_replica import Formed, ViewSettings, meet_again_and_again
-from benchmarks.elastic.views import Views
-from benchmarks.exchange.long_network import LongNetwork, missing
-from benchmarks.exchange.netns import INTERFACE
+from benchmarks.elastic.views import Formed, Views, ViewSettings, meet_again_and_again
+from benchmarks.exchange.netns import INTERFACE, LongNetwork, missing_tun
 from benchmarks.support import common
 from benchmarks.support.namespaces import address, enter
 from diloco_comm.elastic.registry.server import RegistryServer
@@ -232,7 +230,7 @@ def main() -> int:
     )
     common.add_output(parser)
     args = parser.parse_args()
-    if reason := missing():
+    if reason := missing_tun():
         print(f"# skipped: {reason}")
         return 0
     ms, results, is_passed = (args.short, args.long), {}, True

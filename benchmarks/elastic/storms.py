@@ -7,7 +7,7 @@
 Replicas with a tiny model train on this machine, at the pace of a sleep. The schedule is a file of
 JSON lines (``schedules.py``), which ``--make`` writes. The main figure is the part of the inner
 steps that living replicas could have taken, and that are in committed rounds; beside the figure
-stands what a model expects (``storm_model.py``). A replica lives from its start to its death; the
+stands what a model expects (``storm_report.py``). A replica lives from its start to its death; the
 time in which the schedule pauses it or cuts it off does not count. A replica that the others have
 left behind is started again at once. As nobody keeps a checkpoint, a kill waits while no other
 replica holds the state. The exit status is 1 if an invariant was violated, or if
@@ -20,7 +20,6 @@ import argparse
 import heapq
 import itertools
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from benchmarks.elastic import checks, schedules
 from benchmarks.elastic.checks import Life, Metrics, Resources
@@ -47,6 +46,7 @@ from benchmarks.elastic.ledger_replica import (
 from benchmarks.elastic.schedules import Fault
 from benchmarks.elastic.storm_report import print_results, results_of
 from benchmarks.support import common
+from benchmarks.support.hosted import Hosted
 from benchmarks.support.namespaces import NETWORK, Namespaces, call, missing_tools
 from diloco_comm_tools.common.ranks import WITH_OPTIMIZER
 from diloco_comm_tools.common.workers import free_port
@@ -104,40 +104,6 @@ class Network(Namespaces):
 
     def _nft(self, text: str) -> None:
         call("ip", "netns", "exec", self.hub, "nft", text)
-
-
-class Hosted:
-    """A service of the command line, in a process of its own, which can be killed and come again.
-
-    Args:
-        words: Sub-command and its options.
-        hub: Namespace in which the service runs; "": this program's own.
-    """
-
-    def __init__(self, words: Sequence[str], log: IO[str], hub: str = "") -> None:
-        inside = ["ip", "netns", "exec", hub] if hub else []
-        self._command = [*inside, sys.executable, "-m", "diloco_comm_tools.cli", *words]
-        self._log = log
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
-
-    def wait(self) -> None:
-        """Wait until the service listens.
-
-        Raises:
-            RuntimeError: If the service has ended.
-        """
-        assert self.process.stdout is not None
-        if not self.process.stdout.readline():
-            raise RuntimeError(f"the command has not begun: {' '.join(self._command)}")
-
-    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        self.process.send_signal(how)
-        self.process.wait()
 
 
 class Storm:

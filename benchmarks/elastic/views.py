@@ -3,7 +3,9 @@
     python -m benchmarks.elastic.views --replicas 8 --views 1000
 
 Eight processes on this machine break their view off and meet again, with a registry that keeps its
-journal. The exit status is 1 if a view has other members, or if memory, descriptors or threads
+journal. Nobody dies, and there is one round in each view. So a change takes the time of its own
+steps: the others hear of it, the seals, the answers of all members, one swap of the registry, and
+the settling. The exit status is 1 if a view has other members, or if memory, descriptors or threads
 grow.
 """
 
@@ -15,14 +17,21 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from benchmarks.elastic.checks import Resources, are_enough, check_flat, resources
-from benchmarks.elastic.view_replica import Formed, ViewSettings, meet_again_and_again
 from benchmarks.support import common
+from benchmarks.support.namespaces import opened_connections
+from diloco_comm import DiLoCo, SyncError
+from diloco_comm.elastic.events import Happening, ViewChanged
+from diloco_comm.elastic.options import Elastic
 from diloco_comm_tools.common.ranks import WITH_OPTIMIZER
-from diloco_comm_tools.demo.crew import DONE, Crew, Ended, Replica
+from diloco_comm_tools.demo.crew import DONE, Crew, Ended, Place, Replica
 
 # Seconds in which the next view must have formed, on any machine.
 _PATIENCE_S = 120.0
@@ -31,9 +40,83 @@ _POLL_S = 0.05
 _LOOKS = 200
 
 
+@dataclass(frozen=True)
+class ViewSettings:
+    """The settings of all replicas.
+
+    Attributes:
+        num_views: That follow the first one.
+        is_insecure: The registry is on another host, and has no keys.
+    """
+
+    num_replicas: int
+    num_views: int
+    suspect_after_s: float = 60.0
+    quorum_wait_s: float = 300.0
+    is_insecure: bool = False
+
+
+@dataclass(frozen=True)
+class Formed:
+    """The process trains in a view.
+
+    Attributes:
+        seconds: From the end of the last view to the beginning of this one, here.
+        cpu_s: Processor time that this process has taken, all its threads together.
+        opened: TCP connections that were opened in the network namespace of this process.
+    """
+
+    at: float
+    view: int
+    members: tuple[int, ...]
+    seconds: float
+    cpu_s: float
+    opened: int = 0
+
+
+def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings) -> None:
+    """Form ``num_views`` views with the same members, after the first one."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def tell(happening: Happening) -> None:
+        if isinstance(happening, ViewChanged):
+            who = happening.number, happening.members
+            seconds = happening.seconds, time.process_time()
+            pipe.send(Formed(time.monotonic(), *who, *seconds, opened_connections()))
+
+    diloco = DiLoCo(
+        model,
+        optimizer,
+        sync_every=1,
+        peers=Elastic(
+            place.registry,
+            run="views",
+            replica=place.number,
+            min_replicas=settings.num_replicas,
+            suspect_after=settings.suspect_after_s,
+            quorum_wait=settings.quorum_wait_s,
+            insecure=settings.is_insecure,
+            on_event=tell,
+        ),
+    )
+    elastic, last_view = diloco._elastic, diloco.view + settings.num_views
+    assert elastic is not None
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    while diloco.view < last_view:
+        # A round that all members complete: all of them have begun this view.
+        optimizer.step()
+        if diloco.view < last_view:
+            # A member whose round has failed does the same from here on.
+            elastic._go_on(diloco, SyncError("this view is to end", stage="view"))
+    diloco.close()
+    pipe.send(Ended(time.monotonic(), DONE))
+
+
 @dataclass
 class Views:
-    """What the processes have said.
+    """The messages of the processes.
 
     Attributes:
         formed: By replica, in the order of the views.
@@ -47,7 +130,7 @@ class Views:
 
     @property
     def seconds(self) -> list[float]:
-        """Of each view, those of the member that stood still for longest."""
+        """The seconds of each view at the member that stood still for longest."""
         views: dict[int, float] = {}
         for own in self.formed.values():
             # The first view waits for the start of all processes.
@@ -65,7 +148,7 @@ class Views:
 def run(settings: ViewSettings, folder: Path) -> Views:
     """Let a crew form views until every member has formed as many as it should."""
     views = Views(settings)
-    modules = [meet_again_and_again.__module__, *WITH_OPTIMIZER]
+    modules = ["benchmarks.elastic.views", *WITH_OPTIMIZER]
     with Crew(meet_again_and_again, settings, folder, modules) as crew:
         for number in range(settings.num_replicas):
             crew.start(number)

@@ -3,71 +3,39 @@
     python -m benchmarks.exchange.all_reduce -g 4 -b 1M -e 128M -f 4 --wire int8,int4
     torchrun --nproc-per-node 4 -m benchmarks.exchange.all_reduce -b 64M -e 64M
 
-The measurement of ``diloco-comm bench exchange``, with what a laboratory needs beside it: the bytes
-at the interface, and shapers that must be drained. docs/measurements/exchange.md derives every
-column.
+The measurement and the options of ``diloco-comm bench exchange``, with what a laboratory needs
+beside it: the bytes at the interface, and shapers that must be drained.
+docs/measurements/exchange.md derives every column.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import click
 import torch
 import torch.distributed as dist
+import typer
 
 from benchmarks.support import common
-from benchmarks.support.interface import INTERFACE, transmitted_bytes
+from diloco_comm_tools.bench import command, methods
 from diloco_comm_tools.bench import exchange as bench_exchange
-from diloco_comm_tools.bench import methods
-from diloco_comm_tools.bench.exchange import DTYPES, Settings
+
+INTERFACE = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add, size = parser.add_argument, common.parse_size
-    add("-b", "--minbytes", type=size, default="1M", help="smallest size, in fp32 bytes")
-    add("-e", "--maxbytes", type=size, default="64M", help="largest size")
-    add("-f", "--stepfactor", type=int, default=2, help="factor between sizes")
-    add("-n", "--iters", type=int, default=20, help="samples a size")
-    add("-w", "--warmup_iters", type=int, default=3, help="samples thrown away before them")
-    add("-c", "--check", type=int, default=0, help="1: compare with the fp64 mean, fill #wrong")
-    add("-d", "--datatype", choices=DTYPES, default="float", help="dtype of the tensor")
-    add("-g", "--nprocs", type=int, default=0, help="start this many local processes")
-    add("--wire", default="int8", help="comma list of wire formats; gloo_bf16 is gloo's bf16")
-    add("--block-size", type=int, default=256, help="elements that share a scale")
-    add("--lanes", type=int, default=1, help="process groups (TCP connections) used in parallel")
-    add("--chunk", type=size, default=None, help="wire bytes of a chunk")
-    add("--impl", default="", help="force an implementation: scalar, avx2, avx512, reference")
-    add("--emulate-link", default="", metavar="GBPS[,RTT_MS]", help="throttle inside the engine")
-    add("--count-bytes", action="store_true", help="read the network interface's counter")
-    add("--link", default="", help="what the link is, for the header")
-    add("--drain", type=int, default=0, help="bytes sent before each sample to empty a shaper")
-    common.add_output(parser)
-    return parser.parse_args()
-
-
-def settings_of(args: argparse.Namespace) -> Settings:
-    try:
-        return Settings(
-            min_bytes=args.minbytes,
-            max_bytes=args.maxbytes,
-            step_factor=args.stepfactor,
-            iters=args.iters,
-            warmup_iters=args.warmup_iters,
-            check=bool(args.check),
-            datatype=args.datatype,
-            wires=tuple(args.wire.split(",")),
-            block_size=args.block_size,
-            lanes=args.lanes,
-            chunk_bytes=args.chunk,
-            impl=args.impl,
-            link=bench_exchange.parse_link(args.emulate_link),
-        )
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+def transmitted_bytes() -> int:
+    """Return the transmit counter of gloo's interface, in this process's network namespace."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == INTERFACE:
+            return int(counters.split()[8])
+    raise RuntimeError(f"no network interface {INTERFACE!r}")
 
 
 def interface_bits(method: Any, source: torch.Tensor) -> dict[str, float]:
@@ -98,26 +66,37 @@ def interface_bits(method: Any, source: torch.Tensor) -> dict[str, float]:
 
 
 def main() -> int:
-    args = parse_arguments()
-    settings = settings_of(args)
-    if args.nprocs and not common.is_worker():
-        common.relaunch(args.nprocs, preload=())
-        return 0
-    rank, world = common.init_workers()
-    chosen = bench_exchange.make_methods(settings)
-    report = common.Report(
-        "exchange",
-        quiet=rank != 0,
-        workers=world,
-        link=args.link or bench_exchange.describe_link(settings.link),
-        wire=f"{args.wire}, block {args.block_size}",
-        engine=f"{args.lanes} lanes, chunk {args.chunk or 'auto'}",
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="All other options: diloco-comm bench exchange."
     )
+    add = parser.add_argument
+    add("--count-bytes", action="store_true", help="read the network interface's counter")
+    add("--link", default="", help="what the link is, for the header")
+    add("--drain", type=int, default=0, help="bytes sent before each sample to empty a shaper")
+    args, words = parser.parse_known_args()
+    bench = typer.main.get_command(command.app).commands["exchange"]  # type: ignore[attr-defined]
+    try:
+        context = bench.make_context("bench exchange", words)
+        settings, given = command.exchange_settings(context), context.params
+        common.check_output("--json", given["json_path"])
+    except (ValueError, click.ClickException) as error:
+        parser.error(str(error))
+    report = common.join_group(
+        "exchange",
+        given["nprocs"],
+        preload=(),
+        link=args.link or bench_exchange.describe_link(settings.link),
+        wire=f"{given['wire']}, block {settings.block_size}",
+        engine=f"{settings.lanes} lanes, chunk {settings.chunk_bytes or 'auto'}",
+    )
+    if report is None:
+        return 0
+    chosen = bench_exchange.make_methods(settings)
     drain = torch.zeros(args.drain // 4) if args.drain else None
     also = {"also": interface_bits} if args.count_bytes else {}
     rows = bench_exchange.run(report, settings, chosen, drain=drain, **also)
     bench_exchange.close(chosen)
-    common.finish(report, rows, args.json)
+    common.finish(report, rows, given["json_path"])
     return 1 if bench_exchange.count_wrong(rows) else 0
 
 

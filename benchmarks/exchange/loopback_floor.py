@@ -77,11 +77,9 @@ def main() -> int:
     add("--wire", default="int8,int4", help="comma list of wire formats")
     common.add_output(parser)
     args = parser.parse_args()
-    if not common.is_worker():
-        common.relaunch(args.nprocs, preload=())
+    report = common.join_group("loopback_floor", args.nprocs, preload=(), link="loopback")
+    if report is None:
         return 0
-    rank, world = common.init_workers()
-    report = common.Report("loopback_floor", quiet=rank != 0, workers=world, link="loopback")
     wires = args.wire.split(",")
     exchange = make_exchange(Settings())
     chosen: list[Any] = [GlooAllReduce()]
@@ -90,7 +88,7 @@ def main() -> int:
         chosen += [DilocoAllReduce(exchange, wire, _BLOCK, torch.float32), Floor(wire)]
     for method in chosen:
         method.prepare(args.bytes // 4)
-    source = source_of(rank, args.bytes // 4, torch.float32)
+    source = source_of(dist.get_rank(), args.bytes // 4, torch.float32)
     gloo, *seconds = Sampler().interleaved(chosen, source, 1, args.iters, 3)
     report.print("#")
     report.print(f"#{'wire':>9} {'ours':>9} {'floor':>9} {'gloo':>9} {'ours/floor':>11}  (ms)")

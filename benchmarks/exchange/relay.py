@@ -13,34 +13,21 @@ import argparse
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support import common
+from benchmarks.support.hosted import Hosted
+from benchmarks.training.outer_step import resident_bytes
 from diloco_comm.base.service.relay import RECORD, Kind, parse_record, record
 
 _WRITE_BYTES = 1 << 20
 _TICKS = os.sysconf("SC_CLK_TCK")
 Ends = tuple[socket.socket, socket.socket]
-
-
-@contextmanager
-def relay_process() -> Iterator[tuple[int, tuple[str, int]]]:
-    """Start a relay; yield its process number and address."""
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", "relay", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        host, port = process.stdout.readline().strip().removeprefix("tcp://").split(":")
-        try:
-            yield process.pid, (host, int(port))
-        finally:
-            process.terminate()
 
 
 def through_relay(place: tuple[str, int], count: int, stack: ExitStack) -> list[Ends]:
@@ -106,10 +93,6 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def figures(
     counts: list[list[int]], direct: list[list[int]], seconds: float, cpu_s: float, memory: int
 ) -> dict[str, Any]:
@@ -138,8 +121,10 @@ def measure(count: int, seconds: float, samples: int) -> dict[str, Any]:
     """Measure one number of pairs through a relay of its own."""
     counts, direct = [], []
     cpu_s, memory = 0.0, 0
-    with relay_process() as (pid, place):
-        at_rest = resident_bytes(pid)
+    with Hosted(["relay", "--listen", "127.0.0.1:0"]) as service:
+        host, port = service.wait().removeprefix("tcp://").split(":")
+        pid, place = service.process.pid, (host, int(port))
+        at_rest = resident_bytes(pid=pid)
         for _ in range(samples):
             with ExitStack() as stack:
                 direct.append(carried(without_relay(count, stack), seconds))
@@ -148,7 +133,7 @@ def measure(count: int, seconds: float, samples: int) -> dict[str, Any]:
                 begin = processor_seconds(pid)
                 counts.append(carried(pairs, seconds))
                 cpu_s += processor_seconds(pid) - begin
-                memory = max(memory, resident_bytes(pid) - at_rest)
+                memory = max(memory, resident_bytes(pid=pid) - at_rest)
     found = figures(counts, direct, seconds, cpu_s, memory)
     return {**found, "resident_bytes": at_rest + memory}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.support import common
 from diloco_comm import DiLoCo
 from diloco_comm_tools.demo.data import Batches, load_corpus
 from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig
@@ -21,6 +23,16 @@ SIZES = {
     "nanogpt": (ModelConfig(context=512, width=768, num_layers=12, num_heads=12), 32),
     "tiny": (ModelConfig(context=32, width=32, num_layers=1, num_heads=2), 4),
 }
+
+
+def add_training(parser: argparse.ArgumentParser, iters: int, sync_every: int) -> None:
+    """Add the options of a training on a device."""
+    add, count = parser.add_argument, common.parse_count
+    add("--device", default="cuda", help="cuda (default) or cpu")
+    add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
+    add("-n", "--iters", type=count, default=iters, help="steps measured")
+    add("--sync_every", type=count, default=sync_every, help="inner steps between two sends")
+    common.add_output(parser, help="write the figures there")
 
 
 @dataclass

@@ -38,26 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def start(number: int, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start one process with its share of the tests."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "--durations=5",
-        "-m",
-        args.mark,
-        "-p",
-        "no:cacheprovider",
-    ]
-    if args.select:
-        command += ["-k", args.select]
-    command += [
-        "-p",
-        "benchmarks.gpu.run_tests",
-        "--share",
-        f"{number}/{args.processes}",
-        *args.files,
-    ]
+    command = [sys.executable, "-m", "pytest", "-v", "--durations=5", "-m", args.mark]
+    command += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.run_tests"]
+    command += ["-k", args.select] if args.select else []
+    command += ["--share", f"{number}/{args.processes}", *args.files]
     # As many threads for each as there are cores would only wait for one another.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]

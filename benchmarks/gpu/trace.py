@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.facts import clocks
-from benchmarks.gpu.models import SIZES, Trainer
+from benchmarks.gpu.models import Trainer, add_training
 from benchmarks.gpu.trace_checks import (
     hidden_fraction,
     host_waits_in_ranges,
@@ -109,20 +109,11 @@ def judge(events: list[dict[str, Any]], world: int, least_hidden: float = 0.0) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--device", default="cuda", help="cuda (default) or cpu")
+    add_training(parser, 24, 8)
     add("--backend", default="gloo", choices=["gloo", "nccl"], help="how payloads travel (gloo)")
     add("--replicas", type=common.parse_count, default=2, help="processes (2)")
-    add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
-    add("-n", "--iters", type=common.parse_count, default=24, help="steps profiled")
-    add(
-        "--sync_every",
-        type=common.parse_count,
-        default=8,
-        help="inner steps between two sends of a fragment",
-    )
     add("--least_hidden", type=float, default=0.0, help="percent that must be hidden (0)")
     add("--read", type=Path, metavar="TRACE", help="train nothing, look at this trace")
-    common.add_output(parser, help="write the figures there")
     common.add_output(parser, "--trace", help="keep the trace there")
     args = parser.parse_args()
     if args.read:

@@ -14,8 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from diloco_comm_tools.profile.trace import Array, intersection, length, merge
+
 Event = dict[str, Any]
 Interval = tuple[float, float]
+Spans = tuple[Array, Array]
 
 # Calls that wait for the device, or for the driver's lock of all devices.
 HOST_WAITS = re.compile(
@@ -102,7 +107,7 @@ def exchange_times(events: Iterable[Event]) -> dict[tuple[int, int], tuple[int, 
     return {(int(m[1]), int(m[2])): (int(m[3]), int(m[4])) for m in found if m}
 
 
-def exchanges(events: Sequence[Event]) -> list[Interval]:
+def exchanges(events: Sequence[Event]) -> Spans:
     """When something was communicated.
 
     On NCCL these are its kernels. Over gloo nothing of it is on the device: an exchange begins when
@@ -110,22 +115,24 @@ def exchanges(events: Sequence[Event]) -> list[Interval]:
     """
     kernels = [e for e in complete(events) if e.get("cat") == "kernel" and _NCCL.match(e["name"])]
     if kernels:
-        return union(_interval(e) for e in kernels)
-    times, spans = exchange_times(events), []
-    for one in our_ranges(events):
-        if one.stage == "encode" and (one.fragment, one.round) in times:
-            spans.append((one.end, one.end + times[one.fragment, one.round][0]))
-    return union(spans)
+        return _merged(map(_interval, kernels))
+    times = exchange_times(events)
+    sent = {(one.fragment, one.round): one for one in our_ranges(events) if one.stage == "encode"}
+    return _merged((sent[key].end, sent[key].end + times[key][0]) for key in sent.keys() & times)
 
 
-def computation(events: Sequence[Event]) -> list[Interval]:
-    """When something was computed: by kernels; on a CPU, by operators outside our ranges."""
+def computation(events: Sequence[Event]) -> tuple[list[Interval], list[Interval]]:
+    """When something was computed: by kernels; on a CPU, by operators outside our ranges.
+
+    Returns:
+        The intervals of what computes, and of what does not count.
+    """
     all_events = complete(events)
     kernels = [e for e in all_events if e.get("cat") == "kernel" and not _NCCL.match(e["name"])]
     if kernels:
-        return union(_interval(e) for e in kernels)
-    spans = union(_interval(e) for e in all_events if e["name"].startswith("aten::"))
-    return difference(spans, union((one.begin, one.end) for one in our_ranges(events)))
+        return [_interval(e) for e in kernels], []
+    operators = [_interval(e) for e in all_events if e["name"].startswith("aten::")]
+    return operators, [(one.begin, one.end) for one in our_ranges(events)]
 
 
 def hidden_fraction(events: Sequence[Event]) -> float:
@@ -135,60 +142,26 @@ def hidden_fraction(events: Sequence[Event]) -> float:
     kernels of the other wait.
     """
     total = exposed = 0
-    for length, stood_still in exchange_times(events).values():
-        total, exposed = total + length, exposed + stood_still
+    for took, stood_still in exchange_times(events).values():
+        total, exposed = total + took, exposed + stood_still
     return 1.0 - exposed / total if total else float("nan")
 
 
 def overlap_fraction(events: Sequence[Event]) -> float:
     """Return the share of communication that computation hides; NaN when there was none."""
     communicated = exchanges(events)
-    total = measure(communicated)
+    total = length(communicated)
     if total == 0:
         return float("nan")
-    return measure(intersection(communicated, computation(events))) / total
-
-
-# ----------------------------------------------------------------------------------- intervals
+    computed, left_out = computation(events)
+    either = intersection(communicated, _merged([*computed, *left_out]))
+    return (either - intersection(communicated, _merged(left_out))) / total
 
 
 def _interval(event: Event) -> Interval:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals that touch; sorted."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > begin:
-            merged.append((begin, end))
-    return merged
-
-
-def measure(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
-def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Intersect two sorted lists of intervals that do not overlap among themselves."""
-    found, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if begin < end:
-            found.append((begin, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def difference(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return what of ``a`` is outside ``b``."""
-    if not a:
-        return []
-    edges = [float("-inf"), *(x for pair in b for x in pair), float("inf")]
-    outside = [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
-    return intersection(a, [pair for pair in outside if pair[0] < pair[1]])
+def _merged(intervals: Iterable[Interval]) -> Spans:
+    times = np.array(list(intervals), dtype=np.float64).reshape(-1, 2)
+    return merge(times[:, 0], times[:, 1])

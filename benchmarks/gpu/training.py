@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.facts import clocks
-from benchmarks.gpu.models import SIZES, Trainer
+from benchmarks.gpu.models import Trainer, add_training
 from benchmarks.support import common
 from diloco_comm import DiLoCo, Eager, Nesterov
 
@@ -76,18 +76,10 @@ def report_on(alone: list[dict[str, Any]], eager: list[dict[str, Any]]) -> dict[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--device", default="cuda", help="cuda (default) or cpu")
-    add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
-    add("-n", "--iters", type=common.parse_count, default=120, help="steps measured")
-    add("-w", "--warmup_iters", type=int, default=45, help="steps before them: two rounds at least")
-    add(
-        "--sync_every",
-        type=common.parse_count,
-        default=20,
-        help="inner steps between two sends of a fragment",
+    add_training(parser, 120, 20)
+    parser.add_argument(
+        "-w", "--warmup_iters", type=int, default=45, help="steps before them: two rounds at least"
     )
-    common.add_output(parser, help="write the figures there")
     args = parser.parse_args()
     common.check_device(parser, args.device)
     if not common.is_worker():

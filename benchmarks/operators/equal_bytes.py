@@ -27,7 +27,6 @@ from diloco_comm.ops.wire import ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
 SLICE = 1 << 24
 NUM_ELEMENTS = 1_000_000_000
 NUM_RUNS = 3  # a slice is reduced as the shards of three ranks
-COMMAND = "python -m benchmarks.operators.equal_bytes"
 
 
 def elements(seed: int, count: int) -> Tensor:
@@ -121,16 +120,14 @@ def report(results: list[dict[str, Any]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    common.add_runs(parser, "equal-bytes.jsonl")
-    common.add_output(parser, default=common.RESULTS / "operators" / "equal-bytes.json")
-    add("--report", action="store_true", help="compare nothing")
+    record = common.RESULTS / "operators" / "equal-bytes.json"
+    common.add_runs(parser, "equal-bytes.jsonl", record)
     add("--elements", type=int, default=NUM_ELEMENTS, help="elements of each wire")
     add("--slice", type=int, default=SLICE, help="elements that are compared at a time")
     add("--wires", default=",".join((*ROTATED_WIRES, *SPARSE_WIRES)), help="comma list")
-    add("--limit-s", type=float, default=float("inf"), help="begin no slice after these seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs, end = RunFile(args.runs, COMMAND), time.monotonic() + args.limit_s
+    runs, end = RunFile(args.runs, common.module_command()), time.monotonic() + args.limit_s
     # Slice by slice over all wires, so that an interrupt leaves as much of each.
     for number in range(0 if args.report else -(-args.elements // args.slice)):
         count = min(args.slice, args.elements - number * args.slice)

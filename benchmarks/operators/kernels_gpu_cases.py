@@ -1,7 +1,8 @@
-"""What ``kernels_gpu.py`` times: operators on the buffers of one fragment, and plain twins."""
+"""The calls that ``kernels_gpu.py`` and ``roofline.py`` time, on the buffers of one fragment."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,32 @@ def form_of(layout: Layout) -> tuple[int, str, int]:
     return layout.run_elements, layout.wire.name, layout.wire.block_size
 
 
-class Data:
-    """The buffers of one fragment: about nineteen times ``size_bytes`` in all."""
+class Buffers:
+    """The buffers of one fragment, as the calls take them; a subclass allocates all of them."""
+
+    def form(self, wire: str) -> tuple[int, str, int]:
+        return form_of(self.layouts[wire])
+
+    def code_bytes(self, wire: str) -> float:
+        """Return the bytes of an element in a payload."""
+        return self.layouts[wire].wire.bits_per_element / 8
+
+    def tensors(self, layout: str) -> list[Tensor]:
+        """Return the parameters as a fragment's tensors."""
+        return list(self.params.split(split(self.num_elements, layout)))
+
+    def outs(self, layout: str) -> tuple[Tensor, list[Tensor]]:
+        """Return what ``decode`` writes as one tensor, and as a fragment's tensors."""
+        return self.rest, list(self.rest.split(split(self.num_elements, layout)))
+
+
+def formats() -> list[WireFormat]:
+    """List all wires, with ``BLOCK`` where the size of a block can be chosen."""
+    return [WireFormat(wire, BLOCK if wire in ELEMENT_WIRES else None) for wire in WIRES]
+
+
+class Data(Buffers):
+    """The buffers on a device: about nineteen times ``size_bytes`` in all."""
 
     def __init__(self, size_bytes: int, device: str) -> None:
         n = size_bytes // 4 // (NUM_RUNS * 4096) * NUM_RUNS * 4096
@@ -82,11 +107,7 @@ class Data:
         torch._foreach_copy_(self.odd_params, list(self.params.split(sizes)))
         self.codes = torch.randint(-127, 128, (n,), dtype=torch.int8, generator=rng, device=device)
         self.scale = torch.full((n // BLOCK, 1), 1e-5, device=device)
-        formats = [
-            *(WireFormat(wire, BLOCK) for wire in ELEMENT_WIRES),
-            *(WireFormat(wire) for wire in WIRES if wire not in ELEMENT_WIRES),
-        ]
-        self.layouts = {form.name: Layout.plan(n, NUM_RUNS, 1, form) for form in formats}
+        self.layouts = {form.name: Layout.plan(n, NUM_RUNS, 1, form) for form in formats()}
         self.rest.copy_(self.params).sub_(self.outer)
         self.payloads = {wire: self.encoded(layout) for wire, layout in self.layouts.items()}
         self.scratch = torch.empty_like(self.payloads["fp32"])
@@ -103,18 +124,11 @@ class Data:
         ops.encode(None, [self.rest[:count]], payload, 0, count, *form_of(layout))
         return payload
 
-    def form(self, wire: str) -> tuple[int, str, int]:
-        return form_of(self.layouts[wire])
-
-    def code_bytes(self, wire: str) -> float:
-        """Return the bytes of an element in a payload."""
-        return self.layouts[wire].wire.bits_per_element / 8
-
     def tensors(self, layout: str) -> list[Tensor]:
-        """Return the parameters as a fragment's tensors."""
-        if layout == "odd":
-            return self.odd_params
-        return list(self.params.split(split(self.num_elements, layout)))
+        return self.odd_params if layout == "odd" else super().tensors(layout)
+
+    def outs(self, layout: str) -> tuple[Tensor, list[Tensor]]:
+        return (self.odd_rest, self.odd_outs) if layout == "odd" else super().outs(layout)
 
 
 @dataclass(frozen=True)
@@ -146,14 +160,24 @@ class Case:
         return sum(self.reads) + sum(self.writes) + 2 * sum(self.updates)
 
 
-def encode_case(data: Data, wire: str, layout: str, kind: str = "", **options: Any) -> Case:
-    params, n = data.tensors(layout), data.num_elements
+def encode_case(
+    data: Buffers,
+    wire: str,
+    layout: str,
+    kind: str = "",
+    params: Tensor | None = None,
+    residuals: Sequence[Tensor] = (),
+    **options: Any,
+) -> Case:
+    """Encode outer - params; ``params`` and ``residuals`` replace the fp32 ones."""
+    tensors, n = data.tensors(layout) if params is None else [params], data.num_elements
     target = data.scratch[: data.layouts[wire].payload_bytes]
-    args = (data.outer, params, target, 0, n, *data.form(wire))
-    reads, writes = (4.0, 4.0), (data.code_bytes(wire),)
-    if kind == "+feedback":
-        options |= {"residual": data.residual, "new_residual": data.rest}
-        reads, writes = (*reads, 4.0), (*writes, 4.0)
+    args = (data.outer, tensors, target, 0, n, *data.form(wire))
+    reads, writes = (4.0, float(tensors[0].itemsize)), (data.code_bytes(wire),)
+    if kind.endswith("feedback"):
+        old, new = residuals or (data.residual, data.rest)
+        options |= {"residual": old, "new_residual": new}
+        reads, writes = (*reads, old.itemsize), (*writes, new.itemsize)
 
     def run(impl: str) -> None:
         ops.encode(*args, nonfinite=data.count, impl=impl, **options)
@@ -161,22 +185,33 @@ def encode_case(data: Data, wire: str, layout: str, kind: str = "", **options: A
     return Case(f"encode{kind}", wire, layout, run, target, reads, writes)
 
 
-def step_case(data: Data, wire: str, layout: str, num_terms: int = 1) -> Case:
+def step_case(
+    data: Buffers,
+    wire: str,
+    layout: str,
+    num_terms: int = 1,
+    params: Tensor | None = None,
+    alpha: float = 0.0,
+) -> Case:
+    """Take a Nesterov step and write the parameters; ``params`` replaces the fp32 ones."""
     payloads, coefficients = [data.payloads[wire]] * num_terms, [1.0, 0.25, -0.25][:num_terms]
     args = (payloads, coefficients, 0, data.num_elements, *data.form(wire))
-    params = data.tensors(layout)
+    tensors = data.tensors(layout) if params is None else [params]
+    options: dict[str, Any] = {"mu": 0.9, "alpha": alpha}
 
     def run(impl: str) -> None:
         ops.outer_step(
-            data.outer, data.momentum, params, *args, "nesterov", 1e-6, mu=0.9, impl=impl
+            data.outer, data.momentum, tensors, *args, "nesterov", 1e-6, impl=impl, **options
         )
 
     name = "outer_step" if num_terms == 1 else f"outer_step {num_terms} terms"
-    reads = (data.code_bytes(wire),) * num_terms
-    return Case(name, wire, layout, run, data.outer, reads, (4,), (4, 4), is_pure=False)
+    name += f" alpha={alpha:g}" if alpha else ""
+    size = float(tensors[0].itemsize)
+    reads = (data.code_bytes(wire),) * num_terms + ((size,) if alpha else ())
+    return Case(name, wire, layout, run, data.outer, reads, (size,), (4, 4), is_pure=False)
 
 
-def adam_case(data: Data, wire: str, layout: str) -> Case:
+def adam_case(data: Buffers, wire: str, layout: str) -> Case:
     args = ([data.payloads[wire]], [1.0], 0, data.num_elements, *data.form(wire))
     options = {"lr": 1e-9, "beta1": 0.9, "beta2": 0.95, "eps": 0.1, "step": 3}
     params = data.tensors(layout)
@@ -201,24 +236,22 @@ def arrival_case(data: Data, wire: str) -> Case:
     return Case("outer_step delayed", wire, "one", run, data.outer, *arrays, is_pure=False)
 
 
-def decode_case(data: Data, wire: str, layout: str) -> Case:
-    result, outs = data.odd_rest, data.odd_outs
-    if layout != "odd":
-        result = data.rest
-        outs = list(result.split(split(data.num_elements, layout)))
+def decode_case(data: Buffers, wire: str, layout: str) -> Case:
+    result, outs = data.outs(layout)
     args = ([data.payloads[wire]], [1.0], outs, 0, data.num_elements, *data.form(wire))
     arrays = ((data.code_bytes(wire),), (4,))
     return Case("decode", wire, layout, lambda impl: ops.decode(*args, impl=impl), result, *arrays)
 
 
 def reduce_case(
-    data: Data, wire: str, num_runs: int = NUM_RUNS, weights: Sequence[float] = ()
+    data: Buffers, wire: str, num_runs: int = NUM_RUNS, weights: Sequence[float] = ()
 ) -> Case:
     """Average the payload's runs as if they were ranks' shards of one run."""
     layout, payload = data.layouts[wire], data.payloads[wire]
     if num_runs != NUM_RUNS:
         run_elements = layout.run_elements // 2
         layout = Layout.plan(num_runs * run_elements, num_runs, 1, layout.wire)
+        assert isinstance(data, Data)
         payload = data.encoded(layout)
     result = data.scratch[: layout.run_bytes]
     name = f"reduce of {num_runs}" + (" weighted" if weights else "")
@@ -231,21 +264,18 @@ def reduce_case(
     return Case(name, wire, "one", run, result, (run_bytes,) * num_runs, (run_bytes,))
 
 
-def plain_case(data: Data, name: str, layout: str) -> Case:
-    """merge or norms, which know no wire."""
+def plain_case(data: Buffers, name: str, layout: str) -> Case:
+    """merge, norms or digest, which know no wire."""
     outer, params = data.outer, data.tensors(layout)
     if name == "norms":
-
-        def norms(impl: str) -> None:
-            ops.norms(outer, params, data.norms, impl=impl)
-
-        return Case(name, "", layout, norms, data.norms, (4, 4))
-
-    def merge(impl: str) -> None:
-        ops.merge(outer, params, impl=impl)
-
-    result = data.odd_storage if layout == "odd" else data.params
-    return Case(name, "", layout, merge, result, (4,), (4,))
+        run = functools.partial(ops.norms, outer, params, data.norms)
+        return Case(name, "", layout, lambda impl: run(impl=impl), data.norms, (4, 4))
+    if name == "digest":
+        digest = functools.partial(ops.digest, outer, data.sums)
+        return Case(name, "", layout, lambda impl: digest(impl=impl), data.sums, (4,))
+    result = data.odd_storage if isinstance(data, Data) and layout == "odd" else data.params
+    merge = functools.partial(ops.merge, outer, params)
+    return Case(name, "", layout, lambda impl: merge(impl=impl), result, (4,), (4,))
 
 
 def cases(data: Data, wires: Sequence[str]) -> list[Case]:
@@ -268,12 +298,7 @@ def cases(data: Data, wires: Sequence[str]) -> list[Case]:
         found.append(adam_case(data, wire, "one"))
         found.append(arrival_case(data, wire))
     found += [plain_case(data, name, layout) for name in ("norms", "merge") for layout in LAYOUTS]
-
-    def digest(impl: str) -> None:
-        ops.digest(data.outer, data.sums, impl=impl)
-
-    found.append(Case("digest", "", "one", digest, data.sums, (4,)))
-    return found
+    return [*found, plain_case(data, "digest", "one")]
 
 
 # Bytes for each element that ``torch.compile`` moves where its code needs more than one pass: int4

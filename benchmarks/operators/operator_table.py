@@ -15,15 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.operators.kernels_gpu_cases import (
+    NUM_RUNS,
+    Buffers,
+    Case,
+    adam_case,
+    decode_case,
+    encode_case,
+    formats,
+    plain_case,
+    reduce_case,
+    step_case,
+)
 from benchmarks.support import common
-from diloco_comm import ops
-from diloco_comm.ops.wire import ELEMENT_WIRES, ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ROTATED_WIRES, SPARSE_WIRES, Layout
 
 Run = Callable[[], object]
 Seconds = dict[str, list[float]]
 
-NUM_RUNS = 4  # the shards that `reduce` sums
-BLOCK = 256  # elements that share a scale, in the wires where this can be chosen
 # Wires with a code for a block as a whole; 4096 elements are whole blocks of all of them.
 BLOCK_WIRES = (*ROTATED_WIRES, *SPARSE_WIRES)
 _WHOLE_BLOCKS = 4096
@@ -42,8 +51,8 @@ def buffer(num_elements: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)[:num_elements].zero_()
 
 
-class Data:
-    """The buffers of one fragment: about nine times ``size_bytes`` in all.
+class Data(Buffers):
+    """The buffers on huge pages: about nine times ``size_bytes`` in all.
 
     Args:
         size_bytes: Bytes of the fragment's fp32 parameters.
@@ -54,46 +63,37 @@ class Data:
         multiple = NUM_RUNS * _WHOLE_BLOCKS
         self.num_elements = n = size_bytes // 4 // multiple * multiple
         self.impl = impl
-        names = ("outer", "params", "momentum", "residual", "rest")
-        self.fp32 = {name: buffer(n, torch.float32) for name in names}
         rng = torch.Generator().manual_seed(1)
-        for i, name in enumerate(names[:4]):
-            pattern = torch.randn(min(n, PATTERN), generator=rng) * (1.0, 1.0, 1e-3, 1e-4)[i]
-            for part in self.fp32[name].split(PATTERN):
+
+        def fp32(scale: float) -> Tensor:
+            pattern = torch.randn(min(n, PATTERN), generator=rng) * scale
+            made = buffer(n, torch.float32)
+            for part in made.split(PATTERN):
                 part.copy_(pattern[: part.numel()])
+            return made
+
+        self.outer, self.params = fp32(1.0), fp32(1.0)
+        self.momentum, self.residual = fp32(1e-3), fp32(1e-4)
+        # Adam's second moment is any fp32 buffer without a negative number.
+        self.second = self.residual.abs_()
+        self.rest = buffer(n, torch.float32)
         self.bf16 = buffer(n, torch.bfloat16)
         self.codes = buffer(n, torch.int8)
-        formats = [WireFormat(wire, BLOCK) for wire in ELEMENT_WIRES]
-        formats += [WireFormat(wire) for wire in BLOCK_WIRES]
-        self.layouts = {wire.name: Layout.plan(n, NUM_RUNS, 1, wire) for wire in formats}
-        largest = self.layouts["fp32"].payload_bytes
-        self.scratch = buffer(largest, torch.uint8)
-        self.payloads = {w: self._payload(w) for w in ("int8", "int4", "fp8_e4m3", *BLOCK_WIRES)}
+        self.layouts = {form.name: Layout.plan(n, NUM_RUNS, 1, form) for form in formats()}
+        self.scratch = buffer(self.layouts["fp32"].payload_bytes, torch.uint8)
+        self.count = None
+        self.payloads = {}
+        for wire in ("int8", "int4", "fp8_e4m3", *BLOCK_WIRES):
+            case = encode_case(self, wire, "one")
+            case.run(impl)
+            self.payloads[wire] = buffer(case.result.numel(), torch.uint8).copy_(case.result)
         self.norms = torch.zeros(2, dtype=torch.float64)
         self.sums = torch.zeros(2, dtype=torch.int64)
-
-    def _payload(self, wire: str) -> Tensor:
-        payload = buffer(self.layouts[wire].payload_bytes, torch.uint8)
-        encode(self, wire, payload)()
-        return payload
-
-    def form(self, wire: str) -> tuple[int, str, int]:
-        layout = self.layouts[wire]
-        return layout.run_elements, wire, layout.wire.block_size
-
-    def __getattr__(self, name: str) -> Tensor:
-        try:
-            return self.__dict__["fp32"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-# The timed functions are closures over the buffers; a row says how many bytes they must move.
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One line of the table: the operator on one tensor, and the bytes that it must move."""
 
     operator: str
     wire: str
@@ -107,115 +107,68 @@ class Row:
         return f"{self.operator} {self.wire}".strip()
 
 
-def encode(data: Data, wire: str, payload: Tensor | None = None, **options: Any) -> Run:
-    """Encode outer - params; ``params`` and ``residual`` in the options replace the fp32 ones."""
-    target = data.scratch[: data.layouts[wire].payload_bytes] if payload is None else payload
-    params = [options.pop("params", data.fp32["params"])]
-    outer, n, form = data.fp32["outer"], data.num_elements, data.form(wire)
-    return lambda: ops.encode(outer, params, target, 0, n, *form, **options, impl=data.impl)
-
-
-def outer_step(data: Data, wire: str, num_terms: int = 1, **options: Any) -> Run:
-    """Take a Nesterov step and write the parameters."""
-    params = [options.pop("params", data.fp32["params"])]
-    payloads, n, form = [data.payloads[wire]] * num_terms, data.num_elements, data.form(wire)
-    coefficients = [1.0, 0.25, -0.25][:num_terms]
-    options = {"lr": 0.7, "mu": 0.9} | options
-    return lambda: ops.outer_step(
-        data.outer, data.momentum, params, payloads, coefficients, 0, n, *form, "nesterov",
-        impl=data.impl, **options,
-    )  # fmt: skip
-
-
-def adam_step(data: Data, wire: str) -> Run:
-    second = data.residual  # any fp32 buffer; the arithmetic needs it to be positive
-    second.abs_()
-    options: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 0.1, "step": 3}
-    args = ([data.payloads[wire]], [1.0], 0, data.num_elements, *data.form(wire))
-    return lambda: ops.outer_step_adam(
-        data.outer, data.momentum, second, [data.params], *args, impl=data.impl, **options
-    )
-
-
-def decode(data: Data, wire: str) -> Run:
-    args = ([data.payloads[wire]], [1.0], [data.rest], 0, data.num_elements, *data.form(wire))
-    return lambda: ops.decode(*args, impl=data.impl)
-
-
-def reduce(data: Data, wire: str) -> Run:
-    """Average the payload's four runs as if they were four ranks' shards of one run."""
-    layout, form = data.layouts[wire], data.form(wire)
-    result = data.scratch[: layout.run_bytes]
-    args = (data.payloads[wire], result, [1 / NUM_RUNS] * NUM_RUNS, layout.run_elements, *form)
-    return lambda: ops.reduce(*args, impl=data.impl)
+def row_of(data: Data, case: Case, floor: str = "", plain: str = "", more: str = "") -> Row:
+    """Return the row of a call; ``more`` ends its name."""
+    run = functools.partial(case.run, data.impl)
+    return Row(case.operator + more, case.wire, run, case.traffic_bytes, floor, plain)
 
 
 def block_rows(data: Data, *, bars_only: bool) -> list[Row]:
     """List the operators on wires with a code for a block; the bars need some of them."""
-    feedback = {"residual": data.residual, "new_residual": data.rest}
     found = []
-    for wire, layout in data.layouts.items():
-        if wire not in BLOCK_WIRES:
-            continue
-        coded = layout.wire.bits_per_element / 8
-        steps = Row("outer_step", wire, outer_step(data, wire), 20 + coded, "outer_step")
+    for wire in BLOCK_WIRES:
         if wire in SPARSE_WIRES:
-            run = encode(data, wire, **feedback)
-            found.append(Row("encode +feedback", wire, run, 16 + coded, "feedback"))
+            found.append(row_of(data, encode_case(data, wire, "one", " +feedback"), "feedback"))
         else:
-            found += [Row("encode", wire, encode(data, wire), 8 + coded, "read2"), steps]
+            found.append(row_of(data, encode_case(data, wire, "one"), "read2"))
+            found.append(row_of(data, step_case(data, wire, "one"), "outer_step"))
         if not bars_only:
-            found.append(Row("decode", wire, decode(data, wire), 4 + coded))
-            if not layout.wire.is_gathered:
-                traffic = coded + coded / NUM_RUNS
-                found.append(Row("reduce of 4", wire, reduce(data, wire), traffic))
+            found.append(row_of(data, decode_case(data, wire, "one")))
+            if not data.layouts[wire].wire.is_gathered:
+                found.append(row_of(data, reduce_case(data, wire)))
     barred = {"int2r", "int1r", "sub8", "topk64"}
     return [row for row in found if not bars_only or row.wire in barred]
 
 
 def rows(data: Data, *, bars_only: bool) -> list[Row]:
     """List the operators to time, first the operators of the bars."""
-    feedback = {"residual": data.residual, "new_residual": data.rest}
-    wire_bytes = {w: WireFormat(w, BLOCK).bits_per_element / 8 for w in ELEMENT_WIRES}
-    w8, w4 = wire_bytes["int8"], wire_bytes["int4"]
+
+    def encode(wire: str, kind: str = "", *names: str, **options: Any) -> Row:
+        return row_of(data, encode_case(data, wire, "one", kind, **options), *names)
+
+    def stochastic(wire: str) -> Row:
+        return encode(wire, " stochastic", "read2", stochastic=True)
+
+    def step(wire: str, *names: str, **options: Any) -> Row:
+        return row_of(data, step_case(data, wire, "one", **options), *names)
+
     found = [
-        Row("encode", "int8", encode(data, "int8"), 8 + w8, "read2", "encode"),
-        Row("encode", "int4", encode(data, "int4"), 8 + w4, "read2"),
-        Row("encode", "fp8_e4m3", encode(data, "fp8_e4m3"), 8 + w8, "read2"),
-        Row("encode stochastic", "int8", encode(data, "int8", stochastic=True), 8 + w8, "read2"),
-        Row("encode +feedback", "int8", encode(data, "int8", **feedback), 16 + w8, "feedback"),
-        Row("decode", "int8", decode(data, "int8"), 4 + w8, "decode", "decode"),
-        Row("reduce of 4", "int8", reduce(data, "int8"), w8 + w8 / NUM_RUNS, plain="reduce"),
-        Row("outer_step", "int8", outer_step(data, "int8"), 20 + w8, "outer_step", "outer_step"),
+        encode("int8", "", "read2", "encode"),
+        encode("int4", "", "read2"),
+        encode("fp8_e4m3", "", "read2"),
+        stochastic("int8"),
+        encode("int8", " +feedback", "feedback"),
+        row_of(data, decode_case(data, "int8", "one"), "decode", "decode"),
+        row_of(data, reduce_case(data, "int8"), "", "reduce"),
+        step("int8", "outer_step", "outer_step"),
     ]
     if bars_only:
         return found
-    half: dict[str, Any] = {"params": data.bf16}
-    for wire in ("fp8_e5m2", "e3m0", "fp16", "bf16", "fp32"):
-        found.append(Row("encode", wire, encode(data, wire), 8 + wire_bytes[wire], "read2"))
-    for wire in ("int4", "fp8_e4m3", "e3m0", "bf16"):
-        run = encode(data, wire, stochastic=True)
-        found.append(Row("encode stochastic", wire, run, 8 + wire_bytes[wire], "read2"))
-    short = {"residual": buffer(data.num_elements, torch.bfloat16)}
-    short["new_residual"] = buffer(data.num_elements, torch.bfloat16)
+    found += [encode(w, "", "read2") for w in ("fp8_e5m2", "e3m0", "fp16", "bf16", "fp32")]
+    found += [stochastic(wire) for wire in ("int4", "fp8_e4m3", "e3m0", "bf16")]
+    short = [buffer(data.num_elements, torch.bfloat16) for _ in range(2)]
     return [
         *found,
-        Row("encode bf16 params", "int8", encode(data, "int8", **half), 6 + w8),
-        Row("encode +bf16 feedback", "int8", encode(data, "int8", **short), 12 + w8),
-        Row("decode", "int4", decode(data, "int4"), 4 + w4),
-        Row("decode", "fp8_e4m3", decode(data, "fp8_e4m3"), 4 + w8),
-        Row("reduce of 4", "int4", reduce(data, "int4"), w4 + w4 / NUM_RUNS),
-        Row("reduce of 4", "fp8_e4m3", reduce(data, "fp8_e4m3"), w8 + w8 / NUM_RUNS),
-        Row("outer_step", "int4", outer_step(data, "int4"), 20 + w4, "outer_step"),
-        Row("outer_step alpha=0.5", "int8", outer_step(data, "int8", alpha=0.5), 24 + w8),
-        Row("outer_step bf16 params", "int8", outer_step(data, "int8", **half), 18 + w8),
-        Row("outer_step 3 terms", "int8", outer_step(data, "int8", 3), 20 + 3 * w8),
-        Row("outer_step adam", "int8", adam_step(data, "int8"), 28 + w8),
-        Row("merge", "", lambda: ops.merge(data.outer, [data.rest], impl=data.impl), 8),
-        Row(
-            "norms", "", lambda: ops.norms(data.outer, [data.params], data.norms, impl=data.impl), 8
-        ),
-        Row("digest", "", lambda: ops.digest(data.outer, data.sums, impl=data.impl), 4),
+        encode("int8", " bf16 params", params=data.bf16),
+        encode("int8", " +bf16 feedback", residuals=short),
+        *(row_of(data, decode_case(data, wire, "one")) for wire in ("int4", "fp8_e4m3")),
+        *(row_of(data, reduce_case(data, wire)) for wire in ("int4", "fp8_e4m3")),
+        step("int4", "outer_step"),
+        step("int8", alpha=0.5),
+        step("int8", "", "", " bf16 params", params=data.bf16),
+        step("int8", num_terms=3),
+        row_of(data, adam_case(data, "int8", "one")),
+        *(row_of(data, plain_case(data, name, "one")) for name in ("merge", "norms", "digest")),
         *block_rows(data, bars_only=False),
     ]
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.operators import plain_operators as plain
+from benchmarks.operators.kernels_gpu_cases import BLOCK
 from benchmarks.operators.operator_table import (
-    BLOCK,
     FLOOR_BYTES,
     Data,
     Row,

@@ -4,6 +4,9 @@ The benchmarks are run as modules from the checkout: ``python -m benchmarks.ROOM
 ``torchrun ... -m benchmarks.ROOM.NAME``.
 """
 
+# The benchmarks take the names of the package's tools from here.
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import argparse
@@ -43,49 +46,6 @@ from diloco_comm_tools.common.workers import (
     leave_workers,
     run_workers,
 )
-
-__all__ = [
-    "RESULTS",
-    "ROOT",
-    "RUNS",
-    "Report",
-    "WorkerError",
-    "about",
-    "add_output",
-    "add_plot",
-    "add_rounds",
-    "add_runs",
-    "benchmark_command",
-    "check_default",
-    "check_device",
-    "command_line",
-    "commit",
-    "conclude",
-    "finish",
-    "format_size",
-    "free_port",
-    "init_workers",
-    "interleave",
-    "is_worker",
-    "leave_workers",
-    "machine",
-    "median_ratio",
-    "parse_count",
-    "parse_impls",
-    "parse_size",
-    "percentile",
-    "record_text",
-    "relaunch",
-    "relaunch_or_explain",
-    "run_workers",
-    "same_command",
-    "save",
-    "save_plot",
-    "slowest_of_ranks",
-    "stoppable",
-    "summary",
-    "versions",
-]
 
 ROOT = Path(__file__).resolve().parents[2]
 # Records, which pages quote; and single runs, which a benchmark that goes on does not repeat.
@@ -144,9 +104,40 @@ def add_plot(parser: argparse.ArgumentParser, help: str) -> None:
     add_output(parser, "--plot", metavar="PNG", help=help)
 
 
-def add_runs(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add ``--runs``, the file of single runs: a run that the file holds is not repeated."""
+def add_runs(parser: argparse.ArgumentParser, name: str, record: Path | None = None) -> None:
+    """Add the options of a benchmark that goes on where it was.
+
+    Args:
+        name: The file of single runs: a run that the file holds is not repeated.
+        record: The default of ``--json``.
+    """
     add_output(parser, "--runs", default=RUNS / name, help="file of the runs, none made twice")
+    add_output(parser, default=record)
+    parser.add_argument("--report", action="store_true", help="make no run")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=float("inf"),
+        help="begin no run after this many seconds",
+    )
+
+
+def parse_numbers(text: str) -> list[int]:
+    """Return the whole numbers of a comma list, as an argument's ``type``."""
+    return [int(number) for number in text.split(",")]
+
+
+def mean_and_deviation(values: Sequence[float], sign: str = "") -> str:
+    """Return mean and sample deviation as text; "-" without values."""
+    if not values:
+        return "-"
+    spread = f" ({statistics.stdev(values):.4f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.4f}{spread}"
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the sample deviation; 0 of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +206,11 @@ def same_command() -> list[str]:
     return [sys.executable, "-m", spec.name, *sys.argv[1:]]
 
 
+def module_command() -> str:
+    """Return the command of this very benchmark, without its arguments."""
+    return f"python -m {same_command()[2]}"
+
+
 def relaunch(world: int, **options: object) -> None:
     """Run this very command as `world` local workers (the meaning of ``-g N``)."""
     options = {"preload": ranks.WITH_OPTIMIZER, **options}
@@ -225,6 +221,26 @@ def relaunch(world: int, **options: object) -> None:
         if error.status in (1, 2):
             sys.exit(error.status)
         raise
+
+
+def join_group(
+    title: str,
+    nprocs: int,
+    *,
+    timeout_s: float = 120.0,
+    preload: Sequence[str] = ranks.WITH_OPTIMIZER,
+    **header: object,
+) -> Report | None:
+    """Join the group and return a report, whose output rank 0 alone prints.
+
+    Returns:
+        None in the launcher, after `nprocs` local workers have done the work.
+    """
+    if nprocs and not is_worker():
+        relaunch(nprocs, preload=preload)
+        return None
+    rank, world = init_workers(timeout_s=timeout_s)
+    return Report(title, quiet=rank != 0, workers=world, **header)
 
 
 def relaunch_or_explain(world: int, **options: object) -> int:

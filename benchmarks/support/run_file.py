@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from diloco_comm.base.files import whole_file
 
 from . import common
+from .tuning import LADDER, choose, next_rate
 
 Row = dict[str, Any]
 
@@ -67,6 +71,64 @@ class RunFile:
         with open(self.path, "ab", buffering=0) as file:
             file.write((json.dumps(row) + "\n").encode())
             os.fsync(file.fileno())
+
+
+class Trainings(RunFile):
+    """The trainings of a file of runs, each made once.
+
+    Args:
+        train: Trains for a run, a dataclass with ``lr`` and ``seed``, and returns its line.
+        limit_s: Seconds after which no further training begins.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        command: str,
+        train: Callable[[Any], Row],
+        *,
+        limit_s: float = float("inf"),
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(path, command, defaults=defaults)
+        self._train, self._end = train, time.monotonic() + limit_s
+        self.is_complete = True
+
+    def make(self, run: Any) -> None:
+        """Train, unless the file holds the run.
+
+        Raises:
+            TimeoutError: If the time is up; the runs that were made are in the file.
+        """
+        if self.find(asdict(run)):
+            return
+        if time.monotonic() > self._end:
+            raise TimeoutError
+        row = self._train(run)
+        self.add(row)
+        print(f"{row['cpu_s']:6.1f} s  {row['loss']:.4f}  {run}", flush=True)
+
+    def tune(
+        self, run: Any, start: float, ladder: Sequence[float] = LADDER, loss: str = "loss"
+    ) -> float:
+        """Try learning rates of a run until the best one is bracketed; return the best."""
+        wanted = asdict(run)
+        del wanted["lr"]
+        while True:
+            losses = {row["lr"]: row[loss] for row in self.find(wanted)}
+            lr = next_rate(losses, start, ladder)
+            if lr is None:
+                return choose(losses).lr
+            self.make(replace(run, lr=lr))
+
+    @contextmanager
+    def in_time(self) -> Iterator[None]:
+        """Leave the block where the time is up, and say so."""
+        try:
+            yield
+        except TimeoutError:
+            self.is_complete = False
+            print("# the time is up: the same command goes on with the missing runs")
 
 
 def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[tuple[Row, list[Row]]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # A search ends between two of these rates; the paper searched 0.03, 0.1, 0.3 and 0.7.
 LADDER = (
@@ -50,3 +51,27 @@ def next_rate(
     place = ladder.index(best.lr)
     neighbour = place - 1 if best.lr == min(losses) else place + 1
     return ladder[neighbour] if 0 <= neighbour < len(ladder) else None
+
+
+Tried = dict[tuple[Any, ...], dict[float, float]]
+
+
+def tried_rates(rows: Iterable[Mapping[str, Any]], keys: Sequence[str], seed: int) -> Tried:
+    """Return the losses of the searches, which have a seed of their own, by rate."""
+    tried: Tried = {}
+    for row in rows:
+        if row["seed"] == seed:
+            tried.setdefault(tuple(row[key] for key in keys), {})[row["lr"]] = row["loss"]
+    return tried
+
+
+def search_lines(tried: Tried) -> Iterator[str]:
+    """Yield a line for each search of a learning rate: what was tried, and the best."""
+    yield ""
+    yield "# outer learning rates that were tried, with another seed: loss"
+    for (*cell, name), losses in tried.items():
+        choice = choose(losses)
+        shown = ", ".join(f"{lr:g}: {losses[lr]:.4f}" for lr in sorted(losses))
+        words = "" if choice.is_bracketed else "  ERROR: the best one is at the edge"
+        place = "".join(f"{value!s:>9}" for value in cell)
+        yield f"  {place} {name:26} {shown} -> {choice.lr:g}{words}"

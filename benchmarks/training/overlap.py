@@ -12,6 +12,8 @@ docs/measurements/overlap-results.md explains the figures.
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import sys
 import tempfile
@@ -28,10 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.exchange import netns
 from benchmarks.support import common
-from benchmarks.training.overlap_report import print_rows, summarize
+from benchmarks.support.run_file import RunFile
 from diloco_comm import DiLoCo, Link, Nesterov
 from diloco_comm.methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
-from diloco_comm_tools.common import ranks
+from diloco_comm_tools.common import plots, ranks
 from diloco_comm_tools.demo.data import Batches, load_corpus
 from diloco_comm_tools.demo.model import ByteTransformer, ModelConfig, byte_loss
 from diloco_comm_tools.demo.replica import BucketExchange
@@ -48,7 +50,7 @@ NAMED = ("alone", "ddp")
 
 @dataclass(frozen=True)
 class Variant:
-    """What one model trains with: ``alone``, ``ddp`` or ``policy:wire[:delay[:fragments]]``."""
+    """The training of one model: ``alone``, ``ddp`` or ``policy:wire[:delay[:fragments]]``."""
 
     name: str
     policy: str
@@ -245,6 +247,103 @@ def _over_ranks(segment: dict[str, float]) -> dict[str, Any]:
     return {**dict(zip(segment, mean, strict=True)), "seconds": slowest}
 
 
+# ------------------------------------------------------------------- figures, table and plot
+
+
+def summarize(
+    segments: dict[str, list[dict[str, Any]]], tokens_per_step: int, crowding: float
+) -> list[dict[str, Any]]:
+    """One row a variant.
+
+    Args:
+        segments: By variant, "alone" among them, as `measure` returns them.
+        tokens_per_step: Tokens of all replicas together.
+        crowding: Replicas a core.
+    """
+    alone = [s["seconds"] / s["steps"] for s in segments["alone"]]
+    rows = []
+    for name, own in segments.items():
+        step_s = [s["seconds"] / s["steps"] for s in own]
+        row: dict[str, Any] = {
+            "variant": name,
+            "tokens_per_s": common.summary([tokens_per_step / s for s in step_s]),
+            "step_ms": common.summary([1e3 * s for s in step_s]),
+            "of_alone": common.median_ratio(alone, step_s),
+        }
+        syncs = sum(s.get("num_syncs", 0.0) for s in own)
+        if syncs:
+            row.update(_exchange_figures(own, syncs, crowding))
+            row["unexplained"] = 1.0 - row["of_alone"] - row["codec_and_wire"] - row["exposed"]
+        rows.append(row)
+    return rows
+
+
+def _exchange_figures(own: list[dict[str, Any]], syncs: float, crowding: float) -> dict[str, float]:
+    """Figures of the syncs in these segments; see docs/measurements/overlap-results.md."""
+
+    def total(*keys: str) -> float:
+        return sum(s[key] for s in own for key in keys)
+
+    # The first sync that a segment finishes was waited for in the `settle` of the one before.
+    exposed = total("exposed_s", "settle_s")
+    cpu = total("encode_s", "outer_step_s", "other_threads_cpu_s")
+    seconds = total("seconds")
+    return {
+        "overlap_fraction": max(0.0, 1.0 - exposed / total("exchange_s")),
+        "exchange_ms": 1e3 * total("exchange_s") / syncs,
+        "exposed_ms": 1e3 * exposed / syncs,
+        "training_thread_ms": 1e3 * total("encode_s", "outer_step_s") / syncs,
+        "codec_and_wire_cpu_ms": 1e3 * cpu / syncs,
+        "sent_mb": total("sent_bytes") / syncs / 1e6,
+        # Replicas that share cores slow each other down by what each of them computes.
+        "codec_and_wire": cpu * max(1.0, crowding) / seconds,
+        "exposed": exposed / seconds,
+    }
+
+
+COLUMNS = (
+    ("tokens/s", lambda r: f"{r['tokens_per_s']['median']:.0f}"),
+    ("of alone", lambda r: f"{100 * r['of_alone']:.1f} %"),
+    ("overlap", lambda r: f"{r['overlap_fraction']:.3f}" if "exposed" in r else "-"),
+    ("exchange", lambda r: f"{r['exchange_ms']:.0f} ms" if "exposed" in r else "-"),
+    ("exposed", lambda r: f"{r['exposed_ms']:.1f} ms" if "exposed" in r else "-"),
+    ("CPU", lambda r: f"{r['codec_and_wire_cpu_ms']:.1f} ms" if "exposed" in r else "-"),
+    ("CPU share", lambda r: f"{100 * r['codec_and_wire']:.2f} %" if "exposed" in r else "-"),
+    ("rest", lambda r: f"{100 * r['unexplained']:.2f} %" if "exposed" in r else "-"),
+    ("sent", lambda r: f"{r['sent_mb']:.2f} MB" if "exposed" in r else "-"),
+)
+
+
+def print_rows(report: common.Report, rows: list[dict[str, Any]]) -> None:
+    report.print(f"#{'variant':>20}" + "".join(f"{name:>11}" for name, _ in COLUMNS))
+    for row in rows:
+        cells = "".join(f"{show(row):>11}" for _, show in COLUMNS)
+        report.print(f" {row['variant']:>20}{cells}")
+
+
+def draw(done: list[dict[str, Any]], path: Path) -> None:
+    """Draw tokens/s as a share of training alone, one panel a set of workers and link."""
+    panels: dict[tuple[int, str], dict[str, float]] = {}
+    for entry in done:
+        cell = entry["cell"]
+        bars = panels.setdefault((cell["workers"], cell["link"]), {})
+        for row in entry["rows"]:
+            if row["variant"] != "alone":
+                bars[f"{row['variant']}, H={cell['H']}"] = 100 * row["of_alone"]
+    height = 1.2 + 0.28 * max(map(len, panels.values()))
+    figure, axes = plots.new_panels(1, len(panels), 6, height)
+    for panel, ((workers, link), bars) in zip(axes[0], panels.items(), strict=True):
+        names = sorted(bars, key=lambda name: bars[name])
+        panel.barh(names, [bars[name] for name in names], color=plots.BLUE)
+        panel.axvline(97, color="0.4", linestyle=":", label="97 %")
+        panel.set_xlim(0, max(105, *bars.values()))
+        panel.set_xlabel("tokens/s, % of training without communication")
+        panel.set_title(f"{workers} replicas\n" + link.replace(", ", ",\n", 1), fontsize=9)
+        panel.tick_params(axis="y", labelsize=8)
+        plots.legend(panel, fontsize=8, loc="lower center")
+    plots.save(figure, path)
+
+
 # ------------------------------------------------------------------------------------ cells
 
 
@@ -282,6 +381,66 @@ def parse_variants(text: str) -> list[Variant]:
     return variants
 
 
+# ------------------------------------------------------------------------------------ sweep
+
+# Delay and wire at H=30; then H. The delays give the exchange from one step to a whole round.
+_STREAMING = "streaming:int4:1,streaming:int4:3,streaming:int4:10,streaming:int8:10"
+_CELLS = (
+    (30, "ddp,blocking:fp32,blocking:int4,eager:int4"),
+    (30, _STREAMING),
+    (30, "eager:int8,eager:e3m0,eager:fp32,co2:int4"),
+    (10, "blocking:int4,streaming:int4:3,eager:int4,eager:int8"),
+)
+
+
+def cells(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """All cells, on the emulated link, and on the shaped one where there is one."""
+    links = [(args.gbps, args.rtt_ms, "")]
+    if netns.missing() is None:
+        links.append((0.0, 0.0, "100mbit"))
+    found = []
+    for gbps, rtt_ms, namespaces in links:
+        for world in (2, 4):
+            for sync_every, variants in _CELLS if not namespaces else _CELLS[:1]:
+                cell = copy.copy(args)
+                cell.gbps, cell.rtt_ms, cell.namespaces = gbps, rtt_ms, namespaces
+                cell.nprocs, cell.sync_every = world, sync_every
+                cell.variants = parse_variants(variants)
+                found.append(cell)
+    return found
+
+
+def key_of(cell: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a cell that differ from cell to cell."""
+    names = [variant.name for variant in cell.variants]
+    numbers = ("batch", "context", "width", "layers", "lanes", "rounds")
+    return {
+        "workers": cell.nprocs,
+        "link": link_name(cell),
+        "H": cell.sync_every,
+        "variants": names,
+        **{name: getattr(cell, name) for name in numbers},
+    }
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """Measure the cells that the file of the runs lacks; each is on disk after it is measured."""
+    runs = RunFile(args.runs, "python -m benchmarks.training.overlap --sweep")
+    report = common.Report("overlap", link="in each cell", variants="in each cell")
+    done = []
+    with common.stoppable():
+        for cell in cells(args):
+            key = key_of(cell)
+            if not runs.find({"cell": key}):
+                runs.add({"cell": key, "commit": common.commit(), "rows": run_cell(cell)})
+            done += runs.find({"cell": key})[:1]
+            report.print(f"# {key['workers']} workers, H {key['H']}, {key['link']}")
+            print_rows(report, done[-1]["rows"])
+    common.save(report, args.json, done)
+    common.save_plot(args.plot, functools.partial(draw, done))
+    return 0
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -304,12 +463,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ddp-steps", type=int, default=2, help="steps of DDP in place of a round")
     add("--lanes", type=int, default=1, help="connections to each peer")
     add("--seed", type=int, default=0, help="of weights and data")
-    add("--sweep", action="store_true", help="all cells of overlap_sweep.py, resumed from --runs")
-    common.add_runs(parser, "overlap.json")
+    add("--sweep", action="store_true", help="all cells, resumed from --runs")
+    runs = common.RUNS / "overlap.jsonl"
+    common.add_output(parser, "--runs", default=runs, help="file of the cells, none made twice")
     common.add_plot(parser, "draw the sweep")
     common.add_output(parser)
     add("--segments", default="", help=argparse.SUPPRESS)
-    # What netns.py tells every benchmark.
+    # netns.py tells every benchmark these.
     add("--link", default="", help=argparse.SUPPRESS)
     add("--drain", type=int, default=0, help=argparse.SUPPRESS)
     return parser
@@ -336,11 +496,9 @@ def main() -> int:
         print(f"# skipped: {reason}")
         return 0
     if args.sweep:
-        from benchmarks.training import overlap_sweep
-
         args.json = args.json or common.RESULTS / "training" / "overlap.json"
         common.check_default(parser, "--json", args.json)
-        return overlap_sweep.run(args)
+        return sweep(args)
     count = sum(p.numel() for p in ByteTransformer(model_config(args), 0).parameters())
     header = {"workers": args.nprocs, "link": link_name(args), "H": args.sync_every}
     report = common.Report("overlap", **header, parameters=count)

@@ -112,15 +112,7 @@ def exchange(
     from . import exchange as bench
 
     reports.check_output("--json", json_path)
-    settings = _settings(
-        bench.Settings,
-        context,
-        min_bytes=parse_size(min_bytes),
-        max_bytes=parse_size(max_bytes),
-        check=bool(check),
-        wires=tuple(wire.split(",")),
-        chunk_bytes=parse_size(chunk) if chunk else None,
-    )
+    settings = exchange_settings(context)
     if not _in_group(nprocs, backend):
         return
     chosen = bench.make_methods(settings)
@@ -267,6 +259,22 @@ def tune(
 
 
 # --------------------------------------------------------------------------------------- helpers
+
+
+def exchange_settings(context: typer.Context) -> Any:
+    """Return the settings of ``bench exchange`` from its options."""
+    from . import exchange as bench
+
+    options = context.params
+    return _settings(
+        bench.Settings,
+        context,
+        min_bytes=parse_size(options["min_bytes"]),
+        max_bytes=parse_size(options["max_bytes"]),
+        check=bool(options["check"]),
+        wires=tuple(options["wire"].split(",")),
+        chunk_bytes=parse_size(options["chunk"]) if options["chunk"] else None,
+    )
 
 
 def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:

@@ -86,17 +86,11 @@ def test_exchange_on_an_emulated_link_says_so(run: Run) -> None:
 
 
 def test_outer_step_compares_with_the_flat_baseline(run: Run) -> None:
-    options = ["-n", "1", "-w", "1", "--width", "16"]
+    options = ["-c", "1", "-n", "1", "-w", "1", "--width", "16"]
     lines, document = run("training.outer_step", "-g", "2", *options)
     assert_document(document, lines)
+    assert "# out of bounds values: 0" in lines
     assert {"diloco", "flat", "blocked_ratio", "honesty"} <= document["results"].keys()
-
-
-def test_flat_baseline_follows_the_equations(run: Run) -> None:
-    # The honesty ratio means nothing at this size, so either status will do.
-    options = ["-c", "1", "-n", "1", "--size", "64K"]
-    done = run_benchmark("training.flat_baseline", "-g", 3, *options)
-    assert "# out of bounds values: 0" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.nightly("20 s of a benchmark in namespaces")
@@ -119,11 +113,11 @@ def test_namespaces_carry_the_exchange_and_are_removed(run: Run) -> None:
 
 @pytest.fixture
 def long_network() -> ModuleType:
-    from benchmarks.exchange import long_network
+    from benchmarks.exchange import netns
 
-    if reason := long_network.missing():
+    if reason := netns.missing_tun():
         pytest.skip(reason)
-    return long_network
+    return netns
 
 
 @pytest.mark.nightly("10 s of a benchmark in namespaces")
@@ -132,7 +126,8 @@ def long_network() -> ModuleType:
 def test_an_exchange_over_a_long_link_takes_its_time(run: Run) -> None:
     link = ["--rate", "20mbit", "--round-trip", "40", "--loss", "0.01"]
     options = ["-b", "1M", "-n", "1", "-r", "1", "--wire", "fp32"]
-    lines, document = run("exchange.long_network", *link, "--", *options)
+    benchmark = ["--benchmark", "exchange.one_port", "--", "against-gloo", *options]
+    lines, document = run("exchange.netns", *link, *benchmark)
     assert any("20 Mbit/s each way, round trip 40 ms, loss 1 %" in line for line in lines)
     # 1 MiB takes 419 ms at this rate.
     assert document["results"]["fp32 1048576"]["tcp"]["p10"] > 0.4
@@ -158,8 +153,8 @@ def test_a_long_link_delays_and_loses_packets(long_network: ModuleType) -> None:
 def test_a_slow_link_fails_no_round(run: Run) -> None:
     slow = ["--rate", "2mbit", "--round-trip", "40", "--queue", "2"]
     rounds = ["--seconds", "4", "-b", "1M", "--suspect-after", "2"]
-    benchmark = ["--benchmark", "exchange.steady_rounds", "--", *rounds]
-    _, document = run("exchange.long_network", *slow, *benchmark)
+    benchmark = ["--benchmark", "exchange.one_port", "--", "rounds", *rounds]
+    _, document = run("exchange.netns", *slow, *benchmark)
     # A round takes twice as long as the silence after which a replica counts as dead.
     assert document["results"]["errors"] == [] and document["results"]["longest_s"] > 4.0
 
@@ -250,7 +245,9 @@ def test_the_all_reduce_is_measured_beside_its_floor(run: Run) -> None:
 
 @pytest.mark.nightly("4 s; the rates are no promise of the library")
 def test_the_link_is_measured_beside_gloo(run: Run) -> None:
-    lines, document = run("exchange.link_against_gloo", "-b", "64K", "-n", "3", "--wire", "fp32")
+    lines, document = run(
+        "exchange.one_port", "against-gloo", "-b", "64K", "-n", "3", "--wire", "fp32"
+    )
     assert_document(document, lines)
     (found,) = document["results"].values()
     (row,) = table(lines)
@@ -263,9 +260,9 @@ def test_the_link_is_measured_beside_gloo(run: Run) -> None:
 
 
 def test_the_link_against_gloo_is_taken_sample_by_sample() -> None:
-    from benchmarks.exchange import link_against_gloo
+    from benchmarks.exchange import one_port
 
-    found = link_against_gloo.figures([2.0, 9.0, 6.0], [4.0, 9.0, 12.0], 8_000_000_000)
+    found = one_port.figures([2.0, 9.0, 6.0], [4.0, 9.0, 12.0], 8_000_000_000)
     assert found["rate_against_gloo"] == 2.0
     assert found["tcp_gb_per_s"] == pytest.approx(8 / 6)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from benchmarks.asynchronous.decoupled import CELLS, Run, train
-from benchmarks.asynchronous.decoupled_coding import CodedFragment
 from benchmarks.asynchronous.decoupled_methods import (
     METHODS,
     NAMES,
+    CodedFragment,
     seconds_of,
     steps_in_equal_time,
 )
@@ -95,22 +95,22 @@ def rows_of_a_search() -> list[dict[str, Any]]:
 
 def test_the_table_has_the_rates_that_the_search_chose() -> None:
     rows = rows_of_a_search()
-    kept = kept_rows(rows, TUNING)
+    kept = kept_rows(rows)
     assert all(each["lr"] == 0.7 and each["seed"] != TUNING for each in kept)
     # A method without a search of its own has the rate of another.
     assert sum(each["method"] == "K=1, grace, int4" for each in kept) == 2
-    text = "\n".join(report_lines(rows, TUNING))
+    text = "\n".join(report_lines(rows))
     assert "K=1 without grace is worse than with grace     holds          +0.0500" in text
     assert "+0.1000 (0.0000)" in text
     assert "Streaming                  0.3: 2.6000, 0.7: 2.5000 -> 0.7  ERROR" in text
     # A search at the speeds of a row goes before that at other speeds.
     own = [row("K=1", lr, TUNING, lr, "none") for lr in (0.1, 0.3, 0.7)]
-    found = kept_rows([*rows, *own, row("K=1", 0.1, 0, 2.0, "none")], TUNING)
+    found = kept_rows([*rows, *own, row("K=1", 0.1, 0, 2.0, "none")])
     assert [each["lr"] for each in found if each["speeds"] == "none"] == [0.1]
 
 
 def test_the_figure(tmp_path: Path) -> None:
-    draw(rows_of_a_search(), tmp_path / "runs.png", TUNING)
+    draw(rows_of_a_search(), tmp_path / "runs.png")
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -62,7 +62,7 @@ def test_overlap_measures_every_variant_and_accounts_for_its_syncs(tmp_path: Pat
 
 
 def test_overlap_summary_counts_the_wait_at_a_segments_end_as_exposed() -> None:
-    from benchmarks.training.overlap_report import summarize
+    from benchmarks.training.overlap import summarize
 
     alone = [{"seconds": 3.0, "steps": 30.0}]
     segment = {
@@ -104,7 +104,7 @@ def test_sweep_measures_only_what_the_file_of_its_runs_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from benchmarks.exchange import netns
-    from benchmarks.training import overlap, overlap_sweep
+    from benchmarks.training import overlap
 
     measured: list[int] = []
 
@@ -117,23 +117,22 @@ def test_sweep_measures_only_what_the_file_of_its_runs_lacks(
 
     monkeypatch.setattr(overlap, "run_cell", run_cell)
     monkeypatch.setattr(netns, "missing", lambda: "not here")
-    path, record = tmp_path / "sweep.json", tmp_path / "record.json"
+    path, record = tmp_path / "sweep.jsonl", tmp_path / "record.json"
     written = ["--runs", str(path), "--json", str(record)]
     args = overlap.make_parser().parse_args(["--sweep", *written])
     with pytest.raises(KeyboardInterrupt):
-        overlap_sweep.run(args)
-    assert len(json.loads(path.read_text())["results"]) == 3
+        overlap.sweep(args)
+    assert len(path.read_text().splitlines()) == 1 + 3
     measured.clear()
     row = {"variant": "eager:int4", "of_alone": 0.9, "tokens_per_s": {"median": 1.0}}
     monkeypatch.setattr(overlap, "run_cell", lambda cell: measured.append(cell.nprocs) or [row])
     args.plot = tmp_path / "sweep.png"
-    assert overlap_sweep.run(args) == 0
-    results = [json.loads(file.read_text())["results"] for file in (path, record)]
-    assert results[0] == results[1] and len(results[1]) == len(overlap_sweep.cells(args))
+    assert overlap.sweep(args) == 0
+    results = json.loads(record.read_text())["results"]
+    assert results == [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert len(results) == len(overlap.cells(args))
     assert shows(args.plot, plots.BLUE)
-    assert len(measured) == len(overlap_sweep.cells(args)) - 3
-    path.write_text(json.dumps({"results": [row]}))
-    assert overlap_sweep.run(args) == 2
+    assert len(measured) == len(overlap.cells(args)) - 3
 
 
 # --------------------------------------------------------------------------------- torchft
@@ -254,26 +253,27 @@ def test_convergence_tunes_before_it_trains_and_repeats_nothing(tmp_path: Path) 
     from benchmarks.convergence.sweep import Run
     from benchmarks.convergence.tasks import SMOKE
 
-    folder, path = tmp_path / "runs", tmp_path / "table.json"
+    runs, path = tmp_path / "runs.jsonl", tmp_path / "table.json"
     rows = "DDP,FedAvg,CO2 clip,Streaming int4 feedback"
     # One run is there; another is there with other settings, and is repeated.
     size = asdict(SMOKE["digits"])
     done = {"choice": {}, "size": size, "loss": 123.0, "accuracy": 0.0, "sent_bytes": 1}
-    folder.mkdir()
+    lines = ["{}"]
     for seed, changed in ((0, {}), (1, {"size": {**size, "num_steps": 9}})):
         run = Run("digits", "train", "FedAvg", seed)
-        (folder / run.file_name).write_text(json.dumps({**asdict(run), **done, **changed}))
-    options = ["-g", 2, "--smoke", "--rows", rows, "--seeds", "0,1", "--folder", folder]
+        lines.append(json.dumps({**asdict(run), **done, **changed}))
+    runs.write_text("\n".join(lines) + "\n")
+    options = ["-g", 2, "--smoke", "--rows", rows, "--seeds", "0,1", "--runs", runs]
     plot = tmp_path / "table.png"
     written = ["--json", path, "--plot", plot]
     lines = run_script("convergence.sweep", "--tasks", "digits", *options, *written)
     assert shows(plot, plots.BLUE, plots.GREY)
-    tuned = [line for line in lines if "-tune-" in line]
-    trained = [line for line in lines if "-train-" in line]
+    tuned = [line for line in lines if "kind='tune'" in line]
+    trained = [line for line in lines if "kind='train'" in line]
     # Streaming, CO2 and the clip have three candidates each.
     assert len(tuned) == 9 and len(trained) == 7
     assert max(map(lines.index, tuned)) < min(map(lines.index, trained))
-    assert not any("FedAvg-0" in line for line in trained)
+    assert not any("row='FedAvg', seed=0" in line for line in trained)
     results = json.loads(path.read_text())["results"]
     assert len(results["tuned"]) == 9 and {row["task"] for row in results["tuned"]} == {"digits"}
     table = results["table"]["digits"]

@@ -79,7 +79,9 @@ def test_learners_of_the_benchmark_train_leave_and_come_back() -> None:
             while read_status(server.address, timeout=60.0)["commits"] < before + 4:
                 assert time.monotonic() < end
                 time.sleep(0.02)
-            assert load.memory_of(server.pid, "VmHWM") >= load.memory_of(server.pid, "VmRSS") > 0
+            assert (
+                load.resident_bytes("VmHWM", server.pid) >= load.resident_bytes(pid=server.pid) > 0
+            )
             for learner in learners:
                 learner.tell("pace", 0.002)
             for learner in reversed(learners):

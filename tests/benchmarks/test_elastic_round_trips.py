@@ -15,7 +15,7 @@ from benchmarks.elastic.round_trips import (
     last_times,
     results_of,
 )
-from benchmarks.exchange import long_network
+from benchmarks.exchange import netns
 
 
 def change(begin: float, delay: float) -> list[Step]:
@@ -45,7 +45,7 @@ def test_a_step_of_few_changes_is_left_out() -> None:
 @pytest.mark.fresh_interpreter
 @pytest.mark.timeout(600)
 def test_a_change_takes_few_round_trips(tmp_path: Path) -> None:
-    if reason := long_network.missing():
+    if reason := netns.missing_tun():
         pytest.skip(reason)
     path = tmp_path / "trips.json"
     # Delays so long that a machine under load changes the slope little.

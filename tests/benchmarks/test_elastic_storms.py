@@ -15,8 +15,7 @@ from benchmarks.elastic import schedules
 from benchmarks.elastic.checks import Life, lost_rounds
 from benchmarks.elastic.ledger_replica import Applied, LedgerSettings
 from benchmarks.elastic.schedules import Fault, make, parse, to_text
-from benchmarks.elastic.storm_model import Waits, predict
-from benchmarks.elastic.storm_report import Figures, results_of
+from benchmarks.elastic.storm_report import Figures, Waits, predict, results_of
 from benchmarks.elastic.storms import Storm, main, make_parser, read_schedule, run
 from benchmarks.support.namespaces import missing_tools
 from diloco_comm_tools.demo.crew import (

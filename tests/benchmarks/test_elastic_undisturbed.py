@@ -14,7 +14,7 @@ from benchmark_runs import run_benchmark
 def test_fixed_and_elastic_rounds_alternate(tmp_path: Path) -> None:
     path = tmp_path / "undisturbed.json"
     words = ["-g", "2", "-n", "3", "-w", "1", "--width", "32", "--sync-every", "2"]
-    done = run_benchmark("elastic.undisturbed", *words, "--json", path)
+    done = run_benchmark("training.outer_step", "--elastic", *words, "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(path.read_text())["results"]
     assert results["blocked_ratio"] > 0 and results["cpu_ratio"] > 0

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.elastic.checks import Resources
-from benchmarks.elastic.view_replica import Formed, ViewSettings
-from benchmarks.elastic.views import Views, results_of, run, violations
+from benchmarks.elastic.views import Formed, Views, ViewSettings, results_of, run, violations
 
 RSS_MIB = 8.0
 

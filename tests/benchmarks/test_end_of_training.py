@@ -12,9 +12,10 @@ from problems import Regression, train_step
 from torch import Tensor
 
 from benchmarks.convergence.end_of_training import ENDINGS
-from benchmarks.convergence.in_one_process import Replica, Replicas
+from benchmarks.convergence.wire_rounds import SendingRounds
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.methods.overlap import Blocking
+from diloco_comm.ops.wire import WireFormat
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -38,15 +39,14 @@ def flushed(rank: int, world: int) -> Tensor:
 
 def test_flush_makes_the_end_that_is_measured_as_mean(workers) -> None:
     """theta - g, with theta before the last round and its mean pseudo-gradient g."""
-    replicas = Replicas([Replica(*make(), Nesterov(LR, MOMENTUM)) for _ in range(2)], Blocking())
+    replicas = [make() for _ in range(2)]
+    outer, wire = Nesterov(LR, MOMENTUM), WireFormat("fp32")
+    rounds = SendingRounds(replicas, Blocking(), wire, sync_every=SYNC_EVERY, outer=outer)
     for step in range(10):
-        for rank, replica in enumerate(replicas.replicas):
-            train_step(replica.model, replica.optimizer, rank, step)
-        if step in (3, 7):
-            replicas.exchange()
-    local = [
-        torch.cat([p.detach().flatten() for p in r.model.parameters()]) for r in replicas.replicas
-    ]
+        for rank, (model, optimizer) in enumerate(replicas):
+            train_step(model, optimizer, rank, step)
+        rounds.after_step(step + 1)
+    local = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model, _ in replicas]
     expected = torch.stack(local).mean(0)
     for outer in workers(2).run(flushed):
         torch.testing.assert_close(outer, expected, rtol=1e-5, atol=1e-6)
@@ -55,12 +55,13 @@ def test_flush_makes_the_end_that_is_measured_as_mean(workers) -> None:
 @pytest.mark.nightly("7 s; the table of a long run is made by the same functions")
 def test_one_training_is_measured(tmp_path: Path) -> None:
     written = ["--runs", tmp_path / "runs.jsonl", "--json", tmp_path / "record.json"]
-    arguments = ["--tasks", "digits", "--sync-every", "10", "--limit-s", "0.01"]
+    arguments = ["--parts", "remainders", "--tasks", "digits", "--sync-every", "10"]
+    arguments += ["--jobs", "1", "--limit-s", "1"]
     done = run_benchmark("convergence.end_of_training", *arguments, *written)
     assert done.returncode == 0, done.stderr
     assert "the time is up" in done.stdout
     rows = json.loads((tmp_path / "record.json").read_text())["results"]["runs"]
-    assert [row["remainder"] for row in rows] == [1, 2, 5, 10]
+    assert [row["remainder"] for row in rows[:4]] == [1, 2, 5, 10]
     for row in rows:
         assert all(0 < row[name] < 3 for name in ENDINGS)
         assert row["scaled"] == row["nesterov"] or row["remainder"] < 10
@@ -69,10 +70,11 @@ def test_one_training_is_measured(tmp_path: Path) -> None:
 @pytest.mark.nightly("10 s; the table of a long run is made by the same functions")
 def test_the_ends_of_one_training_are_measured(tmp_path: Path) -> None:
     written = ["--runs", tmp_path / "runs.jsonl", "--json", tmp_path / "record.json"]
-    done = run_benchmark("training.ends", "--most", "1", "--jobs", "1", *written)
+    arguments = ["--parts", "rounds", "--tasks", "digits", "--jobs", "1", "--limit-s", "1"]
+    done = run_benchmark("convergence.end_of_training", *arguments, *written)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "record.json").read_text())["results"]["runs"]
-    assert [row["rounds"] for row in rows] == [4, 8, 12, 20, 40]
+    assert [row["rounds"] for row in rows[:5]] == [4, 8, 12, 20, 40]
     for row in rows:
         # At an outer rate of 0.2 the mean takes more of the last round than the others do.
-        assert 0 < row["mean"] < 3 and row["mean"] not in (row["flush"], row["taken back"])
+        assert 0 < row["mean"] < 3 and row["mean"] not in (row["nesterov"], row["undone"])

@@ -13,9 +13,10 @@ from choice_groups import grouped
 from problems import Regression, train_step
 from torch import Tensor
 
-from benchmarks.convergence.in_one_process import Replica, Replicas
+from benchmarks.convergence.wire_rounds import SendingRounds
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.methods.overlap import Blocking, Delayed, Eager, Overlap
+from diloco_comm.ops.wire import WireFormat
 from diloco_comm_tools.common import plots
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -49,18 +50,19 @@ def train_with_the_library(rank: int, world: int, policy: Overlap) -> list[Tenso
 
 
 def train_in_one_process(rank: int, one: int, world: int, policy: Overlap) -> list[list[Tensor]]:
-    replicas = Replicas([Replica(*make(policy)) for _ in range(world)], policy)
+    replicas = [make(policy)[:2] for _ in range(world)]
+    outer, wire = make(policy)[2], WireFormat("fp32")
+    rounds = SendingRounds(replicas, policy, wire, sync_every=SYNC_EVERY, outer=outer)
     seen: list[list[Tensor]] = [[] for _ in range(world)]
     for step in range(NUM_STEPS):
-        for rank, replica in enumerate(replicas.replicas):
-            train_step(replica.model, replica.optimizer, rank, step)
-        if (step + 1) % SYNC_EVERY == 0:
-            replicas.exchange()
-        for rank, replica in enumerate(replicas.replicas):
-            seen[rank].append(values(replica.model))
-    replicas.flush()
-    for rank, replica in enumerate(replicas.replicas):
-        seen[rank].append(values(replica.model))
+        for rank, (model, optimizer) in enumerate(replicas):
+            train_step(model, optimizer, rank, step)
+        rounds.after_step(step + 1)
+        for own, (model, _) in zip(seen, replicas, strict=True):
+            own.append(values(model))
+    rounds.flush(NUM_STEPS)
+    for own, (model, _) in zip(seen, replicas, strict=True):
+        own.append(values(model))
     return seen
 
 

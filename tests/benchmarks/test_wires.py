@@ -146,8 +146,8 @@ def test_runs_are_made_once_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
     cell = wires.Cell(rounds=3, wires=("fp32", "sub8"))
     path = tmp_path / "runs" / "wires.jsonl"
     for _ in range(2):
-        runs = wires.RunFile(path, "a test")
-        wires.Wires(runs, 60.0).make(cell)
+        runs = wires.open_runs(path)
+        wires.make(runs, cell)
     # 1, 0.7, 1.4 and 2 are tried for each wire; then 1.4 is trained with three seeds.
     assert len(made) == 2 * (4 + 3)
     lines = list(wires_report.report_lines(runs.rows))
@@ -157,7 +157,7 @@ def test_runs_are_made_once_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
     wires_report.draw(runs.rows, tmp_path / "wires.png")
     assert (tmp_path / "wires.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(TimeoutError):
-        wires.Wires(runs, 0.0).make(wires.Cell(rounds=4, wires=("fp32",)))
+        wires.make(wires.open_runs(path, 0.0), wires.Cell(rounds=4, wires=("fp32",)))
 
 
 def test_runs_of_a_file_without_methods_are_blocking(
@@ -179,7 +179,7 @@ def test_runs_of_a_file_without_methods_are_blocking(
     path.write_text(before)
     for method in ("blocking", "eager"):
         runs = wires.open_runs(path)
-        wires.Wires(runs, 60.0).make(replace(cell, method=method))
+        wires.make(runs, replace(cell, method=method))
     assert path.read_text().startswith(before)
     titles = [line for line in wires_report.report_lines(runs.rows) if "replicas" in line]
     assert titles == [

@@ -52,6 +52,8 @@ def main() -> None:
     common.check_default(parser, "--json", path)
     report = common.Report(f"decoupled training, {options.what}")
     results = MEASURES[options.what](report, options)
+    for sentence in results["missed"]:
+        report.print(f"# missed: {sentence}")
     common.save(report, path, results)
     if options.check and results["missed"]:
         sys.exit(1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.asynchronous.syncer.processes import running
 from benchmarks.support import common
+from benchmarks.training.outer_step import resident_bytes
 from diloco_comm.asynchronous.link import read_status
 
 # Models in fp32 that the syncer's memory may hold, journal and snapshots included.
@@ -65,7 +65,7 @@ def measure_memory(report: common.Report, options: argparse.Namespace) -> dict[s
         with running(
             2, settings, elements=elements, step_s=0.05, is_kept=True, snapshot_every=4
         ) as (server, learners):
-            idle = memory_of(server.pid, "VmRSS")
+            idle = resident_bytes(pid=server.pid)
             for learner in learners:
                 learner.tell("join")
             end = time.monotonic() + (options.seconds or 120.0)
@@ -73,7 +73,7 @@ def measure_memory(report: common.Report, options: argparse.Namespace) -> dict[s
             while time.monotonic() < end and commits < merges:
                 time.sleep(0.2)
                 commits = read_status(server.address, timeout=60.0)["commits"]
-            peak = memory_of(server.pid, "VmHWM")
+            peak = resident_bytes("VmHWM", server.pid)
         sizes = (peak - idle) / (4 * elements)
         report.print(
             f"   {wire:5}  {down:9} {commits:8d} {(peak - idle) / 2**20:20.0f} {sizes:22.2f}"
@@ -83,14 +83,4 @@ def measure_memory(report: common.Report, options: argparse.Namespace) -> dict[s
             results["missed"].append(f"{wire}, {down}: {commits} merges in time, not {merges}")
         if sizes > MOST_MODELS:
             results["missed"].append(f"{wire}, {down}: {sizes:.2f} models, at most {MOST_MODELS}")
-    for sentence in results["missed"]:
-        report.print(f"# missed: {sentence}")
     return results
-
-
-def memory_of(pid: int, name: str) -> int:
-    """Return a line of /proc/PID/status, in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise ValueError(f"process {pid} has no {name}")

@@ -131,6 +131,4 @@ def results_of(
             results["missed"].append(f"{phase}: p99 {ratio:.3f} of alone, at most {MOST_RATIO}")
         if share > MOST_SHARE:
             results["missed"].append(f"{phase}: hook {share:.4f} of the time, <= {MOST_SHARE}")
-    for sentence in results["missed"]:
-        report.print(f"# missed: {sentence}")
     return results
