@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from commands import run_python
 
 import diloco_comm
 
@@ -35,7 +33,5 @@ def test_torch_comes_with_the_first_name(line: str) -> None:
         "import torch\n"
         "assert torch.ops.diloco_comm.encode and diloco_comm.DiLoCo.__name__ == 'DiLoCo'\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
+    done = run_python("-c", program)
     assert done.returncode == 0, done.stderr

@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import pytest
 import torch
 from async_helpers import wait_until
 from choice_groups import grouped
+from commands import run_python
 from elastic_replicas import registry as registry
 from fault_replicas import (
     BLOCK,
@@ -447,9 +446,7 @@ def test_a_replica_that_comes_after_the_end_ends_at_once(
     # The beats of the members are forgotten, and the record says so, too.
     registry.kill()
     registry.start()
-    late = subprocess.run(
-        [sys.executable, "-c", LATE, registry.address], capture_output=True, text=True, timeout=60
-    )
+    late = run_python("-c", LATE, registry.address)
     assert (late.returncode, late.stdout) == (0, ""), late.stderr
     (line,) = late.stderr.splitlines()
     assert line.startswith("diloco_comm: run 'test' has ended") and "another name" in line

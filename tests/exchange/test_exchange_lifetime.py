@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import run_python
 from exchange_helpers import CHUNK_BYTES, exchange, sync, values
 from fault_replicas import least_resources
 from workers import Pool
@@ -78,12 +78,10 @@ def test_a_closed_exchange_has_no_descriptor_before_it_is_collected(workers: Wor
 
 
 def _run_script(body: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)],
+    return run_python(
+        "-c",
+        textwrap.dedent(body),
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
 
 
@@ -139,8 +137,7 @@ time.sleep(0.2)
 @pytest.mark.parametrize("kind", ["engine", "job", "link"])
 def test_a_program_ends_while_its_threads_are_in_calls(kind: str) -> None:
     """The threads want the GIL back after the interpreter has begun to end."""
-    command = [sys.executable, "-c", _CALLS_IN_THREADS, kind]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run_python("-c", _CALLS_IN_THREADS, kind)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import CLI, running, serving_command
 from exchange_helpers import folder_of, make_folders
 from test_link_keys import Relay
 from workers import Pool
@@ -313,13 +314,8 @@ def memory_mib(pid: int, what: str) -> int:
 @pytest.fixture
 def store_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that hosts a store without keys, and the port."""
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", "store", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process, int(process.stdout.readline().rpartition(":")[2])
-        finally:
-            process.kill()
+    with serving_command([*CLI, "store", "--listen", "127.0.0.1:0"]) as (process, line):
+        yield process, int(line.rpartition(":")[2])
 
 
 @pytest.mark.nightly("1.6 GB; tests in C++ have strangers, and one client that waits")
@@ -390,17 +386,14 @@ def test_a_thousand_clients_beside_ten_thousand_idle_connections(keys: list[Link
     before = len(os.listdir("/proc/self/fd"))
     hosted = open_store("127.0.0.1", 0, keys[0])
     command = f"ulimit -n 16384; exec {sys.executable} -c '{_IDLE}' {hosted.port}"
-    with subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, text=True) as idle:
-        try:
-            clients = [dial_store("127.0.0.1", hosted.port, 60.0, keys[1]) for _ in range(1000)]
-            assert idle.stdout is not None and idle.stdout.readline() == "held\n"
-            assert hosted.store.num_clients == 1000
-            for number, client in enumerate(clients):
-                assert client.add("n", 1) == number + 1
-            # All of the idle ones that the host still holds fit into its bound.
-            assert len(os.listdir("/proc/self/fd")) < before + 2000 + 256 + 100
-        finally:
-            idle.kill()
+    with running(["bash", "-c", command]) as idle:
+        clients = [dial_store("127.0.0.1", hosted.port, 60.0, keys[1]) for _ in range(1000)]
+        assert idle.stdout is not None and idle.stdout.readline() == "held\n"
+        assert hosted.store.num_clients == 1000
+        for number, client in enumerate(clients):
+            assert client.add("n", 1) == number + 1
+        # All of the idle ones that the host still holds fit into its bound.
+        assert len(os.listdir("/proc/self/fd")) < before + 2000 + 256 + 100
     hosted.store.close()
 
 
@@ -432,13 +425,8 @@ def _trains(rank: int, world: int, plain: Any, address: str, root: str) -> Any:
 def test_a_whole_run_holds_no_plaintext(fresh_workers: Fresh, tmp_path: Path) -> None:
     """Two replicas meet at the command's store; all that they say to the store is recorded."""
     make_folders(tmp_path, 3)
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", "store"]
-    command += ["--listen", "127.0.0.1:0", "--keys"]
-    command.append(str(folder_of(tmp_path, 2)))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
+    command = [*CLI, "store", "--listen", "127.0.0.1:0", "--keys", folder_of(tmp_path, 2)]
+    with serving_command(command) as (process, address):
         relay = Relay(int(address.rpartition(":")[2]))
         pool = fresh_workers(2, init_group=False)
         found = pool.run(_trains, pool.store, f"tcp://127.0.0.1:{relay.port}", str(tmp_path))
@@ -450,6 +438,3 @@ def test_a_whole_run_holds_no_plaintext(fresh_workers: Fresh, tmp_path: Path) ->
             assert word not in passed
         process.send_signal(signal.SIGTERM)
         assert process.wait(SOON_S) == 0
-    finally:
-        process.kill()
-        process.communicate()

@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
+from commands import serving_command
 
 from diloco_comm import _C
 from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
@@ -55,24 +56,32 @@ def life(link: _C.Link, nonce: str) -> _C.PeerLife:
     return found
 
 
+@contextmanager
+def other_process() -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A process that answers messages, and its nonce and address."""
+    command = [sys.executable, "-c", OTHER]
+    with serving_command(command, stdin=subprocess.PIPE) as (process, line):
+        yield process, line.split()
+
+
+def introduce(process: subprocess.Popen[str], link: _C.Link) -> None:
+    """Tell a process of a link that it is to reach."""
+    assert process.stdin is not None
+    process.stdin.write(f"{link.nonce} {link.address}\n")
+    process.stdin.flush()
+
+
 @pytest.fixture
 def other() -> Iterator[tuple[subprocess.Popen[str], _C.Link, str]]:
     """A process, and the link of this one that is connected with it."""
-    link = _C.Link(ANY_PORT, ANY_PORT)
-    link.told(NAME, 0.0)
-    process = subprocess.Popen(
-        [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None and process.stdout is not None
-    nonce, address = process.stdout.readline().split()
-    until(lambda: link.reach(NAME, [(nonce, address)]) == [""])
-    process.stdin.write(f"{link.nonce} {link.address}\n")
-    process.stdin.flush()
-    until(lambda: life(link, nonce).inner_step == 5)
-    yield process, link, nonce
-    link.close()
-    process.kill()
-    process.communicate()
+    with other_process() as (process, (nonce, address)):
+        link = _C.Link(ANY_PORT, ANY_PORT)
+        link.told(NAME, 0.0)
+        until(lambda: link.reach(NAME, [(nonce, address)]) == [""])
+        introduce(process, link)
+        until(lambda: life(link, nonce).inner_step == 5)
+        yield process, link, nonce
+        link.close()
 
 
 def test_a_process_stops_goes_on_holds_its_lock_and_dies(
@@ -150,18 +159,11 @@ def test_messages_and_life_behind_a_relay(tmp_path: Path, with_keys: bool) -> No
 def test_the_host_of_a_process_that_dialled_first_refuses() -> None:
     """Each end learns an address of the other, whichever end has dialled first."""
     with closing(_C.Link(ANY_PORT, ANY_PORT)) as link:
-        process = subprocess.Popen(
-            [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdin is not None and process.stdout is not None
-        nonce, address = process.stdout.readline().split()
-        process.stdin.write(f"{link.nonce} {link.address}\n")
-        process.stdin.flush()
-        until(lambda: link.counters()["connects"] == 1)
-        assert link.reach(NAME, [(nonce, address)]) == [""]
-        until(lambda: life(link, nonce).inner_step == 5 and link.counters()["connects"] == 2)
-        process.kill()
-        process.communicate()
+        with other_process() as (process, (nonce, address)):
+            introduce(process, link)
+            until(lambda: link.counters()["connects"] == 1)
+            assert link.reach(NAME, [(nonce, address)]) == [""]
+            until(lambda: life(link, nonce).inner_step == 5 and link.counters()["connects"] == 2)
         until(lambda: life(link, nonce).is_refused)
 
 

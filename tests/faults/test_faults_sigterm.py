@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from choice_groups import grouped
+from commands import serving_command
 from elastic_replicas import registry as registry
 from fault_replicas import (
     BLOCK,
@@ -125,17 +126,13 @@ def test_the_death_of_a_worker_of_a_data_loader_is_named(registry: Host, samples
     If the worker dies while it passes a sample on, the program's error is an error of their
     connection, and torch's handler may raise its own error later, in ``sys.excepthook``.
     """
-    program = subprocess.Popen(
-        [sys.executable, "-c", LOADER, registry.address, samples],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert program.stdout is not None and program.stdout.readline() == "begun\n"
-    children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-    for pid in (program.pid, *map(int, children)):
-        os.kill(pid, signal.SIGTERM)
-    _, errors = program.communicate(timeout=60)
+    command = [sys.executable, "-c", LOADER, registry.address, samples]
+    with serving_command(command, stderr=subprocess.PIPE) as (program, line):
+        assert line == "begun"
+        children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+        for pid in (program.pid, *map(int, children)):
+            os.kill(pid, signal.SIGTERM)
+        _, errors = program.communicate(timeout=60)
     assert program.returncode == 1, errors
     assert samples != "late" or "DataLoader worker" in errors, errors
     advice = "let SIGTERM reach the launcher alone (systemd: KillMode=mixed)"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import torchrun
+from commands import LAUNCHER, run_python, torchrun
 
 from diloco_comm.base import launch
 from diloco_comm.base.launch import Launch
@@ -92,12 +90,8 @@ with open(f"device-{os.environ['CUDA_VISIBLE_DEVICES']}", "w") as file:
 @pytest.mark.fresh_interpreter
 def test_each_process_of_torchrun_is_a_replica(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", "2", "script.py"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "4,6"}
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment
-    )
+    ended = run_python(*LAUNCHER, 2, "script.py", cwd=tmp_path, env=environment)
     assert ended.returncode == 0, ended.stderr
     # From 1 to 0 and to -1; the mean is -0.5.
     written = {path.name: path.read_text() for path in tmp_path.glob("device-*")}
@@ -206,7 +200,7 @@ def test_importing_the_package_imports_no_trainer() -> None:
         "diloco_comm.DiLoCo\n"
         "print(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert torch.__name__ in loaded
     assert not loaded & {"transformers", "accelerate", "lightning", "peft", "torchtitan"}

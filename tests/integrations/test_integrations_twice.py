@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from choice_groups import grouped
-from launching import torchrun
+from commands import torchrun
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trainers import LEARNING_RATE, Rows, WithLoss, flat, is_installed, needs

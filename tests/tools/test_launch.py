@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_helpers import check_arguments, check_misuse, help_examples, run_cli
+from commands import CLI, run_python
 from registries import Host
 from support_paths import FOLDERS
 from zygote import Job, Zygote
@@ -27,7 +27,7 @@ from diloco_comm_tools.launch.run import Launch, Launcher, outcome, own_status, 
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-CLI = [sys.executable, "-m", "diloco_comm_tools.cli", "launch"]
+LAUNCH = [*CLI, "launch"]
 
 # Worker 0 of replica 1 dies once, in the middle of the run.
 SCRIPT = f"""
@@ -92,7 +92,7 @@ def start(
     options = ["--registry", registry.address, "--run", "r", "--state-dir", str(folder / name)]
     options += ["--nproc-per-node", str(num_workers), *(nodes or [])]
     return subprocess.Popen(
-        [*CLI, *options, str(folder / "train.py"), str(folder), *map(str, arguments)],
+        [*LAUNCH, *options, str(folder / "train.py"), str(folder), *map(str, arguments)],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -160,7 +160,7 @@ def test_all_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     script.write_text(SLEEPER)
     options = ["--registry", "tcp://127.0.0.1:1", "--run", "r", "--state-dir", str(state)]
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    command = [*CLI, *options, "--nproc-per-node", "2", str(script), str(tmp_path)]
+    command = [*LAUNCH, *options, "--nproc-per-node", "2", str(script), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
         while not all(one.exists() and one.read_text().endswith("\n") for one in files):
             assert launcher.poll() is None
@@ -240,8 +240,7 @@ def ended_launch(
         f"run._AT_ONCE_S, run._FIRST_PAUSE_S = {at_once_s}, 0.1\n"
         "cli.main()\n"
     )
-    command = [sys.executable, "-c", text, "launch", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_python("-c", text, "launch", *words)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr, len(starts.read_text())
 
@@ -351,7 +350,7 @@ class Node:
             words += ["--state-dir", str(folder / "state")]
         limits = {"DILOCO_COMM_SUSPECT_AFTER_S": "6", "DILOCO_COMM_TIMEOUT_S": str(limit_s)}
         self.process = subprocess.Popen(
-            [*CLI, *words, str(folder / "member.py"), str(folder)],
+            [*LAUNCH, *words, str(folder / "member.py"), str(folder)],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | limits,

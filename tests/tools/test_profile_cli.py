@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
+from commands import CLI, LAUNCHER, run_command, run_python
 from problems import Regression, train_step
 from trace_files import GEMM, NCCL, Nsys, event, kernel, launch, write_kineto
 from workers import Pool
@@ -119,8 +120,7 @@ torch.distributed.destroy_process_group()
 
 def profile_run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     options = ["--out", "traces", "--skip", "3", "--steps", "40", "--json", "--"]
-    line = [sys.executable, "-m", "diloco_comm_tools.cli", "profile", "run", *options, *command]
-    return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    return run_command([*CLI, "profile", "run", *options, *command], cwd=tmp_path)
 
 
 @pytest.mark.nightly("18 s; the recorder's own tests end early")
@@ -161,8 +161,7 @@ with DiLoCo(model, optimizer, sync_every=3, link=Link(timeout=60), **replicas):
 def test_replicas_of_their_own_write_a_trace_each(tmp_path: Path) -> None:
     """Each process of torchrun believes to be alone when it writes its trace."""
     (tmp_path / "train.py").write_text(REPLICAS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ended = profile_run(tmp_path, *launcher, "--nproc-per-node", "2", "train.py")
+    ended = profile_run(tmp_path, sys.executable, *LAUNCHER, "2", "train.py")
     assert ended.returncode == 0, ended.stderr
     names = [Path(path).name for path in json.loads(ended.stdout)["traces"]]
     assert names == ["rank0.json.gz", "rank1.json.gz"]
@@ -250,10 +249,7 @@ def test_an_import_starts_no_recording(tmp_path: Path) -> None:
     text += "from torch.optim.optimizer import _global_optimizer_post_hooks as hooks\n"
     text += "print(len(hooks), torch.autograd.profiler._is_profiler_enabled)"
     variables = {"DILOCO_COMM_PROFILE": str(tmp_path / "traces"), "DILOCO_COMM_PROFILE_SKIP": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", text],
-        env={**os.environ, **variables}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    ended = run_python("-c", text, env={**os.environ, **variables})
     assert (ended.returncode, ended.stdout) == (0, "0 False\n"), ended.stderr
     assert list(tmp_path.iterdir()) == []
 
