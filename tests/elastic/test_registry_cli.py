@@ -21,7 +21,6 @@ from diloco_comm.group.records import Attempt, Key, Record
 from diloco_comm.group.state import Place
 from diloco_comm_tools.registry.members import Silence
 
-NAMES = ("0", "1", "2")
 KEYS = tuple(Key(i, bytes([0xA0 + i]) * 16) for i in range(3))
 NEWCOMER = Key(3, b"n" * 16)
 VIEW = Record(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from exchange_helpers import N, connect_replica, gives_reference_bytes, sync, values
-from fault_replicas import connect, wait_for
 from workers import Pool
 
 from diloco_comm.base.errors import PeerLeft, SyncError
@@ -18,8 +16,6 @@ from diloco_comm.ops.wire import WireFormat
 
 Fresh = Callable[..., Pool]
 Address = tuple[str, int]
-# Seconds of an exchange where the end of the timeout must be waited for.
-HANG_TIMEOUT = 3.0
 
 
 def _survive(
@@ -118,74 +114,6 @@ def test_a_survivor_that_missed_the_vote_gets_the_round(fresh_workers: Fresh, vi
         assert (error is None) == (last == 2)
         assert repaired == ([] if last == 2 else [(0, 2, [1.0])])
         assert num_hashes == 1 and going_on
-
-
-def _hang(rank: int, world: int, address: Address, collectives: str) -> Any:
-    options = {"timeout": HANG_TIMEOUT, "collectives": collectives}
-    ex = connect_replica(address, rank, list(range(world)), **options)
-    buffers = ex.buffers(N, WireFormat("int8"))
-    assert gives_reference_bytes(ex, buffers, 0, list(range(world)))
-    if rank == 1:
-        ex.inject_fault(action="stop", stage="post_exchange", chunk=2)
-    with pytest.raises(SyncError) as caught:
-        gives_reference_bytes(ex, buffers, 1, list(range(world)))
-    store = connect(address)
-    store.set(f"failed/{rank}", "")
-    # A replica that has left would be missing, too.
-    store.wait(["failed/0", "failed/2"])
-    ex.close()
-    caught.value.raw = str(caught.value.__cause__)  # which is not pickled
-    return caught.value
-
-
-@pytest.mark.nightly("6 s; test_faults_liveness has a stopped peer")
-@pytest.mark.parametrize("collectives", ["gloo", "tcp"])
-def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh, collectives: str) -> None:
-    pool = fresh_workers(3, init_group=False)
-    pool.submit(_hang, pool.store, collectives)
-    # Not only when the peer is back.
-    wait_for(pool, ["failed/0", "failed/2"])
-    pool.kill(1, signal.SIGCONT)
-    results = pool.collect()
-    for rank in (0, 2):
-        assert results[rank].missing == (1,), str(results[rank])
-        # From this replica, or from the report of the other one.
-        assert "replica 1: timed out): replica 1 did not report within" in str(results[rank])
-    # A report of another replica has no error of gloo with it.
-    own = [results[rank] for rank in (0, 2) if "reports:" not in str(results[rank])]
-    assert own and all(collectives == "tcp" or "gloo" in error.raw for error in own)
-    # The survivor that gives up first tells the other one, which then need not wait to its end.
-    assert max(results[rank].seconds for rank in (0, 2)) >= HANG_TIMEOUT
-
-
-def _late(rank: int, world: int, address: Address) -> Any:
-    """Rank 2 never starts; the others time out at their headers, name 2, and go on with 2."""
-    ex = connect_replica(address, rank, list(range(world)), timeout=2.0)
-    buffers = ex.buffers(N, WireFormat("int8"))
-    error = None
-    if rank == 2:
-        ex.store.wait(["failed/0", "failed/1"])
-    else:
-        with pytest.raises(SyncError) as caught:
-            gives_reference_bytes(ex, buffers, 0, list(range(world)))
-        error = caught.value
-        ex.store.set(f"failed/{rank}", "")
-    ex.timeout = 20.0
-    ex.change_group(list(range(world)), last_rounds={0: -1})
-    fine = gives_reference_bytes(ex, buffers, 0, list(range(world)))
-    ex.close()
-    return error, fine
-
-
-@pytest.mark.nightly("3 s; the first tier rebuilds a group after a death")
-def test_a_group_is_rebuilt_although_every_peer_lives(fresh_workers: Fresh) -> None:
-    pool = fresh_workers(3, init_group=False)
-    results = pool.run(_late, pool.store)
-    assert all(fine for _, fine in results)
-    for error, _ in results[:2]:
-        # A replica that lives, and does not take part, is not missing: its loop may be busy.
-        assert error.missing == () and error.stage == "header"
-        assert "(replica 2: timed out)" in str(error)
 
 
 def _leave_early(rank: int, world: int, address: Address) -> Any:

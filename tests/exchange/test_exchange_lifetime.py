@@ -85,30 +85,6 @@ def _run_script(body: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.nightly("5 s; test_lifetime has an interpreter that ends without close")
-def test_exit_without_close() -> None:
-    """A process that just ends, with an exchange that waits for a peer, neither hangs nor dies."""
-    done = _run_script(
-        """
-        import threading, torch, torch.distributed as dist
-        from diloco_comm.exchange.exchange import Exchange
-        from diloco_comm.exchange.round import Header
-        from diloco_comm.ops.wire import WireFormat
-        store = dist.HashStore()
-        made = {}
-        def make(r):
-            made[r] = Exchange(store, r, [0, 1], timeout=300.0)
-        threads = [threading.Thread(target=make, args=(r,)) for r in (0, 1)]
-        [t.start() for t in threads]; [t.join() for t in threads]
-        buffers = made[0].buffers(1000, WireFormat("int8"))
-        work = made[0].start(buffers, outer=None, params=[torch.ones(1000)], header=Header())
-        print("ends")
-        """
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "ends\n"
-
-
 _CALLS_IN_THREADS = """
 import sys, threading, time
 import torch.distributed as dist

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import select
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import CLI, running, serving_command
+from commands import CLI, serving_command
 from exchange_helpers import folder_of, make_folders
 from test_link_keys import Relay
 from workers import Pool
@@ -301,11 +299,6 @@ def packet(kind: int, number: int, *parts: bytes) -> bytes:
     return struct.pack("<Q", len(body)) + body
 
 
-def peak_mib(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) // 1024
-
-
 def memory_mib(pid: int, what: str) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.findall(rf"{what}:\s+(\d+) kB", status)[0]) // 1024
@@ -344,57 +337,11 @@ def test_clients_that_read_nothing_hold_half_a_gibibyte_at_most(
     assert memory_mib(process.pid, "VmHWM") < before + 900
 
 
-@pytest.mark.nightly("a store of 40 MB; tests in C++ have small values")
-def test_a_host_keeps_no_answer_that_was_taken(
-    store_process: tuple[subprocess.Popen[str], int],
-) -> None:
-    process, port = store_process
-    clients = [dial_store("127.0.0.1", port, SOON_S) for _ in range(12)]
-    clients[0].set("large", b"x" * (40 << 20))  # type: ignore[arg-type]
-    before = memory_mib(process.pid, "VmRSS")
-    for client in clients:
-        assert len(client.get("large")) == 40 << 20
-    assert memory_mib(process.pid, "VmRSS") < before + 200
-
-
 def is_cut(connection: socket.socket) -> bool:
     """Whether the other side has ended a connection from which nothing is read."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return any(events & (select.POLLRDHUP | select.POLLHUP) for _, events in poll.poll(0))
-
-
-_IDLE = """
-import socket, sys, time
-held = []
-for _ in range(10_000):
-    one = socket.socket()
-    one.bind(("127.0.0.9", 0))
-    one.connect(("127.0.0.1", int(sys.argv[1])))
-    held.append(one)
-print("held", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.nightly("11,000 connections; tests in C++ have 800")
-@pytest.mark.timeout(300)
-def test_a_thousand_clients_beside_ten_thousand_idle_connections(keys: list[LinkKeys]) -> None:
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (16384, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )
-    before = len(os.listdir("/proc/self/fd"))
-    hosted = open_store("127.0.0.1", 0, keys[0])
-    command = f"ulimit -n 16384; exec {sys.executable} -c '{_IDLE}' {hosted.port}"
-    with running(["bash", "-c", command]) as idle:
-        clients = [dial_store("127.0.0.1", hosted.port, 60.0, keys[1]) for _ in range(1000)]
-        assert idle.stdout is not None and idle.stdout.readline() == "held\n"
-        assert hosted.store.num_clients == 1000
-        for number, client in enumerate(clients):
-            assert client.add("n", 1) == number + 1
-        # All of the idle ones that the host still holds fit into its bound.
-        assert len(os.listdir("/proc/self/fd")) < before + 2000 + 256 + 100
-    hosted.store.close()
 
 
 def test_a_closed_host_ends_all_waits(hosted: HostedStore, keys: list[LinkKeys]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from typing import Any
 from unittest import mock
 
 import pytest
 from fault_ends import HALF_AN_HOUR, Address, Fresh, finish
-from fault_replicas import Replica, Result, Setup, check_agreement, connect
+from fault_replicas import Replica, Result, Setup
 
 from diloco_comm import LeftBehind, SyncError
 from diloco_comm.exchange.exchange import Exchange
@@ -69,40 +67,6 @@ def test_a_change_that_one_member_misses_makes_no_second_training(
 
 
 # ------------------------------------------------------------------- all replicas started again
-
-
-def start_all_again(rank: int, world: int, address: Address) -> Any:
-    """Ranks 0 to 2 are the old processes; of them replica 2 takes its time to end."""
-    store = connect(address)
-    number, is_new = rank % 3, rank >= 3
-    if not is_new:
-        replica = Replica(address, number, range(3), HALF_AN_HOUR)
-        replica.train_to(H)
-        store.set(f"trained/{rank}", "")
-        if number == 2:
-            store.wait(["warned/3", "warned/4"])
-            store.set("ended", "")
-        store.wait(["trained/0", "trained/1", "trained/2"])
-        # An end without a word, as of a process that a signal ends.
-        os._exit(0)
-    store.wait(["trained/0", "trained/1", "trained/2"])
-    handler = logging.Handler()
-    handler.emit = lambda record: (  # type: ignore[method-assign]
-        store.set(f"warned/{rank}", record.getMessage())
-        if "runs already" in record.getMessage()
-        else None
-    )
-    logging.getLogger("diloco_comm").addHandler(handler)
-    if number == 2:
-        store.wait(["ended"])
-    return finish(Replica(address, number, range(3), HALF_AN_HOUR), 2 * H)
-
-
-@pytest.mark.nightly("4 s; the first tier has a replica that is told of a newer group")
-def test_an_old_process_that_ends_late_does_not_end_a_new_start(fresh_workers: Fresh) -> None:
-    pool = fresh_workers(6, init_group=False)
-    results: list[Any] = pool.run(start_all_again, pool.store, expect_exit={0, 1, 2}, timeout=90)
-    check_agreement(results[3:])
 
 
 # ------------------------------------------------------------- left behind while waiting for others

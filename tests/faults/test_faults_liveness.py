@@ -13,7 +13,6 @@ from fault_ends import HALF_AN_HOUR, Address, Fresh, finish, wait_until_stopped
 from fault_replicas import (
     Replica,
     Result,
-    Setup,
     check_agreement,
     check_sentence,
     connect,
@@ -130,26 +129,6 @@ def test_who_was_there_and_is_silent_ends_the_first_meeting(fresh_workers: Fresh
     text, missing = results[0]
     assert missing == (1,), text
     assert "[1] came, and was silent for 2 s then" in text, text
-
-
-def meet_and_die_connecting(rank: int, world: int, address: Address) -> Any:
-    if rank == 1:
-        change.connect = kill_ourselves
-    setup = Setup("int8", 1, H, timeout=3.0)
-    with pytest.raises(SyncError) as caught:
-        Replica(address, rank, range(3), setup)
-    error = caught.value
-    return str(error), error.missing, error.survivors, error.stage
-
-
-@pytest.mark.nightly("5 s; the first tier has a newcomer that dies")
-def test_a_death_while_connecting_is_one_error_for_all(fresh_workers: Fresh) -> None:
-    pool = fresh_workers(3, init_group=False)
-    results: list[Any] = pool.run(meet_and_die_connecting, pool.store, expect_exit={1}, timeout=30)
-    # The words are each replica's own.
-    for text, missing, survivors, stage in (results[0], results[2]):
-        assert missing == (1,) and survivors == (0, 2) and stage == "connect", text
-        assert "could not be connected: " in text and "replica 1 at " in text
 
 
 # ------------------------------------------------------------------------------- in a round

@@ -21,7 +21,6 @@ from diloco_comm.ops.wire import WireFormat
 from diloco_comm.rounds import handshake
 
 H = 4
-PREFIX = "run/diloco_comm/default"
 
 # ------------------------------------------------------------------------------- the log
 

@@ -114,32 +114,6 @@ def test_a_dead_replica_comes_again_and_all_end_at_one_step(registry: Host, tmp_
     assert [len(lines) - 1 for lines in starts] == [1, 2]
 
 
-@pytest.mark.nightly("40 s; test_elastic_lost has the folder's note and the refusal")
-@pytest.mark.fresh_interpreter
-def test_no_second_training_begins_at_another_registry(registry: Host, tmp_path: Path) -> None:
-    launchers = [start(registry, tmp_path, name, 4, 10**6) for name in "ab"]
-    while not all(lines_of(tmp_path / f"replica-{replica}") for replica in (0, 1)):
-        assert all(launcher.poll() is None for launcher in launchers)
-        time.sleep(0.05)
-    registry.kill()
-    other = Host(address=registry.address, journal=tmp_path / "other")
-    try:
-        os.kill(int(lines_of(tmp_path / "pids-1")[0]), signal.SIGKILL)
-        while all(launcher.poll() is None for launcher in launchers):
-            time.sleep(0.05)
-        refused, survivor = sorted(launchers, key=lambda launcher: launcher.poll() is None)
-        assert refused.returncode == exits.MISFIT and survivor.poll() is None
-        error = refused.communicate()[1]
-        assert "belongs to the registry" in error and "replica.json notes" in error
-        assert [len(lines_of(tmp_path / f"replica-{replica}")) for replica in (0, 1)] == [1, 1]
-    finally:
-        other.kill()
-        for launcher in launchers:
-            launcher.kill()
-            with launcher:
-                pass
-
-
 SLEEPER = """
 import os, sys, time
 open(f"{sys.argv[1]}/pid-{os.environ['RANK']}", "w").write(f"{os.getpid()}\\n")
@@ -406,25 +380,6 @@ def test_two_nodes_form_one_replica_and_start_and_leave_together(
     assert "SIGTERM on node 1: the replica leaves at its next boundary" in said[1]
     assert "ended with status 75 and starts again in" in said[1]
     assert all(len(lines_of(tmp_path / f"rank-{rank}")) == 2 for rank in range(4))
-
-
-@pytest.mark.nightly("20 s each; the test above restarts a replica of two nodes")
-@pytest.mark.fresh_interpreter
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_launcher_that_was_killed_comes_again(tmp_path: Path, endpoint: str, lost: int) -> None:
-    launchers = [Node(tmp_path, endpoint, node) for node in (0, 1)]
-    try:
-        wait_for_members(tmp_path, 1, 2)
-        launchers[lost].kill()
-        launchers[lost] = Node(tmp_path, endpoint, lost)
-        members = wait_for_members(tmp_path, 2, 2)
-        assert [words[1:3] for words in members] == [["0", "2"], ["1", "2"]]
-        launchers[0].process.terminate()
-        for launcher in launchers:
-            launcher.end(exits.LEFT)
-    finally:
-        for launcher in launchers:
-            launcher.kill()
 
 
 @pytest.mark.nightly("10 s; test_two_nodes_form_one_replica is in the first tier")

@@ -44,7 +44,6 @@ class Fault:
         action: "kill" or "stop", at a stage of the next exchange; "kill in change", at a stage of
             the next change of the group: "seal", "connect" or "open"; "leave" or "kill now"; "kill
             between parts": at the next send of two parts, when the round of the first has ended.
-        is_donor: The replica waits until it has sent some of its state to a newcomer.
         worker: The only worker of the replica that does it; -1: all of them.
     """
 
@@ -54,15 +53,12 @@ class Fault:
     stage: str = "vote"
     num_peers: int = 0
     num_members: int = 0
-    is_donor: bool = False
     worker: int = -1
 
     def is_of(self, replica: int, worker: int) -> bool:
         return self.replica == replica and self.worker in (worker, -1)
 
     def is_due(self, diloco: DiLoCo) -> bool:
-        if self.is_donor and not transfer_of(diloco).served_bytes:
-            return False
         return diloco.inner_step >= self.inner_step and len(diloco.members) >= self.num_members
 
 
@@ -126,8 +122,6 @@ class End:
     weights: list[float] = field(default_factory=list)
     # Number of applied rounds of each fragment.
     applied: dict[int, int] = field(default_factory=dict)
-    # Of the inner optimizer's state, by number of the view in which it was so.
-    inner: dict[int, str] = field(default_factory=dict)
     # Inner steps that it took, also those that a change of the group took back; 0 after an error.
     num_steps: int = 0
 
@@ -155,12 +149,10 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
     optimizer = make_optimizer(model)
     views: list[ViewChanged] = []
     progress: list[JoinProgress] = []
-    inner: dict[int, str] = {}
 
     def note(happening: Any) -> None:
         if isinstance(happening, ViewChanged):
             views.append(happening)
-            inner[happening.number] = hash_of(inner_tensors(model, optimizer))
         elif isinstance(happening, JoinProgress):
             progress.append(happening)
 
@@ -218,7 +210,6 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         0 if transfer_of(diloco) is None else transfer_of(diloco).caught_up_bytes,
         [one.weight for one in rounds],
         dict(Counter(one.fragment for one in rounds)),
-        inner,
         num_steps,
     )
     diloco.close()
@@ -234,11 +225,6 @@ class Tokens:
     def take(self) -> float:
         count, self.count = self.count, 0
         return float(count)
-
-
-def inner_tensors(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = [optimizer.state.get(param, {}) for param in model.parameters()]
-    return [local_part(value) for state in states for value in state.values()]
 
 
 def local_part(tensor: Tensor) -> Tensor:
