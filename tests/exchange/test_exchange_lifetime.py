@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from commands import run_python
 from exchange_helpers import CHUNK_BYTES, exchange, sync, values
-from fault_replicas import least_resources
 from workers import Pool
 
 from diloco_comm.base.memory import empty_pages
@@ -30,29 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _alone(**kwargs: object) -> Exchange:
     return Exchange(dist.HashStore(), 0, [0], chunk_bytes=CHUNK_BYTES, **kwargs)  # type: ignore[arg-type]
-
-
-def _open_and_close(rank: int, world: int) -> list[tuple[int, int]]:
-    counts = []
-    for _ in range(4):
-        with exchange(rank, world, lanes=2) as ex:
-            buffers = ex.buffers(3000, WireFormat("int8"))
-            for round in range(3):
-                sync(ex, buffers, [values(0, rank, 3000)], round=round)
-                buffers.commit()
-            ex.close()
-            ex.close()
-        dist.barrier()
-        # The least of readings over half a second: threads that were joined end a moment later.
-        counts.append(least_resources(50))
-    return counts
-
-
-@pytest.mark.nightly("3 s each", but=["3"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_close_leaves_no_thread_and_no_descriptor(workers: Workers, world: int) -> None:
-    for counts in workers(world).run(_open_and_close):
-        assert all(last <= first for first, last in zip(counts[0], counts[-1], strict=True)), counts
 
 
 def _closed_and_held(rank: int, world: int) -> list[int]:
@@ -138,47 +114,6 @@ def test_no_room_for_the_engine_thread() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Resource temporarily unavailable True\n"
-
-
-def test_a_forked_child_is_told() -> None:
-    ex = _alone()
-    buffers = ex.buffers(100, WireFormat("int8"))
-    work = ex.start(buffers, outer=None, params=[torch.ones(100)], header=Header())
-    calls: list[Callable[[], object]] = [
-        lambda: ex.start(buffers, outer=None, params=[torch.ones(100)], header=Header()),
-        work.wait, work.done, lambda: work.headers,
-    ]  # fmt: skip
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        for call in calls:
-            try:
-                call()
-                text = "no error"
-            except RuntimeError as error:
-                text = str(error)
-            os.write(writing, text.encode() + b"\n")
-        ex.close()
-        del ex, work, calls
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answers:
-        texts = answers.read().splitlines()
-    assert os.waitpid(child, 0)[1] == 0
-    assert len(texts) == len(calls)
-    assert all("forked child" in text and "create a new DiLoCo" in text for text in texts)
-    work.wait(40)
-    buffers.commit()
-    sync(ex, buffers, [torch.ones(100)])
-    ex.close()
-
-
-def test_a_closed_exchange_refuses() -> None:
-    ex = _alone()
-    buffers = ex.buffers(100, WireFormat("int8"))
-    ex.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        sync(ex, buffers, [torch.ones(100)])
 
 
 def test_arguments_are_checked() -> None:

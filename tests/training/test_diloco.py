@@ -13,8 +13,7 @@ from choice_groups import grouped
 from problems import Regression, batch, equal, parameters_of, train_step, ulps
 from torch import Tensor, nn
 
-from diloco_comm import SGD, Adam, DiLoCo, Nesterov, Streaming, Wire
-from diloco_comm.ops.wire import ELEMENT_WIRES
+from diloco_comm import SGD, DiLoCo, Nesterov, Streaming, Wire
 from diloco_comm.replica.fragments import Schedule
 
 # ------------------------------------------------------------------------ limits of the method
@@ -192,46 +191,6 @@ def test_every_scheme_of_fragments_keeps_replicas_identical(workers) -> None:
 
 
 # -------------------------------------------------------------------------------- every wire
-
-
-def hashes_of_wires(rank: int, world: int, arguments: dict[str, Any]) -> list[str]:
-    hashes = []
-    for wire in ELEMENT_WIRES:
-        model = Regression(seed=rank)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with DiLoCo(
-            model, optimizer, sync_every=2, **grouped({"wire": wire, "block_size": 64, **arguments})
-        ) as d:
-            for step in range(6):
-                train_step(model, optimizer, rank, step)
-            d.flush()
-            hashes.append(d.outer_hash())
-            outer = d.state_dict()["outer"]
-            for name, param in model.named_parameters():
-                assert torch.equal(param.detach(), outer[name])
-    return hashes
-
-
-@pytest.mark.nightly(
-    "2 s each; test_frozen has every wire", but=["error_feedback-3", "adam_lanes-2"]
-)
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"rounding": "stochastic", "seed": 7, "fragments": 2},
-        {"error_feedback": True, "chunk_bytes": 1000},
-        {"outer": Adam(), "lanes": 2, "chunk_bytes": 500},
-    ],
-    ids=["nearest", "stochastic", "error_feedback", "adam_lanes"],
-)
-def test_every_wire_keeps_replicas_identical(
-    world: int, arguments: dict[str, Any], workers
-) -> None:
-    results = workers(world).run(hashes_of_wires, arguments)
-    assert all(hashes == results[0] for hashes in results)
-    assert len(set(results[0])) == len(ELEMENT_WIRES)
 
 
 def distance_with_wire(rank: int, world: int, wire: str) -> list[float]:
