@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_replicas import PACE_S, SUSPECT_AFTER_S
+from elastic_replicas import OPTIONS, PACE_S, SUSPECT_AFTER_S, attach
 from elastic_replicas import registry as registry
-from fault_replicas import BLOCK, connect, make_model, make_optimizer, take_inner_step
+from fault_replicas import connect, take_inner_step
 from registries import Host
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, ElasticSampler, Link, ReplicaMismatch, SyncError, Wire
+from diloco_comm import ElasticSampler, ReplicaMismatch, SyncError
 from diloco_comm.elastic.events import ElasticTotals
 from diloco_comm.rounds.handshake import gather_json
 from diloco_comm.training import leases
 
-NUM_SAMPLES, BATCH, LAST_STEP, SYNC_EVERY = 1 << 20, 3, 400, 4
+NUM_SAMPLES, BATCH, LAST_STEP = 1 << 20, 3, 400
+WAITS = {"suspect_after": SUSPECT_AFTER_S, "founding_wait": 2.0}
 
 
 @dataclass
@@ -33,24 +34,6 @@ class End:
     outer: str
     totals: ElasticTotals
     leases: set[int]
-
-
-def attach(registry: str, replica: int | None, **options: Any) -> tuple[DiLoCo, Any, Any]:
-    os.environ["DILOCO_COMM_REPORT_S"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    model = make_model()
-    optimizer = make_optimizer(model)
-    choices = {"total_steps": LAST_STEP, "suspect_after": SUSPECT_AFTER_S, "quorum_wait": 25}
-    membership = Elastic(registry, run="test", replica=replica, **{**choices, **options})
-    diloco = DiLoCo(
-        model,
-        optimizer,
-        peers=membership,
-        sync_every=SYNC_EVERY,
-        wire=Wire(block_size=BLOCK),
-        link=Link(chunk_bytes=512, timeout=40.0),
-    )
-    return diloco, model, optimizer
 
 
 def break_off_once(number: int) -> None:
@@ -81,7 +64,7 @@ def live(
         break_off_once(broken)
     if rank == 2:
         signs.wait(["start 2"])
-    diloco, model, optimizer = attach(registry, rank, founding_wait=2.0)
+    diloco, model, optimizer = attach(registry, rank, total_steps=LAST_STEP, **WAITS)
     sampler = ElasticSampler(NUM_SAMPLES, diloco, batch_size=BATCH, seed=3)
     data = range(NUM_SAMPLES)
     loader: Any = DataLoader(
@@ -149,7 +132,7 @@ def test_no_two_replicas_take_the_same_sample(
     # The death ends the view between two steps, and a survivor that was ahead takes these steps
     # again: a round at most, as all have met in the last one.
     assert len(mine) == len(first.samples)
-    assert BATCH * LAST_STEP <= len(mine) <= BATCH * (LAST_STEP + SYNC_EVERY)
+    assert BATCH * LAST_STEP <= len(mine) <= BATCH * (LAST_STEP + OPTIONS["sync_every"])
     assert len(theirs) == len(joined.samples) and not mine & theirs
     # The lost replica's last samples, which it never shared, are given out again.
     lines = (tmp_path / "samples-1").read_text().splitlines()
@@ -165,7 +148,7 @@ def read_own_part(
     rank: int, world: int, store: tuple[str, int], registry: str
 ) -> tuple[list[int], int, str]:
     """Train to the last step on a loader that ``diloco.shard`` has made."""
-    diloco, model, optimizer = attach(registry, rank, total_steps=24, min_replicas=2)
+    diloco, model, optimizer = attach(registry, rank, total_steps=24, min_replicas=2, **WAITS)
     data: Any = range(NUM_SAMPLES)
     loader = diloco.shard(DataLoader(data, BATCH, shuffle=True), batches_per_step=2)
     with pytest.raises(ValueError, match="sharded already"):
@@ -198,7 +181,7 @@ def differ(rank: int, world: int, store: tuple[str, int], registry: str) -> str:
     """Replica 1 comes with another setting, and replica 2 with a number that is taken."""
     signs = connect(store)
     if rank == 0:
-        diloco, model, optimizer = attach(registry, 0, founding_wait=0.0, total_steps=10**6)
+        diloco, model, optimizer = attach(registry, 0, total_steps=10**6)
         signs.set("begun", "now")
         while not signs.check(["refused 1", "refused 2"]):
             take_inner_step(model, optimizer, 0, diloco.inner_step + 1)

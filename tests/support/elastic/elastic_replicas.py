@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,37 @@ from diloco_comm.training import views
 # Long enough for a process on a loaded machine to beat meanwhile.
 SUSPECT_AFTER_S = 6.0
 PACE_S = 0.01
+OPTIONS: dict[str, Any] = {
+    "sync_every": 4,
+    "block_size": BLOCK,
+    "chunk_bytes": 512,
+    "timeout": 40.0,
+}
+
+
+def attach(
+    registry: str, replica: int | None, options: Mapping[str, Any] = OPTIONS, **membership: Any
+) -> tuple[DiLoCo, Any, Any]:
+    """Let a small model take part in the run "test".
+
+    Args:
+        options: Choices of ``DiLoCo`` beside ``OPTIONS``.
+        membership: Further arguments of ``Elastic``.
+    """
+    os.environ["DILOCO_COMM_REPORT_S"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    model = make_model()
+    optimizer = make_optimizer(model)
+    waits = {"suspect_after": 3.0, "quorum_wait": 40.0, "founding_wait": 0.0}
+    elastic = Elastic(registry, run="test", replica=replica, **{**waits, **membership})
+    choices = grouped({"membership": elastic, **OPTIONS, **options})
+    return DiLoCo(model, optimizer, **choices), model, optimizer
+
+
+def train_to(diloco: DiLoCo, model: Any, optimizer: Any, replica: int, until: int) -> None:
+    """Train until a step, or until the run is done."""
+    while diloco.inner_step < until and not diloco.is_done:
+        train(model, optimizer, replica, diloco.inner_step + 1)
 
 
 @dataclass(frozen=True)
