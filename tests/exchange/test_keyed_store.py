@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from commands import CLI, serving_command
 from exchange_helpers import folder_of, make_folders
-from test_link_keys import Relay
+from proxies import Forwarder
 from workers import Pool
 
 from diloco_comm import _C, DiLoCo, Link, StorePeers
@@ -374,12 +374,12 @@ def test_a_whole_run_holds_no_plaintext(fresh_workers: Fresh, tmp_path: Path) ->
     make_folders(tmp_path, 3)
     command = [*CLI, "store", "--listen", "127.0.0.1:0", "--keys", folder_of(tmp_path, 2)]
     with serving_command(command) as (process, address):
-        relay = Relay(int(address.rpartition(":")[2]))
+        relay = Forwarder(int(address.rpartition(":")[2]))
         pool = fresh_workers(2, init_group=False)
         found = pool.run(_trains, pool.store, f"tcp://127.0.0.1:{relay.port}", str(tmp_path))
         assert found[0] == found[1]
         relay.close()
-        passed = b"".join(relay.passed())
+        passed = b"".join(relay.streams)
         assert len(passed) > 5000
         for word in (b"paris", b"diloco_comm", b"replica", b"127.0.0.1", b'{"mod'):
             assert word not in passed

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from commands import serving_command
+from proxies import Forwarder
 
 from diloco_comm import _C
 from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
@@ -167,37 +168,15 @@ def test_the_host_of_a_process_that_dialled_first_refuses() -> None:
         until(lambda: life(link, nonce).is_refused)
 
 
-def forward(front: socket.socket, port: int, sockets: list[socket.socket]) -> None:
-    """Copy the bytes of each connection to ``front`` to a local port, and back."""
-
-    def copy(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-
-    with contextlib.suppress(OSError):
-        while True:
-            pair = (front.accept()[0], socket.create_connection(("127.0.0.1", port)))
-            sockets.extend(pair)
-            for one, other in (pair, pair[::-1]):
-                threading.Thread(target=copy, args=(one, other), daemon=True).start()
-
-
 def test_another_address_takes_the_place_of_one_that_refuses() -> None:
     """A forwarder ends, and its address refuses; the process lives at another address."""
-    sockets: list[socket.socket] = []
     with ExitStack() as stack:
         far = stack.enter_context(closing(_C.Link(ANY_PORT, ANY_PORT)))
         near = stack.enter_context(closing(_C.Link("", "")))
-        port = int(far.address.split(":")[1])
-        front = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        threading.Thread(target=forward, args=(front, port, sockets), daemon=True).start()
+        way = Forwarder(int(far.address.split(":")[1]))
         far.reach(NAME, [(near.nonce, "")])
-        address = f"127.0.0.1:{front.getsockname()[1]}"
-        until(lambda: near.reach(NAME, [(far.nonce, address)]) == [""])
-        for one in (front, *sockets):
-            one.shutdown(socket.SHUT_RDWR)
-        front.close()
+        until(lambda: near.reach(NAME, [(far.nonce, way.address)]) == [""])
+        way.close()
         until(lambda: life(near, far.nonce).is_refused)
         until(lambda: near.reach(NAME, [(far.nonce, far.address)]) == [""])
         until(lambda: not life(near, far.nonce).is_refused)
