@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from workers import GRACE_S, Pool, deadline_after
 
 from diloco_comm import DiLoCo, Nesterov, SyncError
-from diloco_comm.exchange import waiting
+from diloco_comm.exchange import waits
 from diloco_comm.ops.digests import digest_of
 from diloco_comm.replica.fragments import Schedule
 
@@ -388,7 +388,7 @@ def finish(replica: Replica, last_step: int, failures: Sequence[Failure] = ()) -
 
 def listen_to_the_log() -> list[str]:
     """Return the list of this package's messages to come; waiting is logged after a second."""
-    waiting.FIRST_S = 1.0
+    waits.FIRST_S = 1.0
     return lines_of_the_log()
 
 
