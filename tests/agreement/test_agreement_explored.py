@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 REASON = "explore_agreement is not built: make test builds it"
@@ -146,7 +146,7 @@ def explore(*arguments: str) -> Run:
     programs = sorted(ROOT.glob("build/editable-*/explore_agreement"))
     if not programs:
         pytest.skip(REASON)
-    done = subprocess.run([programs[0], *arguments], capture_output=True, text=True)
+    done = run_command([programs[0], *arguments], timeout=600)
     text = done.stdout + done.stderr
     events = re.search(r"^seen:(.*)$", text, re.MULTILINE)
     words = events[1].split() if events else []

@@ -7,11 +7,11 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 
 import diloco_comm
 import diloco_comm.kernels
@@ -40,9 +40,7 @@ def test_without_the_extension_there_is_one_sentence(line: str) -> None:
         "except ImportError as error:\n"
         "    print(type(error).__name__, error, sep='|')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
+    done = run_python("-c", program)
     assert done.returncode == 0, done.stderr
     kind, sentence = done.stdout.rstrip("\n").split("|")
     assert kind == "ImportError"
@@ -77,14 +75,7 @@ def error_of_the_import(folder: Path) -> str:
         "else:\n"
         "    print(diloco_comm.__file__)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-    )
+    done = run_python("-c", program, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)})
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
     return done.stdout.rstrip("\n")
 
@@ -97,14 +88,7 @@ def run_command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         "if __name__ == '__main__':\n"
         "    sys.exit(main())\n"
     )
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-    )
+    return run_python(*words, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)})
 
 
 HERE = extension.minor_version(torch.__version__)
@@ -206,7 +190,37 @@ def test_torch_keeps_no_default_group_that_is_made_before_the_first_use() -> Non
         "from torch.distributed.nn.functional import all_reduce\n"
         "print(inspect.signature(all_reduce).parameters['group'].default)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
+    done = run_python("-c", program)
     assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stdout + done.stderr
+
+
+# -------------- The names of the package: they come with their first use, and torch comes with them
+
+
+def test_every_public_name_is_there() -> None:
+    for name in diloco_comm.__all__:
+        assert getattr(diloco_comm, name).__name__ == name
+    assert dir(diloco_comm) == sorted(diloco_comm.__all__)
+    with pytest.raises(AttributeError, match="'diloco_comm' has no attribute 'Diloco'"):
+        diloco_comm.Diloco  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from diloco_comm import *",
+        "import diloco_comm.ops",
+        "diloco_comm.ops",
+        "diloco_comm.DiLoCo",
+    ],
+)
+def test_torch_comes_with_the_first_name(line: str) -> None:
+    program = (
+        "import sys, diloco_comm\n"
+        "assert 'torch' not in sys.modules\n"
+        f"{line}\n"
+        "import torch\n"
+        "assert torch.ops.diloco_comm.encode and diloco_comm.DiLoCo.__name__ == 'DiLoCo'\n"
+    )
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 import zmq.auth
+from commands import run_command
 
 from diloco_comm import _C
 from diloco_comm.base.service.keys import (
@@ -685,7 +685,7 @@ def test_the_mode_of_a_folder_does_not_count_where_nobody_can_write(tmp_path: Pa
     with pytest.raises(ValueError, match="others than the owner may write"):
         _of_a_link(tmp_path)
     command = ["unshare", "--mount", "sh", "-c", MOUNTED, "sh", str(tmp_path), sys.executable]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run_command(command)
     if ended.returncode == 7 or "unshare" in ended.stderr:
         pytest.skip("this system lets nobody mount")
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import zmq
+from commands import run_python
 
 from diloco_comm.base.service.sockets import receive, send_to_peer
 
@@ -89,6 +88,5 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (300, 2000))
 {LISTENERS[kind]}
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run_python("-c", code)
     assert ended.stdout.split() == ["2000", "2000"], ended.stderr

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from commands import run_command
 
 from diloco_comm.exchange.exchange import Exchange, ExchangeOptions
 from diloco_comm.methods.outer import _BY_NAME, OuterName
@@ -138,7 +138,7 @@ def of_mypy(folder: Path, *, reads_torch: bool) -> Iterator[str]:
     files = map(str, sorted(folder.glob("*.py")))
     command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--no-error-summary"]
     command += ["--cache-dir", str(folder / "cache"), "--scripts-are-modules", *files]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    run = run_command(command, cwd=ROOT, timeout=600)
     assert run.stderr == ""
     for line in run.stdout.splitlines():
         if ": error: " in line:
@@ -155,7 +155,7 @@ def of_pyright(folder: Path) -> Iterator[str]:
     }
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     command = ["pyright", "--project", str(folder), "--pythonpath", sys.executable, "--outputjson"]
-    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    run = run_command(command, cwd=folder, timeout=600)
     for found in json.loads(run.stdout)["generalDiagnostics"]:
         if found["severity"] == "error":
             yield Path(found["file"]).name

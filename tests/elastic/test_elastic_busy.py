@@ -6,7 +6,6 @@ The beats at the registry come from a Python thread, and beats of the link do no
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import time
@@ -16,21 +15,20 @@ from typing import Any
 
 import pytest
 from async_helpers import wait_until
+from elastic_replicas import attach
 from elastic_replicas import registry as registry
 from fault_replicas import (
-    BLOCK,
     connect,
+    lines_of_the_log,
     make_model,
     make_optimizer,
     take_inner_step,
     wait_for,
 )
 from registries import Host
-from torch import nn
-from torch.optim import Optimizer
 from workers import Pool
 
-from diloco_comm import Blocking, Delayed, DiLoCo, Elastic, LeftBehind, Link, Wire
+from diloco_comm import Delayed, DiLoCo, Elastic, LeftBehind
 from diloco_comm.elastic.events import Suspected, ViewChanged
 from diloco_comm.elastic.registry import RegistryUnavailable
 from diloco_comm.elastic.registry import connect as registry_at
@@ -38,6 +36,8 @@ from diloco_comm_tools.registry.members import report
 
 H = 4
 FAULT_STEP, LAST_STEP = 2 * H + 1, 8 * H
+FOUNDING: dict[str, Any] = {"founding_wait": 5.0}
+LONG = {"timeout": 60.0}
 
 
 @dataclass
@@ -58,50 +58,9 @@ class End:
     is_left_behind: bool
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def hold(seconds: float) -> None:
     """Sleep as an extension does that keeps the interpreter's lock."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-
-def begin(
-    rank: int,
-    registry: str,
-    on_event: Callable[[Any], None],
-    *,
-    backend: str = "tcp",
-    overlap: Delayed | None = None,
-    **options: Any,
-) -> tuple[nn.Module, Optimizer, DiLoCo]:
-    """Come to the group.
-
-    Args:
-        options: Further arguments of ``Elastic``.
-    """
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    model = make_model()
-    optimizer = make_optimizer(model)
-    peers = Elastic(
-        registry, run="test", replica=rank, founding_wait=5.0, on_event=on_event, **options
-    )
-    diloco = DiLoCo(
-        model,
-        optimizer,
-        sync_every=H,
-        peers=peers,
-        overlap=overlap or Blocking(),
-        wire=Wire(block_size=BLOCK),
-        link=Link(backend, chunk_bytes=512, timeout=60.0),
-    )
-    return model, optimizer, diloco
 
 
 def live(
@@ -111,16 +70,15 @@ def live(
     registry: str,
     fault: str,
     seconds: float,
-    options: dict[str, Any],
+    backend: str = "tcp",
     pace_s: float = 0.0,
+    **membership: Any,
 ) -> End:
     """Train; the last replica does something to itself once all are there."""
-    os.environ["DILOCO_COMM_REPORT_S"] = "1"
-    signs, lines = connect(store), Lines()
-    logging.getLogger("diloco_comm").addHandler(lines)
+    signs, lines = connect(store), lines_of_the_log()
     happenings: list[Any] = []
-    options = {"min_replicas": 2, "quorum_wait": 40.0, **options}
-    model, optimizer, diloco = begin(rank, registry, happenings.append, **options)
+    membership = {"min_replicas": 2, "on_event": happenings.append, **FOUNDING, **membership}
+    diloco, model, optimizer = attach(registry, rank, {"backend": backend, **LONG}, **membership)
     is_left_behind = False
     try:
         while diloco.inner_step < LAST_STEP:
@@ -141,7 +99,7 @@ def live(
         [view.members for view in views],
         max(view.seconds for view in views[1:]) if views[1:] else 0.0,
         [one.replicas for one in happenings if isinstance(one, Suspected)],
-        lines.lines,
+        lines,
         is_left_behind,
     )
     diloco.close()
@@ -210,8 +168,8 @@ def test_a_replica_that_holds_the_gil_is_waited_for(
     suspect_after: float,
 ) -> None:
     pool = fresh_workers(3, init_group=False)
-    options = {"suspect_after": suspect_after, "backend": backend}
-    ends = pool.run(live, pool.store, registry.address, "hold", seconds, options, timeout=80)
+    arguments = pool.store, registry.address, "hold", seconds, backend
+    ends = pool.run(live, *arguments, suspect_after=suspect_after, timeout=80)
     assert [(end.views, end.suspected, end.is_left_behind) for end in ends] == 3 * [
         ([(0, 1, 2)], [], False)
     ]
@@ -230,8 +188,8 @@ def test_a_replica_that_is_held_up_for_too_long_is_left_out(
 ) -> None:
     """It holds the interpreter's lock, or its data loader hangs, and its beats go on."""
     pool = fresh_workers(3, init_group=False)
-    options = {"suspect_after": 1.5, "busy_after": 3.0}
-    ends = pool.run(live, pool.store, registry.address, fault, seconds, options, timeout=80)
+    limits = {"suspect_after": 1.5, "busy_after": 3.0}
+    ends = pool.run(live, pool.store, registry.address, fault, seconds, timeout=80, **limits)
     assert [end.views for end in ends[:2]] == 2 * [[(0, 1, 2), (0, 1)]]
     # The first to suspect it leads the others, who may hear of the next view before they suspect.
     suspected = [one for end in ends[:2] for one in end.suspected]
@@ -245,8 +203,9 @@ def come_to_a_boundary(
 ) -> tuple[tuple[int, ...], float]:
     """Replica 1 leaves at a boundary at which a round is under way; replica 2 stops in it."""
     signs, happenings = connect(store), list[Any]()
-    options: dict[str, Any] = {"overlap": Delayed(), "backend": "gloo", "suspect_after": 3.0}
-    model, optimizer, diloco = begin(rank, registry, happenings.append, **options)
+    options = {"overlap": Delayed(), "backend": "gloo", **LONG}
+    membership = {"suspect_after": 3.0, "on_event": happenings.append, **FOUNDING}
+    diloco, model, optimizer = attach(registry, rank, options, **membership)
     while diloco.inner_step < LAST_STEP and not diloco.is_done:
         if diloco.inner_step == H + 1 and rank == 1:
             diloco.leave()
@@ -279,8 +238,8 @@ def test_a_replica_that_the_registry_does_not_answer_stays(
 ) -> None:
     """The links of the others hear that replica, and it takes part in all rounds."""
     pool = fresh_workers(3, init_group=False)
-    arguments = pool.store, registry.address, "cut", 0.0, {"suspect_after": 1.5}, 0.2
-    ends = pool.run(live, *arguments, timeout=80)
+    arguments = pool.store, registry.address, "cut", 0.0, "tcp", 0.2
+    ends = pool.run(live, *arguments, suspect_after=1.5, timeout=80)
     assert [(end.views, end.suspected) for end in ends] == 3 * [([(0, 1, 2)], [])]
     assert alike(ends)
 
@@ -290,7 +249,7 @@ def test_a_replica_that_is_stopped_for_a_while_is_waited_for(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
     pool = fresh_workers(3, init_group=False)
-    pool.submit(live, pool.store, registry.address, "stop", 0.0, {"suspect_after": 8.0})
+    pool.submit(live, pool.store, registry.address, "stop", 0.0, suspect_after=8.0)
     wait_for(pool, ["pid"])
     time.sleep(3.0)
     os.kill(int(connect(pool.store).get("pid")), signal.SIGCONT)
@@ -306,8 +265,7 @@ def test_a_replica_that_is_killed_is_left_out_at_once(
 ) -> None:
     """Its host refuses: nobody waits for ``suspect_after``."""
     pool = fresh_workers(3, init_group=False)
-    options = {"suspect_after": 60.0, "backend": backend}
-    arguments = pool.store, registry.address, "kill", 0.0, options
-    ends = pool.run(live, *arguments, expect_exit={2}, timeout=80)
+    arguments = pool.store, registry.address, "kill", 0.0, backend
+    ends = pool.run(live, *arguments, suspect_after=60.0, expect_exit={2}, timeout=80)
     assert [end.views for end in ends[:2]] == 2 * [[(0, 1, 2), (0, 1)]]
     assert alike(ends[:2]) and ends[0].slowest_s < 60.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_replicas import PACE_S, SUSPECT_AFTER_S
+from elastic_replicas import OPTIONS, PACE_S, SUSPECT_AFTER_S, attach
 from elastic_replicas import registry as registry
-from fault_replicas import BLOCK, connect, make_model, make_optimizer, take_inner_step
+from fault_replicas import connect, take_inner_step
 from registries import Host
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, ElasticSampler, Link, ReplicaMismatch, SyncError, Wire
-from diloco_comm.elastic.events import ElasticTotals
+from diloco_comm import ElasticSampler, ReplicaMismatch, SyncError
+from diloco_comm.elastic.events import ElasticTotals, Meter
 from diloco_comm.rounds.handshake import gather_json
 from diloco_comm.training import leases
 
-NUM_SAMPLES, BATCH, LAST_STEP, SYNC_EVERY = 1 << 20, 3, 400, 4
+NUM_SAMPLES, BATCH, LAST_STEP = 1 << 20, 3, 400
+WAITS = {"suspect_after": SUSPECT_AFTER_S, "founding_wait": 2.0}
 
 
 @dataclass
@@ -34,24 +34,6 @@ class End:
     outer: str
     totals: ElasticTotals
     leases: set[int]
-
-
-def attach(registry: str, replica: int | None, **options: Any) -> tuple[DiLoCo, Any, Any]:
-    os.environ["DILOCO_COMM_REPORT_S"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    model = make_model()
-    optimizer = make_optimizer(model)
-    choices = {"total_steps": LAST_STEP, "suspect_after": SUSPECT_AFTER_S, "quorum_wait": 25}
-    membership = Elastic(registry, run="test", replica=replica, **{**choices, **options})
-    diloco = DiLoCo(
-        model,
-        optimizer,
-        peers=membership,
-        sync_every=SYNC_EVERY,
-        wire=Wire(block_size=BLOCK),
-        link=Link(chunk_bytes=512, timeout=40.0),
-    )
-    return diloco, model, optimizer
 
 
 def break_off_once(number: int) -> None:
@@ -82,7 +64,7 @@ def live(
         break_off_once(broken)
     if rank == 2:
         signs.wait(["start 2"])
-    diloco, model, optimizer = attach(registry, rank, founding_wait=2.0)
+    diloco, model, optimizer = attach(registry, rank, total_steps=LAST_STEP, **WAITS)
     sampler = ElasticSampler(NUM_SAMPLES, diloco, batch_size=BATCH, seed=3)
     data = range(NUM_SAMPLES)
     loader: Any = DataLoader(
@@ -150,7 +132,7 @@ def test_no_two_replicas_take_the_same_sample(
     # The death ends the view between two steps, and a survivor that was ahead takes these steps
     # again: a round at most, as all have met in the last one.
     assert len(mine) == len(first.samples)
-    assert BATCH * LAST_STEP <= len(mine) <= BATCH * (LAST_STEP + SYNC_EVERY)
+    assert BATCH * LAST_STEP <= len(mine) <= BATCH * (LAST_STEP + OPTIONS["sync_every"])
     assert len(theirs) == len(joined.samples) and not mine & theirs
     # The lost replica's last samples, which it never shared, are given out again.
     lines = (tmp_path / "samples-1").read_text().splitlines()
@@ -166,7 +148,7 @@ def read_own_part(
     rank: int, world: int, store: tuple[str, int], registry: str
 ) -> tuple[list[int], int, str]:
     """Train to the last step on a loader that ``diloco.shard`` has made."""
-    diloco, model, optimizer = attach(registry, rank, total_steps=24, min_replicas=2)
+    diloco, model, optimizer = attach(registry, rank, total_steps=24, min_replicas=2, **WAITS)
     data: Any = range(NUM_SAMPLES)
     loader = diloco.shard(DataLoader(data, BATCH, shuffle=True), batches_per_step=2)
     with pytest.raises(ValueError, match="sharded already"):
@@ -199,7 +181,7 @@ def differ(rank: int, world: int, store: tuple[str, int], registry: str) -> str:
     """Replica 1 comes with another setting, and replica 2 with a number that is taken."""
     signs = connect(store)
     if rank == 0:
-        diloco, model, optimizer = attach(registry, 0, founding_wait=0.0, total_steps=10**6)
+        diloco, model, optimizer = attach(registry, 0, total_steps=10**6)
         signs.set("begun", "now")
         while not signs.check(["refused 1", "refused 2"]):
             take_inner_step(model, optimizer, 0, diloco.inner_step + 1)
@@ -226,34 +208,19 @@ def test_a_newcomer_hears_what_does_not_fit(
     assert "until the other process with replica number 0 has gone" in taken
 
 
-def share_a_folder(rank: int, world: int, store: tuple[str, int], registry: str, path: str) -> int:
-    """Replica 0 has a folder as a launcher gives it; the second process has a copy of the folder.
-
-    Returns the number of the replica when both train.
-    """
-    signs = connect(store)
-    if rank == 1:
-        signs.wait(["begun"])
-        # Replica 0 trains on, and may be writing a new version beside its file.
-        unfinished = shutil.ignore_patterns("*.partial.*")
-        shutil.copytree(f"{path}/0", f"{path}/1", ignore=unfinished)
-    os.environ["DILOCO_COMM_STATE_DIR"] = f"{path}/{rank}"
-    try:
-        diloco, model, optimizer = attach(registry, None, founding_wait=0.0, total_steps=10**6)
-    finally:
-        del os.environ["DILOCO_COMM_STATE_DIR"]
-    signs.set("begun", "now")
-    while len(diloco.members) < 2:
-        take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
-        time.sleep(PACE_S)
-    number = diloco.members[diloco.replica_index]
-    diloco.close()
-    return number
+# ---------------------------------------------------------------- The sums of one replica's changes
 
 
-@pytest.mark.nightly("4 s; it differs from a new folder in one file")
-def test_a_copied_state_folder_gives_another_number(
-    fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
-) -> None:
-    pool = fresh_workers(2, init_group=False)
-    assert pool.run(share_a_folder, pool.store, registry.address, str(tmp_path)) == [0, 1]
+def test_the_times_of_two_views() -> None:
+    meter = Meter(100.0)
+    meter.waits(101.0, True)
+    meter.waits(102.0, True)
+    assert meter.totals(103.0) == ElasticTotals(elapsed_s=3, joining_s=3, waiting_s=2)
+    meter.waits(104.0, False)
+    meter.entered(105.0, 5.0)
+    meter.entered(115.0, 4.0)
+    meter.discarded(2)
+    totals = meter.totals(125.0)
+    assert totals == ElasticTotals(25, 5, 4, 3, 2, 2)
+    assert totals.goodput == 0.8
+    assert ElasticTotals().goodput == 0.0

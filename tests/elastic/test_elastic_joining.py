@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_replicas import End, Fault, Run, check_one_line, live
+from elastic_replicas import End, Run, check_one_line, live
 from elastic_replicas import registry as registry
 from fault_replicas import Setup, hash_of, make_model
 from fault_simulation import Simulation
 from registries import Host
 from workers import Pool
 
-from diloco_comm import Eager, Streaming
 from diloco_comm.elastic.events import ViewChanged
 from diloco_comm.ops.digests import digest_of
 
@@ -95,67 +94,7 @@ def test_all_bits_are_those_of_the_simulation(
     assert ready.received_bytes >= ready.total_bytes == STATE_BYTES
 
 
-@pytest.mark.nightly("9 s; the first tier has a newcomer beside training")
-def test_streams_join_beside_training(fresh_workers: Callable[..., Pool], registry: Host) -> None:
-    options = {"overlap": Streaming(delay=2, alpha=0.5), "fragments": 3}
-    run = Run(
-        2,
-        LAST_STEP,
-        joins={2: 4},
-        options=options,
-        membership=LARGE_LOG,
-        pace_s=0.08,
-        pace_until=2,
-    )
-    assert joined_with(run_all(fresh_workers, registry, run, 3), 2).copied_bytes == 0
-
-
-@pytest.mark.nightly("7 s; test_transfer copies a state, test_elastic_training joins at a boundary")
-@pytest.mark.parametrize(
-    ("options", "membership"),
-    [({"overlap": Eager()}, {}), ({}, {"round_log_bytes": 0})],
-)
-def test_else_the_state_is_copied_at_the_boundary(
-    fresh_workers: Callable[..., Pool],
-    registry: Host,
-    options: dict[str, Any],
-    membership: dict[str, Any],
-) -> None:
-    run = Run(
-        1,
-        LAST_STEP,
-        joins={1: 4},
-        options=options,
-        membership=membership,
-        pace_s=0.08,
-        pace_until=1,
-    )
-    assert joined_with(run_all(fresh_workers, registry, run, 2), 1).copied_bytes >= STATE_BYTES
-
-
-@pytest.mark.nightly("20 s; test_transfer changes donors, test_inner_state loses one")
-def test_a_donor_dies_while_its_state_is_copied(
-    fresh_workers: Callable[..., Pool], registry: Host
-) -> None:
-    fault = Fault(1, 4, "kill", "vote", is_donor=True)
-    run = Run(
-        3,
-        LAST_STEP,
-        joins={3: 4},
-        faults=(fault,),
-        options={"fragments": 4},
-        membership={**LARGE_LOG, "join_bandwidth": STATE_BYTES / 4},
-        pace_s=0.08,
-        pace_until=3,
-    )
-    ends = run_all(fresh_workers, registry, run, 4, frozenset({1}))
-    joined = joined_with(ends, 3)
-    assert joined.copied_bytes == 0
-    assert ends[0].members == (0, 2, 3)
-    assert any(view.left == (1,) and 3 not in view.members for view in ends[0].views)
-
-
-@pytest.mark.nightly("10 s; test_round_log has the rounds since")
+@pytest.mark.nightly("10 s; test_history has the rounds since")
 def test_a_replica_from_a_checkpoint_takes_the_rounds_since(
     fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
 ) -> None:
@@ -180,29 +119,3 @@ def test_a_replica_from_a_checkpoint_takes_the_rounds_since(
     num_bytes = ends[2].progress[-1].received_bytes + ends[2].caught_up_bytes
     assert num_bytes <= rounds * 2 * 1.2 * NUM_PARAMETERS
     assert ends[2].progress[-1].is_ready
-
-
-@pytest.mark.nightly("13 s; test_inner_state copies the same state between two processes")
-@pytest.mark.parametrize(
-    "options", [{}, {"overlap": Eager()}], ids=["beside training", "at the boundary"]
-)
-def test_a_newcomer_has_the_inner_state_of_its_donor(
-    fresh_workers: Callable[..., Pool], registry: Host, options: dict[str, Any]
-) -> None:
-    run = Run(
-        2,
-        LAST_STEP,
-        joins={2: 4},
-        options=options,
-        membership={**LARGE_LOG, "inner_state": True},
-        pace_s=0.08,
-        pace_until=2,
-    )
-    ends = run_all(fresh_workers, registry, run, 3)
-    joined = joined_with(ends, 2)
-    donor, other, newcomer = (end.inner[joined.number] for end in ends)
-    assert newcomer == donor != other
-    # AdamW has two moments of each parameter, and counts the steps of each tensor.
-    num_tensors = len(list(make_model().parameters()))
-    inner_bytes = 8 * NUM_PARAMETERS + 4 * num_tensors
-    assert joined.copied_bytes == inner_bytes + (STATE_BYTES if options else 0)

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from choice_groups import grouped
+from elastic_replicas import attach, train_to
 from elastic_replicas import registry as registry
 from exchange_helpers import folder_of, make_folders
-from fault_replicas import make_model, make_optimizer
 from registries import Host
-from test_elastic_lost import OPTIONS, train
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, Link, ReplicaMismatch
+from diloco_comm import Link, ReplicaMismatch
 from diloco_comm.base.service.keys import allow
 
 
@@ -30,27 +28,24 @@ def _member(rank: int, world: int, address: tuple[str, int], registry: str, root
     """
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=60))
     newcomer, refusal = world - 1, ""
-    model = make_model()
-    optimizer = make_optimizer(model)
     # The shortest wait of a member for a newcomer that the member's other members refuse.
     link = Link("tcp", listen="127.0.0.1:0", keys=folder_of(root, rank), suspect_after=3.0)
-    options = grouped({"link": link, "timeout": 60.0, **OPTIONS})
-
-    def peers() -> Elastic:
-        return Elastic(registry, run="test", replica=rank, min_replicas=2, quorum_wait=60.0)
-
+    options = {"link": link, "timeout": 60.0}
+    membership = {"min_replicas": 2, "quorum_wait": 60.0, "founding_wait": 2.0}
+    membership["suspect_after"] = 20.0
     if rank == newcomer:
         store.wait([f"began/{replica}" for replica in range(newcomer)])
         with pytest.raises(ReplicaMismatch) as caught:
-            DiLoCo(model, optimizer, peers=peers(), **options)
+            attach(registry, rank, options, **membership)
         refusal = str(caught.value)
         bind(root, world)
-    with closing(DiLoCo(model, optimizer, peers=peers(), **options)) as diloco:
-        train(diloco, model, optimizer, rank, 4)
+    diloco, model, optimizer = attach(registry, rank, options, **membership)
+    with closing(diloco):
+        train_to(diloco, model, optimizer, rank, 4)
         store.set(f"began/{rank}", "")
         while len(diloco.members) < world:
-            train(diloco, model, optimizer, rank, diloco.inner_step + 1)
-        train(diloco, model, optimizer, rank, diloco.inner_step + 8)
+            train_to(diloco, model, optimizer, rank, diloco.inner_step + 1)
+        train_to(diloco, model, optimizer, rank, diloco.inner_step + 8)
         return refusal, diloco.members, diloco.outer_hash()
 
 

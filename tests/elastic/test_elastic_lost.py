@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +16,12 @@ import pytest
 import torch
 from async_helpers import wait_until
 from choice_groups import grouped
+from commands import run_python
+from elastic_replicas import OPTIONS, attach, train_to
 from elastic_replicas import registry as registry
 from fault_replicas import (
-    BLOCK,
     connect,
+    lines_of_the_log,
     make_model,
     make_optimizer,
     take_inner_step,
@@ -40,38 +39,13 @@ from diloco_comm.elastic.state_folder import StateFolder
 from diloco_comm.group import driver
 from diloco_comm.group.records import NO_RECORD, Key
 
-OPTIONS: dict[str, Any] = {"sync_every": 4, "block_size": BLOCK, "chunk_bytes": 512}
-
-
-def attach(
-    registry: str, replica: int | None, *, overlap: Any = None, **choices: Any
-) -> tuple[DiLoCo, Any, Any]:
-    os.environ["DILOCO_COMM_REPORT_S"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    model = make_model()
-    optimizer = make_optimizer(model)
-    defaults = {"suspect_after": 3.0, "quorum_wait": 40.0, "founding_wait": 0.0}
-    membership = Elastic(registry, run="test", replica=replica, **{**defaults, **choices})
-    diloco = DiLoCo(
-        model,
-        optimizer,
-        overlap=overlap,
-        **grouped({"membership": membership, "timeout": 40.0, **OPTIONS}),
-    )
-    return diloco, model, optimizer
-
-
-def train(diloco: DiLoCo, model: Any, optimizer: Any, replica: int, until: int) -> None:
-    while diloco.inner_step < until and not diloco.is_done:
-        take_inner_step(model, optimizer, replica, diloco.inner_step + 1)
-
 
 def checkpoint_of(num_steps: int, overlap: Any = None) -> tuple[dict[str, Any], str]:
     """Return the saved state and the outer hash of a training of one replica."""
     model = make_model()
     optimizer = make_optimizer(model)
     diloco = DiLoCo(model, optimizer, overlap=overlap, **grouped({"num_replicas": 1, **OPTIONS}))
-    train(diloco, model, optimizer, num_steps, num_steps)
+    train_to(diloco, model, optimizer, num_steps, num_steps)
     return diloco.state_dict(), diloco.outer_hash()
 
 
@@ -84,11 +58,10 @@ def begin(
     """Begin a run as one of its founders, some of whom bring a checkpoint of so many steps."""
     overlap = Streaming(delay=2, alpha=0.5) if how == "streaming" else None
     saved, outer = checkpoint_of(steps[rank], overlap) if rank in steps else (None, "")
-    diloco, model, optimizer = attach(
-        registry, rank, checkpoint=saved, min_replicas=world, overlap=overlap
-    )
+    options = {"overlap": overlap}
+    diloco, model, optimizer = attach(registry, rank, options, checkpoint=saved, min_replicas=world)
     first, begun = diloco.inner_step, diloco.outer_hash()
-    train(diloco, model, optimizer, rank, first + 6)
+    train_to(diloco, model, optimizer, rank, first + 6)
     diloco.flush()
     diloco.close()
     return first, begun, outer, diloco.outer_hash()
@@ -122,10 +95,10 @@ def test_a_checkpoint_without_a_step_is_refused() -> None:
 
 def save_and_die(rank: int, world: int, store: tuple[str, int], registry: str, folder: str) -> None:
     diloco, model, optimizer = attach(registry, rank, min_replicas=world)
-    train(diloco, model, optimizer, rank, 8 + 4 * rank)
+    train_to(diloco, model, optimizer, rank, 8 + 4 * rank)
     torch.save(diloco.state_dict(), f"{folder}/{rank}.pt")
     Path(folder, f"{rank}.hash").write_text(diloco.outer_hash())
-    train(diloco, model, optimizer, rank, 21)
+    train_to(diloco, model, optimizer, rank, 21)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -142,7 +115,7 @@ def come_again(
     except SyncError as error:
         return str(error)
     found = diloco.view, diloco.inner_step, diloco.outer_hash(), diloco.members
-    train(diloco, model, optimizer, rank, diloco.inner_step + 5)
+    train_to(diloco, model, optimizer, rank, diloco.inner_step + 5)
     diloco.close()
     return found
 
@@ -179,7 +152,7 @@ def train_on(
         signs.wait(["copied"])
     diloco, model, optimizer = attach(registry, rank, min_replicas=1)
     if rank == 0:
-        train(diloco, model, optimizer, 0, 8)
+        train_to(diloco, model, optimizer, 0, 8)
         torch.save(diloco.state_dict(), f"{folder}/0.pt")
         signs.set("saved", "now")
     while not signs.check(["end"]):
@@ -253,21 +226,11 @@ def test_a_replica_refuses_another_registry_than_its_folder_names(
         registry(rollback=True).connect().close()
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def live_through(
     rank: int, world: int, store: tuple[str, int], registry: str
 ) -> tuple[tuple[int, ...], list[str], str]:
     """Replica 0 trains while its registry is another one for a time; replica 1 comes later."""
-    signs, lines = connect(store), Lines()
-    logging.getLogger("diloco_comm").addHandler(lines)
+    signs, lines = connect(store), lines_of_the_log()
     if rank == 1:
         signs.wait(["own registry"])
     diloco, model, optimizer = attach(registry, rank)
@@ -276,7 +239,7 @@ def live_through(
     while len(diloco.members) < 2 and diloco.inner_step < 10**6:
         take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
         time.sleep(0.01)
-        if any("belongs to the registry" in line for line in lines.lines):
+        if any("belongs to the registry" in line for line in lines):
             signs.set("seen", "now")
         if signs.check(["other registry"]) and not error:
             # A second training in this process would begin anew.
@@ -287,7 +250,7 @@ def live_through(
             signs.set("refused", "now")
     members = diloco.members
     diloco.close()
-    return members, lines.lines, error
+    return members, lines, error
 
 
 def test_a_group_trains_on_while_its_registry_is_another_one(
@@ -318,18 +281,17 @@ def outlive_registry(
     """Train until this replica has left; a sign for each warning that the test waits for."""
     if state_dir:
         os.environ["DILOCO_COMM_STATE_DIR"] = state_dir
-    signs, lines = connect(store), Lines()
-    logging.getLogger("diloco_comm").addHandler(lines)
+    signs, lines = connect(store), lines_of_the_log()
     diloco, model, optimizer = attach(registry, rank)
     signs.set("begun", "now")
     while not diloco.is_done:
         take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
         time.sleep(0.01)
         for sign in ("nobody can come or go", "leaves at its next", "cannot before"):
-            if any(sign in line for line in lines.lines):
+            if any(sign in line for line in lines):
                 signs.set(sign, "now")
     diloco.close()
-    return lines.lines
+    return lines
 
 
 def test_the_first_signal_says_that_the_registry_is_away(
@@ -379,10 +341,10 @@ def test_a_replica_whose_key_is_removed_ends(
     make_registry_keys(tmp_path, "paris")
     with serving(keys=tmp_path / "server.key_secret") as server:
         diloco, model, optimizer = attach(server.address, 0, key=tmp_path / "paris.key_secret")
-        train(diloco, model, optimizer, 0, 4)
+        train_to(diloco, model, optimizer, 0, 4)
         (tmp_path / "allowed" / "paris.key").unlink()
         with pytest.raises(ReplicaMismatch, match="does not let in the key of this") as refused:
-            train(diloco, model, optimizer, 0, 10**6)
+            train_to(diloco, model, optimizer, 0, 10**6)
         assert status_of(refused.value) == MISFIT
         diloco.close()
 
@@ -395,11 +357,11 @@ def test_the_end_is_written_when_the_registry_is_back(
 ) -> None:
     monkeypatch.setattr(options, "connect", partial(registry_at, timeout_s=0.3))
     diloco, model, optimizer = attach(registry.address, 0, total_steps=8)
-    train(diloco, model, optimizer, 0, 7)
+    train_to(diloco, model, optimizer, 0, 7)
     registry.kill()
     back = threading.Timer(1.0, registry.start)
     back.start()
-    train(diloco, model, optimizer, 0, 8)
+    train_to(diloco, model, optimizer, 0, 8)
     diloco.close()
     back.join()
     # The registry that was started again has no beats: the record alone tells.
@@ -409,8 +371,8 @@ def test_the_end_is_written_when_the_registry_is_back(
 
 LATE = f"""
 import os, sys
-sys.path[:0] = {[str(Path(__file__).parent), *FOLDERS]!r}
-from test_elastic_lost import attach
+sys.path[:0] = {FOLDERS!r}
+from elastic_replicas import attach
 diloco, *_ = attach(sys.argv[1], None, total_steps=8)
 print("never printed")
 """
@@ -426,7 +388,7 @@ def finish(
     # The driver's thread writes the note when it hears that the view has begun.
     wait_until(lambda: folder.last_view > NO_RECORD)
     notes = [(folder.registry_id, folder.last_view)]
-    train(diloco, model, optimizer, rank, 8)
+    train_to(diloco, model, optimizer, rank, 8)
     diloco.close()
     return diloco.inner_step, [*notes, (folder.registry_id, folder.last_view)]
 
@@ -447,9 +409,7 @@ def test_a_replica_that_comes_after_the_end_ends_at_once(
     # The beats of the members are forgotten, and the record says so, too.
     registry.kill()
     registry.start()
-    late = subprocess.run(
-        [sys.executable, "-c", LATE, registry.address], capture_output=True, text=True, timeout=60
-    )
+    late = run_python("-c", LATE, registry.address)
     assert (late.returncode, late.stdout) == (0, ""), late.stderr
     (line,) = late.stderr.splitlines()
     assert line.startswith("diloco_comm: run 'test' has ended") and "another name" in line

@@ -14,21 +14,20 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from choice_groups import grouped
+from elastic_replicas import attach, train_to
 from elastic_replicas import registry as registry
 from exchange_helpers import folder_of, make_folders
-from fault_ends import listen_to_the_log
-from fault_replicas import connect, make_model, make_optimizer
+from fault_replicas import connect, listen_to_the_log
 from registries import Host
-from test_elastic_lost import OPTIONS, train
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, Link, SyncError, connect_store
+from diloco_comm import DiLoCo, Elastic, SyncError, connect_store
 from diloco_comm.base.service.keys import LinkKeys
 from diloco_comm.base.store_host import open_store
 from diloco_comm.elastic.options import Place, meeting_place, own_interface
 from diloco_comm.exchange.membership import change
 
+GLOO = {"backend": "gloo"}
 _forks = multiprocessing.get_context("forkserver")
 
 
@@ -58,24 +57,14 @@ def _train(diloco: DiLoCo, model: Any, optimizer: Any, rank: int, until: int) ->
     """Train; after a Ctrl-C, too."""
     while diloco.inner_step < until and not diloco.is_done:
         with suppress(KeyboardInterrupt):
-            train(diloco, model, optimizer, rank, until)
+            train_to(diloco, model, optimizer, rank, until)
 
 
 def _member(rank: int, world: int, registry: str, shared: str | None, **choices: Any) -> Any:
     """Train over gloo in a group of three, which the last replica leaves in the middle."""
-    model = make_model()
-    optimizer = make_optimizer(model)
-    peers = Elastic(
-        registry,
-        run="test",
-        replica=rank,
-        min_replicas=2,
-        quorum_wait=40.0,
-        store=shared,
-        **choices,
-    )
-    options = grouped({"link": Link("gloo"), "timeout": 40.0, **OPTIONS})
-    with closing(DiLoCo(model, optimizer, peers=peers, **options)) as diloco:
+    choices = {"min_replicas": 2, "founding_wait": 2.0, "suspect_after": 20.0, **choices}
+    diloco, model, optimizer = attach(registry, rank, GLOO, store=shared, **choices)
+    with closing(diloco):
         first = diloco.members
         _train(diloco, model, optimizer, rank, 12)
         if rank == world - 1:
@@ -123,23 +112,14 @@ def _beside_one_that_never_connects(
     if rank == 2:
         signs.wait(["founded"])
     lines = listen_to_the_log()
-    model = make_model()
-    optimizer = make_optimizer(model)
-    peers = Elastic(
-        registry,
-        run="test",
-        replica=rank,
-        min_replicas=2,
-        quorum_wait=20.0,
-        suspect_after=2.0,
-        round_log_bytes=round_log,
-    )
-    options = grouped({"link": Link("gloo"), "timeout": 40.0, **OPTIONS})
+    membership = {"min_replicas": 2, "quorum_wait": 20.0, "suspect_after": 2.0}
+    membership |= {"founding_wait": 2.0, "round_log_bytes": round_log}
     try:
-        with closing(DiLoCo(model, optimizer, peers=peers, **options)) as diloco:
+        diloco, model, optimizer = attach(registry, rank, GLOO, **membership)
+        with closing(diloco):
             signs.set("founded", "")
             while diloco.inner_step < 100:
-                train(diloco, model, optimizer, rank, diloco.inner_step + 1)
+                train_to(diloco, model, optimizer, rank, diloco.inner_step + 1)
                 time.sleep(0.1)
             return diloco.members, diloco.outer_hash(), num_attempts, lines
     except SyncError as error:

@@ -6,14 +6,13 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_helpers import check_arguments, check_documented, check_misuse, help_examples, run_cli
+from commands import CLI, serving_command
 from registries import make_registry_keys, serving
 
 from diloco_comm.elastic.registry import Registry, connect
@@ -22,8 +21,6 @@ from diloco_comm.group.records import Attempt, Key, Record
 from diloco_comm.group.state import Place
 from diloco_comm_tools.registry.members import Silence
 
-CLI = [sys.executable, "-m", "diloco_comm_tools.cli", "registry"]
-NAMES = ("0", "1", "2")
 KEYS = tuple(Key(i, bytes([0xA0 + i]) * 16) for i in range(3))
 NEWCOMER = Key(3, b"n" * 16)
 VIEW = Record(
@@ -36,18 +33,6 @@ def beat_of(i: int, counter: int = 1, stage: str = "ready", entered: int = 0) ->
     ways = [Way(KEYS[i].nonce.hex(), f"10.0.0.{i}:{5 + w}", "", "").to_text() for w in range(2)]
     place = Place(KEYS[i], b"s" * 16, entered=entered, inner_step=409, cut=(KEYS[1].nonce,))
     return Beat(place, counter, stage, "evaluation" if entered else "", tuple(ways))
-
-
-@contextmanager
-def process(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [*CLI, "--listen", "127.0.0.1:0", *map(str, arguments)]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert started.stdout is not None
-        yield started, started.stdout.readline().strip()
-    finally:
-        started.kill()
-        started.wait()
 
 
 @pytest.fixture
@@ -65,8 +50,9 @@ def members(registry: Registry, *arguments: object) -> tuple[object, ...]:
 
 def test_a_registry_is_hosted_ended_and_found_again(tmp_path: Path) -> None:
     keys = make_registry_keys(tmp_path / "keys", "w1")
-    options = ("--journal", tmp_path / "j", "--keys", keys / "server.key_secret", "--json")
-    with process(*options) as (server, line):
+    command = [*CLI, "registry", "--listen", "127.0.0.1:0", "--journal", tmp_path / "j", "--json"]
+    command += ["--keys", keys / "server.key_secret"]
+    with serving_command(command, stderr=subprocess.PIPE) as (server, line):
         address = json.loads(line)["address"]
         check_documented(json.loads(line), "how-to/registry.md")
         one = connect(address, run="r", timeout_s=20, key=keys / "w1.key_secret")

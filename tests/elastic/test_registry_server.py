@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from async_helpers import wait_until
+from proxies import Forwarder
 from registries import Host, in_threads, increment, make_registry_keys, serving, stopped
 from test_registry_journal import disk_of
 
@@ -238,53 +239,24 @@ def test_a_doubtful_swap_is_told_apart_from_a_certain_one(
         assert not three.swap(b"0", b"2") and three.read() == b"1"
 
 
-class Cutter:
-    """A way to a port that can end a connection in place of passing its next answer on."""
-
-    def __init__(self, port: int) -> None:
-        self._target, self._cuts = port, threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut_next_answer(self) -> None:
-        self._cuts.set()
-
-    def close(self) -> None:
-        # A blocked accept() would keep the socket.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                here, _ = self._listener.accept()
-                there = socket.create_connection(("127.0.0.1", self._target))
-                for ends in ((here, there, False), (there, here, True)):
-                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
-
-    def _copy(self, source: socket.socket, to: socket.socket, has_answers: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if has_answers and self._cuts.is_set():
-                    self._cuts.clear()
-                    break
-                to.sendall(data)
-        for end in (source, to):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
 def test_a_read_whose_answer_is_lost_is_asked_again_and_a_swap_is_not() -> None:
     with serving() as server:
-        way = Cutter(int(server.address.rpartition(":")[2]))
-        registry = connect(way.address, run="r", timeout_s=20)
+        cuts = threading.Event()
+
+        def cut_one(data: bytes, is_answer: bool) -> bytes | None:
+            """End the connection in place of passing an answer on."""
+            if not (is_answer and cuts.is_set()):
+                return data
+            return cuts.clear()
+
+        way = Forwarder(int(server.address.rpartition(":")[2]), look=cut_one)
+        registry = connect(f"tcp://{way.address}", run="r", timeout_s=20)
         assert registry.swap(b"", b"x")
-        way.cut_next_answer()
+        cuts.set()
         assert registry.read() == b"x"
-        way.cut_next_answer()
+        cuts.set()
         assert registry.beat("m", b"1") == {"m": b"1"}
-        way.cut_next_answer()
+        cuts.set()
         # The swap happened, which the client cannot know.
         with pytest.raises(RegistryUnavailable):
             registry.swap(b"x", b"y")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -15,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import run_python
 from exchange_helpers import CHUNK_BYTES, exchange, sync, values
-from fault_replicas import least_resources
+from torch import nn
 from workers import Pool
 
+from diloco_comm import DiLoCo, Link, NonFiniteError
 from diloco_comm.base.memory import empty_pages
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header
@@ -30,29 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _alone(**kwargs: object) -> Exchange:
     return Exchange(dist.HashStore(), 0, [0], chunk_bytes=CHUNK_BYTES, **kwargs)  # type: ignore[arg-type]
-
-
-def _open_and_close(rank: int, world: int) -> list[tuple[int, int]]:
-    counts = []
-    for _ in range(4):
-        with exchange(rank, world, lanes=2) as ex:
-            buffers = ex.buffers(3000, WireFormat("int8"))
-            for round in range(3):
-                sync(ex, buffers, [values(0, rank, 3000)], round=round)
-                buffers.commit()
-            ex.close()
-            ex.close()
-        dist.barrier()
-        # The least of readings over half a second: threads that were joined end a moment later.
-        counts.append(least_resources(50))
-    return counts
-
-
-@pytest.mark.nightly("3 s each", but=["3"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_close_leaves_no_thread_and_no_descriptor(workers: Workers, world: int) -> None:
-    for counts in workers(world).run(_open_and_close):
-        assert all(last <= first for first, last in zip(counts[0], counts[-1], strict=True)), counts
 
 
 def _closed_and_held(rank: int, world: int) -> list[int]:
@@ -78,37 +56,11 @@ def test_a_closed_exchange_has_no_descriptor_before_it_is_collected(workers: Wor
 
 
 def _run_script(body: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)],
+    return run_python(
+        "-c",
+        textwrap.dedent(body),
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
-
-
-@pytest.mark.nightly("5 s; test_lifetime has an interpreter that ends without close")
-def test_exit_without_close() -> None:
-    """A process that just ends, with an exchange that waits for a peer, neither hangs nor dies."""
-    done = _run_script(
-        """
-        import threading, torch, torch.distributed as dist
-        from diloco_comm.exchange.exchange import Exchange
-        from diloco_comm.exchange.round import Header
-        from diloco_comm.ops.wire import WireFormat
-        store = dist.HashStore()
-        made = {}
-        def make(r):
-            made[r] = Exchange(store, r, [0, 1], timeout=300.0)
-        threads = [threading.Thread(target=make, args=(r,)) for r in (0, 1)]
-        [t.start() for t in threads]; [t.join() for t in threads]
-        buffers = made[0].buffers(1000, WireFormat("int8"))
-        work = made[0].start(buffers, outer=None, params=[torch.ones(1000)], header=Header())
-        print("ends")
-        """
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "ends\n"
 
 
 _CALLS_IN_THREADS = """
@@ -139,8 +91,7 @@ time.sleep(0.2)
 @pytest.mark.parametrize("kind", ["engine", "job", "link"])
 def test_a_program_ends_while_its_threads_are_in_calls(kind: str) -> None:
     """The threads want the GIL back after the interpreter has begun to end."""
-    command = [sys.executable, "-c", _CALLS_IN_THREADS, kind]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run_python("-c", _CALLS_IN_THREADS, kind)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -165,47 +116,6 @@ def test_no_room_for_the_engine_thread() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Resource temporarily unavailable True\n"
-
-
-def test_a_forked_child_is_told() -> None:
-    ex = _alone()
-    buffers = ex.buffers(100, WireFormat("int8"))
-    work = ex.start(buffers, outer=None, params=[torch.ones(100)], header=Header())
-    calls: list[Callable[[], object]] = [
-        lambda: ex.start(buffers, outer=None, params=[torch.ones(100)], header=Header()),
-        work.wait, work.done, lambda: work.headers,
-    ]  # fmt: skip
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        for call in calls:
-            try:
-                call()
-                text = "no error"
-            except RuntimeError as error:
-                text = str(error)
-            os.write(writing, text.encode() + b"\n")
-        ex.close()
-        del ex, work, calls
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answers:
-        texts = answers.read().splitlines()
-    assert os.waitpid(child, 0)[1] == 0
-    assert len(texts) == len(calls)
-    assert all("forked child" in text and "create a new DiLoCo" in text for text in texts)
-    work.wait(40)
-    buffers.commit()
-    sync(ex, buffers, [torch.ones(100)])
-    ex.close()
-
-
-def test_a_closed_exchange_refuses() -> None:
-    ex = _alone()
-    buffers = ex.buffers(100, WireFormat("int8"))
-    ex.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        sync(ex, buffers, [torch.ones(100)])
 
 
 def test_arguments_are_checked() -> None:
@@ -362,3 +272,28 @@ def test_the_kernel_probes_idle_connections_of_a_group(workers: Workers) -> None
         assert all(options[:3] == (1, 30, 30) for options in to_peers), new
         assert to_peers.count((1, 30, 30, 127)) == 2 * lanes * (world - 1), new
         assert [probed for probed, *_ in from_before] == [0, 0, 0]
+
+
+# ------------------------------------------ The engine thread waits for the encoder before it votes
+
+
+def make(num_elements: int) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    param = nn.Parameter(torch.zeros(num_elements))
+    param.grad = torch.ones_like(param)
+    return param, torch.optim.SGD([param], lr=0.5)
+
+
+class Holder(nn.Module):
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__()
+        self.param = param
+
+
+def test_single_replica_votes_after_its_last_chunk() -> None:
+    param, optimizer = make(3_000_000)
+    with DiLoCo(Holder(param), optimizer, sync_every=1, link=Link(chunk_bytes=1 << 18)) as diloco:
+        with torch.no_grad():
+            param[-1] = float("nan")
+        with pytest.raises(NonFiniteError, match="1 on replica 0"):
+            optimizer.step()
+        assert diloco.totals().num_syncs == 0

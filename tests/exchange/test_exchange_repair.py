@@ -13,7 +13,7 @@ from exchange_helpers import CHUNK_BYTES, decode, sync, values
 from torch import Tensor
 from workers import Pool
 
-from diloco_comm.base.errors import LeftBehind, NonFiniteError, SyncError
+from diloco_comm.base.errors import NonFiniteError, SyncError
 from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header, Mean
@@ -171,38 +171,3 @@ def test_rounds_that_nobody_applied(fresh_workers: Callable[..., Pool], world: i
     for counts, kept, num_residuals, sizes in pool.run(_regroup, pool.store):
         assert counts and kept and num_residuals == (2 if world > 2 else 1)
         assert sizes == (1, int(world > 1))
-
-
-def _left_behind(rank: int, world: int, address: tuple[str, int]) -> str:
-    """The last replica comes back from an epoch that the others have left and gone on from."""
-    ex, buffers = _connect(address, rank, world)
-    sync(ex, buffers, [values(0, rank, N)], round=0)
-    buffers.commit()
-    if rank == world - 1:
-        ex.inject_fault(action="fail", stage="reduce", chunk=0)
-    with pytest.raises(SyncError):
-        sync(ex, buffers, [values(1, rank, N)], round=1)
-    if rank < world - 1:
-        ex.change_group(range(world - 1), last_rounds={0: 0})
-        sync(ex, buffers, [values(1, rank, N)], round=1)
-        buffers.commit()
-        ex.store.set(f"went on/{rank}", "")
-        ex.store.wait(["left behind"])
-        ex.close()
-        return ""
-    ex.store.wait(["went on/0", "went on/1"])
-    # Its round 1 would be another one.
-    with pytest.raises(LeftBehind) as caught:
-        ex.change_group(range(world), last_rounds={0: 1})
-    assert caught.value.missing == (world - 1,)
-    ex.store.set("left behind", "")
-    ex.close()
-    return str(caught.value)
-
-
-def test_a_replica_that_was_left_behind_must_join_anew(
-    fresh_workers: Callable[..., Pool],
-) -> None:
-    pool = fresh_workers(3, init_group=False)
-    message = pool.run(_left_behind, pool.store)[2]
-    assert "went on in epoch 2 without replica 2" in message and 'init="join"' in message

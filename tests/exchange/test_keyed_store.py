@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import select
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +21,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import CLI, serving_command
 from exchange_helpers import folder_of, make_folders
-from test_link_keys import Relay
+from proxies import Forwarder
 from workers import Pool
 
 from diloco_comm import _C, DiLoCo, Link, StorePeers
@@ -300,11 +299,6 @@ def packet(kind: int, number: int, *parts: bytes) -> bytes:
     return struct.pack("<Q", len(body)) + body
 
 
-def peak_mib(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) // 1024
-
-
 def memory_mib(pid: int, what: str) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.findall(rf"{what}:\s+(\d+) kB", status)[0]) // 1024
@@ -313,13 +307,8 @@ def memory_mib(pid: int, what: str) -> int:
 @pytest.fixture
 def store_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that hosts a store without keys, and the port."""
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", "store", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process, int(process.stdout.readline().rpartition(":")[2])
-        finally:
-            process.kill()
+    with serving_command([*CLI, "store", "--listen", "127.0.0.1:0"]) as (process, line):
+        yield process, int(line.rpartition(":")[2])
 
 
 @pytest.mark.nightly("1.6 GB; tests in C++ have strangers, and one client that waits")
@@ -348,60 +337,11 @@ def test_clients_that_read_nothing_hold_half_a_gibibyte_at_most(
     assert memory_mib(process.pid, "VmHWM") < before + 900
 
 
-@pytest.mark.nightly("a store of 40 MB; tests in C++ have small values")
-def test_a_host_keeps_no_answer_that_was_taken(
-    store_process: tuple[subprocess.Popen[str], int],
-) -> None:
-    process, port = store_process
-    clients = [dial_store("127.0.0.1", port, SOON_S) for _ in range(12)]
-    clients[0].set("large", b"x" * (40 << 20))  # type: ignore[arg-type]
-    before = memory_mib(process.pid, "VmRSS")
-    for client in clients:
-        assert len(client.get("large")) == 40 << 20
-    assert memory_mib(process.pid, "VmRSS") < before + 200
-
-
 def is_cut(connection: socket.socket) -> bool:
     """Whether the other side has ended a connection from which nothing is read."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return any(events & (select.POLLRDHUP | select.POLLHUP) for _, events in poll.poll(0))
-
-
-_IDLE = """
-import socket, sys, time
-held = []
-for _ in range(10_000):
-    one = socket.socket()
-    one.bind(("127.0.0.9", 0))
-    one.connect(("127.0.0.1", int(sys.argv[1])))
-    held.append(one)
-print("held", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.nightly("11,000 connections; tests in C++ have 800")
-@pytest.mark.timeout(300)
-def test_a_thousand_clients_beside_ten_thousand_idle_connections(keys: list[LinkKeys]) -> None:
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (16384, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )
-    before = len(os.listdir("/proc/self/fd"))
-    hosted = open_store("127.0.0.1", 0, keys[0])
-    command = f"ulimit -n 16384; exec {sys.executable} -c '{_IDLE}' {hosted.port}"
-    with subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, text=True) as idle:
-        try:
-            clients = [dial_store("127.0.0.1", hosted.port, 60.0, keys[1]) for _ in range(1000)]
-            assert idle.stdout is not None and idle.stdout.readline() == "held\n"
-            assert hosted.store.num_clients == 1000
-            for number, client in enumerate(clients):
-                assert client.add("n", 1) == number + 1
-            # All of the idle ones that the host still holds fit into its bound.
-            assert len(os.listdir("/proc/self/fd")) < before + 2000 + 256 + 100
-        finally:
-            idle.kill()
-    hosted.store.close()
 
 
 def test_a_closed_host_ends_all_waits(hosted: HostedStore, keys: list[LinkKeys]) -> None:
@@ -432,24 +372,16 @@ def _trains(rank: int, world: int, plain: Any, address: str, root: str) -> Any:
 def test_a_whole_run_holds_no_plaintext(fresh_workers: Fresh, tmp_path: Path) -> None:
     """Two replicas meet at the command's store; all that they say to the store is recorded."""
     make_folders(tmp_path, 3)
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", "store"]
-    command += ["--listen", "127.0.0.1:0", "--keys"]
-    command.append(str(folder_of(tmp_path, 2)))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        relay = Relay(int(address.rpartition(":")[2]))
+    command = [*CLI, "store", "--listen", "127.0.0.1:0", "--keys", folder_of(tmp_path, 2)]
+    with serving_command(command) as (process, address):
+        relay = Forwarder(int(address.rpartition(":")[2]))
         pool = fresh_workers(2, init_group=False)
         found = pool.run(_trains, pool.store, f"tcp://127.0.0.1:{relay.port}", str(tmp_path))
         assert found[0] == found[1]
         relay.close()
-        passed = b"".join(relay.passed())
+        passed = b"".join(relay.streams)
         assert len(passed) > 5000
         for word in (b"paris", b"diloco_comm", b"replica", b"127.0.0.1", b'{"mod'):
             assert word not in passed
         process.send_signal(signal.SIGTERM)
         assert process.wait(SOON_S) == 0
-    finally:
-        process.kill()
-        process.communicate()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from proxies import Forwarder
 
 from diloco_comm import _C
 
@@ -59,42 +60,6 @@ def carry(groups: list[list[Any]], sender: int, size: int = 5000) -> None:
     assert send.wait() and recv.wait() and torch.equal(sent, got)
 
 
-class Router:
-    """Pass the connections to a port on, until the router forgets those that it knows."""
-
-    def __init__(self) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
-        self.target = ""
-        self._known: list[list[bool]] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def forget(self) -> None:
-        """Swallow all that the present connections bring, and end none of them."""
-        for flow in self._known:
-            flow[0] = True
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                inner, _ = self._server.accept()
-                host, port = self.target.split(":")
-                outer = socket.create_connection((host, int(port)))
-                flow = [False]
-                self._known.append(flow)
-                for ends in ((inner, outer), (outer, inner)):
-                    threading.Thread(target=self._pass_on, args=(*ends, flow), daemon=True).start()
-
-    @staticmethod
-    def _pass_on(source: socket.socket, target: socket.socket, flow: list[bool]) -> None:
-        with suppress(OSError):
-            while part := source.recv(65536):
-                if not flow[0]:
-                    target.sendall(part)
-            if not flow[0]:
-                target.shutdown(socket.SHUT_WR)
-
-
 @pytest.fixture
 def links() -> Iterator[Callable[..., _C.Link]]:
     made: list[_C.Link] = []
@@ -112,12 +77,11 @@ def links() -> Iterator[Callable[..., _C.Link]]:
 def test_a_connection_that_a_router_has_forgotten_is_made_anew(
     is_hidden: bool, links: Callable[..., _C.Link]
 ) -> None:
-    router = Router()
     here = links() if not is_hidden else links("", "")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    router = Forwarder(port)
     there = links(f"127.0.0.1:{port}", router.address)
-    router.target = f"127.0.0.1:{port}"
     groups = meet([here, there], "before")
     carry(groups, 0)
     carry(groups, 1)

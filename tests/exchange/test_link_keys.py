@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from exchange_helpers import (
     values,
 )
 from fault_replicas import wait_for
+from proxies import Forwarder
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, Link, StorePeers
@@ -77,56 +77,6 @@ def test_rounds_give_the_bytes_of_the_reference(
     assert pool.run(_rounds, pool.store, str(tmp_path), lanes) == [([True] * 4, 64)] * world
 
 
-class Relay:
-    """A process between two replicas, as a router is, that records all bytes that pass.
-
-    Args:
-        target: The port to which connections lead.
-    """
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._lock = threading.Lock()
-        self._streams: list[bytearray] = []
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        # A blocked accept() would keep the socket.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def passed(self) -> list[bytes]:
-        """Return the bytes of each direction of each connection."""
-        with self._lock:
-            return [bytes(stream) for stream in self._streams]
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                here, _ = self._listener.accept()
-                try:
-                    there = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:
-                    here.close()
-                    continue
-                for ends in ((here, there), (there, here)):
-                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
-
-    def _copy(self, source: socket.socket, to: socket.socket) -> None:
-        stream = bytearray()
-        with self._lock:
-            self._streams.append(stream)
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                with self._lock:
-                    stream += data
-                to.sendall(data)
-        with suppress(OSError):
-            to.shutdown(socket.SHUT_WR)
-
-
 def free_ports(count: int) -> list[int]:
     """Return different free ports; the kernel gives none of them to another connection."""
     ports: set[int] = set()
@@ -158,7 +108,7 @@ def test_a_relay_reads_nothing_of_a_link_with_keys(
     """Without keys the relay reads everything, which shows that the test looks well."""
     make_folders(tmp_path, 2)
     ports = free_ports(2)
-    relays = [Relay(port) for port in ports]
+    relays = [Forwarder(port) for port in ports]
     ways = [(port, relay.port) for port, relay in zip(ports, relays, strict=True)]
     pool = fresh_workers(2, init_group=False)
     try:
@@ -166,7 +116,7 @@ def test_a_relay_reads_nothing_of_a_link_with_keys(
     finally:
         for relay in relays:
             relay.close()
-    streams = [stream for relay in relays for stream in relay.passed()]
+    streams = [bytes(stream) for relay in relays for stream in relay.streams]
     # All has gone through the relays: one half of the parameters of each replica, at least.
     assert sum(map(len, streams)) > 4 * N
     for replica in (0, 1):

@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
+from commands import serving_command
+from proxies import Forwarder
 
 from diloco_comm import _C
 from diloco_comm.base.service.keys import LinkKeys, allow, make_pairs
@@ -55,24 +57,32 @@ def life(link: _C.Link, nonce: str) -> _C.PeerLife:
     return found
 
 
+@contextmanager
+def other_process() -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A process that answers messages, and its nonce and address."""
+    command = [sys.executable, "-c", OTHER]
+    with serving_command(command, stdin=subprocess.PIPE) as (process, line):
+        yield process, line.split()
+
+
+def introduce(process: subprocess.Popen[str], link: _C.Link) -> None:
+    """Tell a process of a link that it is to reach."""
+    assert process.stdin is not None
+    process.stdin.write(f"{link.nonce} {link.address}\n")
+    process.stdin.flush()
+
+
 @pytest.fixture
 def other() -> Iterator[tuple[subprocess.Popen[str], _C.Link, str]]:
     """A process, and the link of this one that is connected with it."""
-    link = _C.Link(ANY_PORT, ANY_PORT)
-    link.told(NAME, 0.0)
-    process = subprocess.Popen(
-        [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None and process.stdout is not None
-    nonce, address = process.stdout.readline().split()
-    until(lambda: link.reach(NAME, [(nonce, address)]) == [""])
-    process.stdin.write(f"{link.nonce} {link.address}\n")
-    process.stdin.flush()
-    until(lambda: life(link, nonce).inner_step == 5)
-    yield process, link, nonce
-    link.close()
-    process.kill()
-    process.communicate()
+    with other_process() as (process, (nonce, address)):
+        link = _C.Link(ANY_PORT, ANY_PORT)
+        link.told(NAME, 0.0)
+        until(lambda: link.reach(NAME, [(nonce, address)]) == [""])
+        introduce(process, link)
+        until(lambda: life(link, nonce).inner_step == 5)
+        yield process, link, nonce
+        link.close()
 
 
 def test_a_process_stops_goes_on_holds_its_lock_and_dies(
@@ -150,52 +160,23 @@ def test_messages_and_life_behind_a_relay(tmp_path: Path, with_keys: bool) -> No
 def test_the_host_of_a_process_that_dialled_first_refuses() -> None:
     """Each end learns an address of the other, whichever end has dialled first."""
     with closing(_C.Link(ANY_PORT, ANY_PORT)) as link:
-        process = subprocess.Popen(
-            [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdin is not None and process.stdout is not None
-        nonce, address = process.stdout.readline().split()
-        process.stdin.write(f"{link.nonce} {link.address}\n")
-        process.stdin.flush()
-        until(lambda: link.counters()["connects"] == 1)
-        assert link.reach(NAME, [(nonce, address)]) == [""]
-        until(lambda: life(link, nonce).inner_step == 5 and link.counters()["connects"] == 2)
-        process.kill()
-        process.communicate()
+        with other_process() as (process, (nonce, address)):
+            introduce(process, link)
+            until(lambda: link.counters()["connects"] == 1)
+            assert link.reach(NAME, [(nonce, address)]) == [""]
+            until(lambda: life(link, nonce).inner_step == 5 and link.counters()["connects"] == 2)
         until(lambda: life(link, nonce).is_refused)
-
-
-def forward(front: socket.socket, port: int, sockets: list[socket.socket]) -> None:
-    """Copy the bytes of each connection to ``front`` to a local port, and back."""
-
-    def copy(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-
-    with contextlib.suppress(OSError):
-        while True:
-            pair = (front.accept()[0], socket.create_connection(("127.0.0.1", port)))
-            sockets.extend(pair)
-            for one, other in (pair, pair[::-1]):
-                threading.Thread(target=copy, args=(one, other), daemon=True).start()
 
 
 def test_another_address_takes_the_place_of_one_that_refuses() -> None:
     """A forwarder ends, and its address refuses; the process lives at another address."""
-    sockets: list[socket.socket] = []
     with ExitStack() as stack:
         far = stack.enter_context(closing(_C.Link(ANY_PORT, ANY_PORT)))
         near = stack.enter_context(closing(_C.Link("", "")))
-        port = int(far.address.split(":")[1])
-        front = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        threading.Thread(target=forward, args=(front, port, sockets), daemon=True).start()
+        way = Forwarder(int(far.address.split(":")[1]))
         far.reach(NAME, [(near.nonce, "")])
-        address = f"127.0.0.1:{front.getsockname()[1]}"
-        until(lambda: near.reach(NAME, [(far.nonce, address)]) == [""])
-        for one in (front, *sockets):
-            one.shutdown(socket.SHUT_RDWR)
-        front.close()
+        until(lambda: near.reach(NAME, [(far.nonce, way.address)]) == [""])
+        way.close()
         until(lambda: life(near, far.nonce).is_refused)
         until(lambda: near.reach(NAME, [(far.nonce, far.address)]) == [""])
         until(lambda: not life(near, far.nonce).is_refused)

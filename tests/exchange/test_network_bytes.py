@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmark_runs import ROOT, command_of
+from commands import run_command
 
 MEBI = 1 << 20
 # Bits of an element at the interface, at most.
@@ -24,7 +24,7 @@ PRIVATE = command_of("exchange.private_loopback")
 @pytest.fixture(scope="module")
 def private_loopback() -> list[str]:
     """The words before a command that give it a loopback of its own."""
-    probe = subprocess.run([*PRIVATE, "true"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    probe = run_command([*PRIVATE, "true"], cwd=ROOT)
     if probe.returncode == 77:
         pytest.skip(probe.stdout.strip())
     assert probe.returncode == 0, probe.stderr
@@ -32,9 +32,7 @@ def private_loopback() -> list[str]:
 
 
 def run(words: list[str]) -> str:
-    done = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=110, env=os.environ
-    )
+    done = run_command(words, cwd=ROOT, env=os.environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -12,12 +12,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import CLI, serving_command
 from exchange_helpers import N, connect_replica, gives_reference_bytes, sync, values
 from fault_replicas import wait_for
 from workers import Pool
@@ -114,20 +115,12 @@ def test_replicas_without_an_address_meet_at_the_relay(
     until(lambda: relay.num_pairs == 0, "the pairs end with the replicas")
 
 
-def relay_process(port: int, *, descriptors: int = 0) -> tuple[subprocess.Popen[str], str]:
+def relay_process(
+    port: int = 0, *, descriptors: int = 0
+) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
     """Start the command; with ``descriptors`` the process may have so many and no more."""
-    command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
-    command += [
-        sys.executable,
-        "-m",
-        "diloco_comm_tools.cli",
-        "relay",
-        "--listen",
-        f"127.0.0.1:{port}",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().strip()
+    limit = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
+    return serving_command([*limit, *CLI, "relay", "--listen", f"127.0.0.1:{port}"])
 
 
 def _outlive(rank: int, world: int, address: Address, place: str) -> Any:
@@ -169,24 +162,19 @@ def test_the_workers_of_a_host_share_the_port_of_its_relay(fresh_workers: Fresh)
 
 def test_a_relay_that_is_killed_and_comes_back(fresh_workers: Fresh) -> None:
     # The kernel gives the port to nobody else while the relay is gone.
-    process, place = relay_process(free_port())
+    port = free_port()
     pool = fresh_workers(2, init_group=False)
     prefix = "diloco_comm/default"
-    try:
+    with relay_process(port) as (_, place):
         pool.submit(_outlive, pool.store, place)
         wait_for(pool, [f"{prefix}/first/{rank}" for rank in range(2)])
-        process.kill()
-        process.wait()
-        pool.crew.store.set(f"{prefix}/killed", "")
-        wait_for(pool, [f"{prefix}/failed/{rank}" for rank in range(2)])
-        process, again = relay_process(int(place.rpartition(":")[2]))
+    pool.crew.store.set(f"{prefix}/killed", "")
+    wait_for(pool, [f"{prefix}/failed/{rank}" for rank in range(2)])
+    with relay_process(port) as (_, again):
         assert again == place
         pool.crew.store.set(f"{prefix}/back", "")
         # A closed connection does not say whether its replica has ended.
         assert [fine for fine, _ in pool.collect()] == [[True, True]] * 2
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # ------------------------------------------------------------------------------- in this process
@@ -466,10 +454,7 @@ def test_silent_strangers_keep_nobody_out(
 
 
 def test_a_relay_without_a_descriptor_ends_silent_strangers() -> None:
-    process, address = relay_process(0, descriptors=64)
-    with ExitStack() as stack:
-        stack.callback(process.wait)
-        stack.callback(process.kill)
+    with relay_process(descriptors=64) as (_, address), ExitStack() as stack:
         silent = [stack.enter_context(from_host(BUSY, address)) for _ in range(200)]
         carries(address)
         assert is_closed(silent[0])
@@ -553,7 +538,6 @@ def test_a_seat_that_is_not_given_names_the_cure(answer: bytes, advice: str) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_ends_by_a_signal(number: signal.Signals) -> None:
-    process, address = relay_process(0)
-    with sit(address):
+    with relay_process() as (process, address), sit(address):
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0

@@ -30,10 +30,13 @@ class Death:
     wire: str = "fp32"
     fragments: int = 1
     lanes: int = 1
+    backend: str = "tcp"
 
     @property
     def setup(self) -> Setup:
-        return Setup(self.wire, self.fragments, H, options={"lanes": self.lanes})
+        return Setup(
+            self.wire, self.fragments, H, options={"lanes": self.lanes, "backend": self.backend}
+        )
 
     @property
     def step(self) -> int:
@@ -63,13 +66,14 @@ class Death:
         where = self.stage + (f"{self.chunk}" if self.chunk >= 0 else "")
         where += f"+{self.num_peers}" if self.num_peers else ""
         text = f"w{self.world}-kill{self.victim}-{where}-{self.wire}-f{self.fragments}"
-        return text + (f"-lanes{self.lanes}" if self.lanes > 1 else "")
+        text += f"-lanes{self.lanes}" if self.lanes > 1 else ""
+        return text + ("-gloo" if self.backend == "gloo" else "")
 
 
 # Two ranks exchange whole chunks in one phase; from three on there are two phases. The first, the
 # last and another replica die; wires and fragments alternate over the stages.
 DEATHS = [
-    Death(2, 0, "header"),
+    Death(2, 0, "header", backend="gloo"),
     Death(2, 1, "post_exchange", 0, wire="int8", fragments=3),
     Death(2, 0, "post_exchange", 1, wire="int8"),
     Death(2, 1, "wait_exchange", 1, fragments=3),
@@ -79,13 +83,13 @@ DEATHS = [
     Death(3, 0, "header", num_peers=1, fragments=3),
     Death(3, 0, "post_exchange", 0, wire="int8"),
     Death(3, 2, "post_exchange", 1, fragments=3),
-    Death(3, 1, "wait_exchange", 0, wire="int8", fragments=3, lanes=2),
+    Death(3, 1, "wait_exchange", 0, wire="int8", fragments=3, lanes=2, backend="gloo"),
     Death(3, 0, "reduce", 1),
-    Death(3, 2, "reduce", 0, wire="int8", fragments=3),
+    Death(3, 2, "reduce", 0, wire="int8", fragments=3, backend="gloo"),
     Death(3, 2, "post_publish", 0, lanes=2),
     Death(3, 0, "wait_publish", 1, wire="int8"),
     Death(3, 1, "vote", wire="int8", fragments=3),
-    Death(3, 0, "vote", num_peers=1, commits=(1,)),
+    Death(3, 0, "vote", num_peers=1, commits=(1,), backend="gloo"),
     Death(3, 2, "vote", num_peers=1, commits=(0,), wire="int8", fragments=3),
     Death(4, 3, "header", num_peers=2, wire="int8"),
     Death(4, 0, "reduce", 0, wire="int8", fragments=3),
@@ -141,7 +145,7 @@ def expect(death: Death, last_step: int, counts: bool) -> Expected:
 
 @pytest.mark.nightly(
     "3 s each; deaths before and after the exchange stay, and six of the frozen runs",
-    but=["w2-kill1-vote-fp32-f1", "w3-kill0-header+1-fp32-f3"],
+    but=["w2-kill1-vote-fp32-f1", "w2-kill0-header-fp32-f1-gloo", "w3-kill0-header+1-fp32-f3"],
 )
 @pytest.mark.parametrize("death", DEATHS, ids=str)
 def test_survivors_of_a_killed_replica_go_on(
@@ -165,4 +169,6 @@ def test_survivors_of_a_killed_replica_go_on(
         if number not in death.commits:
             assert (failure.fragment, failure.round) == (death.fragment, 2), failure
         check_sentence(failure, [death.victim])
+        assert f"replica {death.victim} has ended" in failure.message
+        assert "the connection was closed" in failure.message and "gloo" not in failure.message
         expected.simulation.check(number, ends[number])

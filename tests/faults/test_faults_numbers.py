@@ -9,11 +9,19 @@ import threading
 from typing import Any
 
 import pytest
-from fault_ends import HALF_AN_HOUR, Address, Fresh, finish
-from fault_replicas import Replica, Result, check_agreement, connect
+from fault_replicas import (
+    HALF_AN_HOUR,
+    Address,
+    Fresh,
+    Replica,
+    Result,
+    check_agreement,
+    connect,
+    finish,
+)
 
 from diloco_comm import LeftBehind, ReplicaMismatch, SyncError
-from diloco_comm.exchange.membership import change, fixed_group
+from diloco_comm.exchange.membership import fixed_group
 
 H = 4
 
@@ -210,29 +218,3 @@ def test_survivors_of_a_mismatch_are_all(fresh_workers: Fresh) -> None:
         assert "ended with ReplicaMismatch (sync of fragment 0, round 0" in mismatch
         assert "make that equal on all replicas, and train on without change_group" in mismatch
     check_agreement(result for _, result in results)
-
-
-# ---------------------------------------------------------------------- a death while connecting
-
-
-def die_while_the_others_connect(rank: int, world: int, address: Address) -> Any:
-    limits = {"join_timeout": 3.0, "suspect_after": 3.0}
-    replica = Replica(address, rank, range(world), HALF_AN_HOUR, **limits)
-    replica.train_to(H)
-    if rank == 2:
-        change.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(SyncError) as caught:
-        replica.diloco.change_group(range(world))
-    replica.diloco.change_group("survivors")
-    return caught.value, replica.diloco.members, finish(replica, 3 * H)
-
-
-@pytest.mark.nightly("6 s of waiting; test_faults_liveness has a newcomer that dies")
-def test_a_death_while_connecting_costs_the_join_timeout(fresh_workers: Fresh) -> None:
-    pool = fresh_workers(3, init_group=False)
-    results: list[Any] = pool.run(
-        die_while_the_others_connect, pool.store, expect_exit={2}, timeout=60
-    )
-    for error, members, _ in results[:2]:
-        assert error.seconds < 20 and members == (0, 1), error
-    check_agreement(result for *_, result in results[:2])

@@ -10,16 +10,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-from choice_groups import grouped
+from commands import serving_command
+from elastic_replicas import attach
 from elastic_replicas import registry as registry
 from fault_replicas import (
-    BLOCK,
     connect,
-    make_model,
-    make_optimizer,
     take_inner_step,
     wait_for,
 )
@@ -27,21 +24,9 @@ from registries import Host
 from support_paths import FOLDERS
 from workers import Pool
 
-from diloco_comm import DiLoCo, Elastic, SyncError
+from diloco_comm import SyncError
 
-
-def attach(registry: str, replica: int, sync_every: int, **choices: Any) -> tuple[DiLoCo, Any, Any]:
-    os.environ["DILOCO_COMM_REPORT_S"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    model = make_model()
-    optimizer = make_optimizer(model)
-    membership = Elastic(registry, run="test", replica=replica, suspect_after=6.0, **choices)
-    options: dict[str, Any] = {"sync_every": sync_every, "block_size": BLOCK, "timeout": 40.0}
-    return (
-        DiLoCo(model, optimizer, **grouped({"membership": membership, **options})),
-        model,
-        optimizer,
-    )
+WAITS = {"suspect_after": 6.0, "founding_wait": 2.0}
 
 
 def forked_children_end() -> set[int]:
@@ -64,7 +49,7 @@ def live(
     rank: int, world: int, store: tuple[str, int], registry: str
 ) -> tuple[int, tuple[int, ...], set[int]]:
     signs = connect(store)
-    diloco, model, optimizer = attach(registry, rank, 4, min_replicas=2 - rank)
+    diloco, model, optimizer = attach(registry, rank, min_replicas=2 - rank, **WAITS)
     children = forked_children_end()
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     signs.set(f"begun {rank}", "now")
@@ -91,9 +76,10 @@ def test_the_first_signal_is_a_leave_at_the_next_boundary(
 
 LOADER = f"""
 import sys, time
-sys.path[:0] = {[str(Path(__file__).parent), *FOLDERS]!r}
+sys.path[:0] = {FOLDERS!r}
 from torch.utils.data import DataLoader
-from test_faults_sigterm import attach, take_inner_step
+from elastic_replicas import attach
+from fault_replicas import take_inner_step
 
 class Samples:
     def __len__(self):
@@ -109,7 +95,7 @@ def break_off(*error):
 
 if sys.argv[2] == "with a hook that fails":
     sys.excepthook = break_off
-diloco, model, optimizer = attach(sys.argv[1], 0, 10**6)
+diloco, model, optimizer = attach(sys.argv[1], 0, {{"sync_every": 10**6}})
 for step, _ in enumerate(DataLoader(Samples(), num_workers=1), 1):
     take_inner_step(model, optimizer, 0, step)
     if step == 1:
@@ -125,17 +111,13 @@ def test_the_death_of_a_worker_of_a_data_loader_is_named(registry: Host, samples
     If the worker dies while it passes a sample on, the program's error is an error of their
     connection, and torch's handler may raise its own error later, in ``sys.excepthook``.
     """
-    program = subprocess.Popen(
-        [sys.executable, "-c", LOADER, registry.address, samples],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert program.stdout is not None and program.stdout.readline() == "begun\n"
-    children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-    for pid in (program.pid, *map(int, children)):
-        os.kill(pid, signal.SIGTERM)
-    _, errors = program.communicate(timeout=60)
+    command = [sys.executable, "-c", LOADER, registry.address, samples]
+    with serving_command(command, stderr=subprocess.PIPE) as (program, line):
+        assert line == "begun"
+        children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+        for pid in (program.pid, *map(int, children)):
+            os.kill(pid, signal.SIGTERM)
+        _, errors = program.communicate(timeout=60)
     assert program.returncode == 1, errors
     assert samples != "late" or "DataLoader worker" in errors, errors
     advice = "let SIGTERM reach the launcher alone (systemd: KillMode=mixed)"
@@ -145,7 +127,7 @@ def test_the_death_of_a_worker_of_a_data_loader_is_named(registry: Host, samples
 def hold_out(rank: int, world: int, store: tuple[str, int], registry: str) -> None:
     """Train without a boundary; a wish to leave waits for one."""
     signs = connect(store)
-    diloco, model, optimizer = attach(registry, rank, 10**6)
+    diloco, model, optimizer = attach(registry, rank, {"sync_every": 10**6})
     signs.set("begun", "now")
     while not diloco.is_done:
         take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
@@ -170,7 +152,7 @@ def wait_for_others(rank: int, world: int, store: tuple[str, int], registry: str
     signs = connect(store)
     signs.set("waits", "now")
     try:
-        attach(registry, rank, 4, min_replicas=2, quorum_wait=60.0)
+        attach(registry, rank, min_replicas=2, quorum_wait=60.0)
     except SyncError as error:
         return f"{error.stage}: {error}"
     return ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import signal
 import threading
 import time
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_ends import listen_to_the_log
 from fault_replicas import (
     REPORT_S,
     Replica,
@@ -20,8 +17,10 @@ from fault_replicas import (
     connect,
     engine_threads,
     lasting_engine_threads,
+    listen_to_the_log,
     wait_for,
 )
+from proxies import Forwarder
 from workers import Pool
 from zygote import Job, Zygote
 
@@ -183,72 +182,6 @@ def test_close_does_not_wait_for_a_store_that_hangs(
     pool.collect(timeout=30)
 
 
-def leave_while_the_store_hangs(
-    rank: int, world: int, addresses: list[tuple[str, int]], setup: Setup
-) -> tuple[str, tuple[int, ...], tuple[int, ...], bool] | None:
-    other = connect(addresses[1])
-    replica = Replica(addresses[0], rank, range(world), setup)
-    replica.train_to(H + 1)
-    other.set(f"ready/{rank}", "")
-    other.wait(["store is gone"])
-    if rank == 0:
-        replica.diloco.close()
-        other.set("left", "")
-        return None
-    replica.train_to(2 * H - 1)
-    other.wait(["left"])
-    failure = replica.train_until_failure(1)
-    # A process that ends leaves its group, too.
-    other.set(f"failed/{rank}", "")
-    other.wait([f"failed/{one}" for one in range(1, world)])
-    details = failure.details
-    return failure.kind, details["replicas"], details["inner_steps"], failure.is_state_kept
-
-
-@pytest.mark.nightly("5 s; test_faults_values names a replica that closes")
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_who_left_is_named_without_the_store(
-    fresh_workers: Callable[..., Pool], host: Any, world: int
-) -> None:
-    pool = fresh_workers(world, init_group=False)
-    job, address = host
-    pool.submit(leave_while_the_store_hangs, [address, pool.store], Setup(timeout=300.0))
-    wait_for(pool, [f"ready/{rank}" for rank in range(world)])
-    job.send_signal(signal.SIGSTOP)
-    pool.crew.store.set("store is gone", "")
-    results: list[Any] = pool.collect(timeout=30)
-    assert results[1:] == [("PeerLeft", (0,), (H + 1,), True)] * (world - 1)
-
-
-class SlowToConnect:
-    """A way to a store on which every connection takes ``delay_s`` longer to answer."""
-
-    def __init__(self, port: int, delay_s: float) -> None:
-        self.port, self.delay_s = port, delay_s
-        self.loop = asyncio.new_event_loop()
-        self.server = self.loop.run_until_complete(
-            asyncio.start_server(self._serve, "127.0.0.1", 0)
-        )
-        self.address = self.server.sockets[0].getsockname()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(self.delay_s)
-        to_store = await asyncio.open_connection("127.0.0.1", self.port)
-        await asyncio.gather(self._copy(reader, to_store[1]), self._copy(to_store[0], writer))
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-        writer.close()
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-
-
 def fail_while_the_store_is_in_use(
     rank: int, world: int, address: tuple[str, int], setup: Setup
 ) -> str | None:
@@ -270,8 +203,8 @@ def test_a_slow_way_to_the_store_does_not_cost_the_reports(
     # Connecting takes longer than a report may: our own connection must come about all the same,
     # because the one that we were given is in use for as long as its owner likes.
     pool = fresh_workers(3, init_group=False)
-    way = SlowToConnect(pool.store[1], 1.5 * REPORT_S)
-    pool.submit(fail_while_the_store_is_in_use, way.address, Setup("int8", 1, H))
+    way = Forwarder(pool.store[1], delay_s=1.5 * REPORT_S)
+    pool.submit(fail_while_the_store_is_in_use, ("127.0.0.1", way.port), Setup("int8", 1, H))
     results: list[Any] = pool.collect(timeout=60, expect_exit={0})
     way.close()
     for message in results[1:]:

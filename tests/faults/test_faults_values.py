@@ -55,6 +55,7 @@ def poison_and_heal(
         (3, "fp32", 3, math.nan, [0, 2]),
         (4, "fp16", 1, 7e4, [1]),
         (4, "int4", 1, 3e38, [3]),
+        (2, "fp32", 1, 1e38, [1]),
     ],
 )
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
@@ -135,7 +136,7 @@ def disagree(
 DISAGREEMENTS = [
     (change_lr, 2, [1], "ReplicaMismatch", r"outer_lr differs.* 0.25 on replica 1"),
     (change_lr, 3, [0], "ReplicaMismatch", r"outer_lr differs.* 0.25 on replica 0"),
-    (skip_a_round, 3, [2], "ReplicaMismatch", r"round differs.* 2 on replica 2"),
+    (skip_a_round, 3, [2], "ReplicaMismatch", r"round differs.* 2 on replica 2: load"),
     (weigh_nothing, 3, [0, 1, 2], "SyncError", r"weights must be .* not all zero"),
 ]
 
@@ -248,9 +249,7 @@ def test_replica_that_closes_early_is_named_at_once(
 # -------------------------------------------------------------------- one step fewer (overflow)
 
 
-def overflow_once(
-    rank: int, world: int, address: tuple[str, int], setup: Setup, stops: bool
-) -> Result | None:
+def overflow_once(rank: int, world: int, address: tuple[str, int], setup: Setup) -> Result:
     """Replica 0's optimizer skips one step, as under a GradScaler after an overflow."""
     replica = Replica(address, rank, range(world), setup)
     for step in range(4 * H):
@@ -259,13 +258,7 @@ def overflow_once(
         failure = replica.failing_step()
         if failure is not None:
             break
-    if stops:
-        if rank == 0:
-            replica.diloco.close()
-            return None
-        assert failure is not None
-        replica.diloco.change_group(range(1, world))
-    elif rank == 0:
+    if rank == 0:
         replica.step()
     result = replica.result([failure] if failure else [])
     replica.diloco.close()
@@ -277,21 +270,9 @@ def test_replica_with_a_skipped_step_meets_the_others_one_step_later(
 ) -> None:
     setup = Setup("int8", 1, H)
     pool = workers(3)
-    results = pool.run(overflow_once, pool.store, setup, False, timeout=30)
+    results = pool.run(overflow_once, pool.store, setup, timeout=30)
     simulation = Simulation(setup, range(3))
     simulation.run(range(3), 1, 4 * H)
     for rank, result in enumerate(results):
         assert not result.failures
         simulation.check(rank, result)
-
-
-def test_replica_that_ends_one_step_short_is_named(workers: Callable[[int], Pool]) -> None:
-    setup = Setup("fp32", 1, H, timeout=300.0)
-    pool = workers(3)
-    results: list[Any] = pool.run(overflow_once, pool.store, setup, True, timeout=30)
-    for result in results[1:]:
-        failure = result.failures[0]
-        assert failure.kind == "PeerLeft", failure
-        assert failure.details["inner_steps"] == (4 * H - 1,), failure
-        assert failure.is_state_kept
-    check_agreement(results[1:])

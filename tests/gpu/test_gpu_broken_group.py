@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import run_python
 from device_training import METHODS, Replica
 from support_paths import FOLDERS
 from test_gpu_streams import on_streams, use_streams
@@ -171,12 +170,12 @@ def begin():
 def test_a_process_ends_although_its_group_does_not(name: str, stand_in: str) -> None:
     """NCCL waits for the device, which may never do what it was given."""
     paths = [*FOLDERS, str(Path(__file__).parent)]
-    done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT, stand_in, name],
+    done = run_python(
+        "-c",
+        AT_EXIT,
+        stand_in,
+        name,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, f"{name}\n"), done.stderr
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from benchmark_runs import BENCHMARKS, run_benchmark
+from commands import run_command
 
 SCRIPT = BENCHMARKS / "gpu" / "check.sh"
 STEPS_FILE = BENCHMARKS / "gpu" / "steps.txt"
@@ -80,7 +81,7 @@ class Check:
         environment = {**os.environ, "PYTHON": str(self.tools / "python")}
         environment["PATH"] = f"{self.tools}:/usr/bin:/bin"
         command = ["bash", str(SCRIPT), *options, str(self.out), *letter]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+        return run_command(command, env=environment)
 
     def archived(self, name: str) -> str:
         with tarfile.open(self.out / "all.tgz") as archive:
@@ -185,7 +186,7 @@ def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
     files = sorted(map(str, (BENCHMARKS.parent / "tests/gpu").glob("test_gpu_*.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", *files]
     environment = {**os.environ, "DILOCO_TEST_NCCL_RANKS": max(ranks), "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = run_command(command, env=environment)
     marked = set(re.findall(r"^tests/gpu/(test_gpu_\w+\.py)::", done.stdout, re.MULTILINE))
     assert {"test_gpu_engine.py", "test_gpu_stopped.py"} < marked, done.stdout + done.stderr
     for world in range(1, 6):
@@ -307,7 +308,7 @@ def test_a_small_trace_is_in_the_archive(check: Check) -> None:
 @pytest.mark.parametrize("arguments", [[], ["--rehearse"], ["OUT", "D"], ["OUT", "A", "B"]])
 def test_usage(arguments: list[str], tmp_path: Path) -> None:
     command = ["bash", str(SCRIPT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path)
+    done = run_command(command, cwd=tmp_path)
     assert done.returncode == 2 and "usage:" in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -316,7 +317,7 @@ def test_usage(arguments: list[str], tmp_path: Path) -> None:
 def test_help(script: str) -> None:
     for arguments, status in (([], 2), (["-h"], 0), (["--help"], 0)):
         command = ["bash", str(SCRIPT.with_stem(script)), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = run_command(command)
         assert done.returncode == status
         assert (done.stderr if status else done.stdout).startswith("usage: benchmarks/gpu")
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import torchrun
+from commands import run_python, torchrun
 
 from diloco_comm.base import launch
 from diloco_comm.base.launch import Launch
@@ -67,41 +65,6 @@ def test_bad_variables_are_one_sentence() -> None:
         launch.find({**TORCHRUN, "RANK": "one"})
     with pytest.raises(ValueError, match="set MASTER_ADDR to rank 0's"):
         launch.find({**SRUN, "SLURM_STEP_NODELIST": ""})
-
-
-SCRIPT = """
-import os
-from diloco_comm.integrations.launch import replica_per_process
-replicas = replica_per_process()
-import torch, torch.distributed as dist
-from diloco_comm import SGD, DiLoCo, Link
-assert not dist.is_torchelastic_launched() and "WORLD_SIZE" not in os.environ
-model = torch.nn.Linear(1, 1, bias=False)
-torch.nn.init.constant_(model.weight, 1.0)
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-link, peers = Link(timeout=30), replicas["peers"]
-with DiLoCo(model, optimizer, sync_every=1, outer=SGD(1.0), wire="fp32", link=link, peers=peers):
-    model.weight.grad = torch.full((1, 1), float(peers.replica + 1))
-    optimizer.step()
-with open(f"device-{os.environ['CUDA_VISIBLE_DEVICES']}", "w") as file:
-    print(peers.of, model.weight.item(), file=file)
-"""
-
-
-@pytest.mark.nightly("22 s; test_integrations_twice starts a trainer under torchrun")
-@pytest.mark.fresh_interpreter
-def test_each_process_of_torchrun_is_a_replica(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", "2", "script.py"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "4,6"}
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment
-    )
-    assert ended.returncode == 0, ended.stderr
-    # From 1 to 0 and to -1; the mean is -0.5.
-    written = {path.name: path.read_text() for path in tmp_path.glob("device-*")}
-    assert written == {"device-4": "2 -0.5\n", "device-6": "2 -0.5\n"}
 
 
 OTHERS = """
@@ -206,7 +169,7 @@ def test_importing_the_package_imports_no_trainer() -> None:
         "diloco_comm.DiLoCo\n"
         "print(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert torch.__name__ in loaded
     assert not loaded & {"transformers", "accelerate", "lightning", "peft", "torchtitan"}

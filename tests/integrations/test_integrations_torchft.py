@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lighthouses import Lighthouse
+from commands import serving_command
 from problems import Regression, batch
 from torch import Tensor, nn
 from workers import Pool
@@ -254,11 +255,25 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+# Calls a replica dead after three seconds without a heartbeat.
+LIGHTHOUSE = """
+import sys, time
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(
+    bind="127.0.0.1:0", min_replicas=int(sys.argv[1]), join_timeout_ms=60_000,
+    quorum_tick_ms=10, heartbeat_timeout_ms=3000,
+)
+print(server.address().rsplit(":", 1)[1], flush=True)
+time.sleep(600)
+"""
+
+
 @pytest.fixture
-def lighthouse(request: pytest.FixtureRequest) -> Iterator[Lighthouse]:
-    one = Lighthouse(min_replicas=getattr(request, "param", 1))
-    yield one
-    one.kill()
+def lighthouse(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a lighthouse for so many replicas; its address."""
+    command = [sys.executable, "-c", LIGHTHOUSE, getattr(request, "param", 1)]
+    with serving_command(command, env=os.environ | {"RUST_LOG": "error"}) as (_, port):
+        yield f"http://127.0.0.1:{port}"
 
 
 @needs_torchft
@@ -270,12 +285,12 @@ def lighthouse(request: pytest.FixtureRequest) -> Iterator[Lighthouse]:
 )
 def test_one_replica_is_killed_and_comes_again(
     fresh_workers: Callable[..., Pool],
-    lighthouse: Lighthouse,
+    lighthouse: str,
     tmp_path: Path,
     options: dict[str, Any],
 ) -> None:
     first, second = (fresh_workers(2, init_group=False) for _ in range(2))
-    first.submit(train, lighthouse.address, str(tmp_path), "int8", options)
+    first.submit(train, lighthouse, str(tmp_path), "int8", options)
 
     def together(life: int) -> list[int]:
         mine, other = commits_of(tmp_path, 0), commits_of(tmp_path, 1, life)
@@ -289,7 +304,7 @@ def test_one_replica_is_killed_and_comes_again(
         return any(step > before and one[0] == 1 for step, one in commits_of(tmp_path, 0).items())
 
     until(goes_on_alone)
-    second.submit(train, lighthouse.address, str(tmp_path), "int8", options, ranks=[1])
+    second.submit(train, lighthouse, str(tmp_path), "int8", options, ranks=[1])
     until(lambda: len(together(1)) >= 3)
     (tmp_path / "stop").touch()
     first.collect(expect_exit={1})
@@ -352,9 +367,9 @@ def train_by_torchtitan(rank: int, world: int, lighthouse: str) -> tuple[str, in
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("lighthouse", [2], indirect=True, ids=["both"])
 def test_torchtitan_makes_its_manager_with_the_group(
-    fresh_workers: Callable[..., Pool], lighthouse: Lighthouse
+    fresh_workers: Callable[..., Pool], lighthouse: str
 ) -> None:
     pool = fresh_workers(2, init_group=False)
-    results = pool.run(train_by_torchtitan, lighthouse.address, timeout=150)
+    results = pool.run(train_by_torchtitan, lighthouse, timeout=150)
     assert [one[:2] for one in results] == [("ProcessGroupDiLoCo", 3)] * 2
     assert torch.equal(results[0][2], results[1][2])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from async_helpers import attach as attach_worker
 from async_helpers import serving
-from launching import torchrun
+from commands import torchrun
 from problems import attach
 
 from diloco_comm.base import launch

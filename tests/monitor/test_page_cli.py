@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 from cli_helpers import check_documented, check_misuse, run_cli
+from commands import CLI, serving_command
 
 from benchmarks.support.simulated_host import SimulatedHost, key_of, record_of
 from diloco_comm.elastic.registry import connect
@@ -25,8 +25,6 @@ from diloco_comm.group.beats import name_of
 from diloco_comm.monitor.openmetrics import OF_HOST
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
-
-CLI = [sys.executable, "-m", "diloco_comm_tools.cli"]
 
 
 class Hosted(NamedTuple):
@@ -46,16 +44,11 @@ class Hosted(NamedTuple):
 
 @contextmanager
 def hosted(*arguments: object) -> Iterator[Hosted]:
-    command = [*CLI, *map(str, arguments), "--listen", "127.0.0.1:0", "--json"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
-    try:
-        yield Hosted(process, json.loads(process.stdout.readline()))
+    command = [*CLI, *arguments, "--listen", "127.0.0.1:0", "--json"]
+    with serving_command(command, stderr=subprocess.PIPE) as (process, line):
+        yield Hosted(process, json.loads(line))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def facts_of(prefix: str) -> set[str]:

@@ -19,6 +19,7 @@ import cuda_reports
 import pytest
 import torch
 import wheel_kernels
+from commands import run_command, run_python
 
 import diloco_comm._C
 from diloco_comm import ops
@@ -58,10 +59,7 @@ def run_with_cuda(program: str, **environment: str) -> subprocess.CompletedProce
         "spec.loader.exec_module(module)\n"
         "import diloco_comm.ops as ops\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", load + program], capture_output=True, text=True, timeout=100,
-        env={**os.environ, **environment},
-    )  # fmt: skip
+    done = run_python("-c", load + program, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     return done
 
@@ -125,7 +123,7 @@ def test_the_extension_with_cuda_links_no_library_of_cuda() -> None:
     assert b".nv_fatbin" in content
     for library in (b"libcudart.so", b"libc10_cuda", b"libtorch_cuda"):
         assert library not in content
-    symbols = subprocess.run(["nm", "-D", BUILT[-1]], capture_output=True, text=True, check=True)
+    symbols = run_command(["nm", "-D", BUILT[-1]], check=True)
     assert " w aoti_torch_get_current_cuda_stream\n" in symbols.stdout
 
 
@@ -168,11 +166,10 @@ def decide(tmp_path: Path) -> Callable[..., tuple[int, str]]:
         cmake = shutil.which("cmake", path=beside)
         assert cmake is not None
         # Nothing of this machine's toolkit is on the way of a machine without one.
-        done = subprocess.run(
+        done = run_command(
             [cmake, *flags, "-P", str(ROOT / "csrc/cuda/decide.cmake")],
-            capture_output=True, text=True, timeout=60,
             env={"PATH": str(tmp_path), "CMAKE_IGNORE_PREFIX_PATH": ""},
-        )  # fmt: skip
+        )
         return done.returncode, " ".join((done.stdout + done.stderr).split())
 
     return run

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from commands import run_python
 from emulated import LIBRARY, needs_library
 
 from diloco_comm.ops import implementations as impls
@@ -92,10 +91,7 @@ def test_triton_serves_a_device_that_the_kernels_do_not_run_on() -> None:
         "except ValueError as error:\n"
         "    print(str(error).splitlines()[0])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    done = run_python("-c", program, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
     values, refused = done.stdout.splitlines()
     assert values == "[0.0, 1.0, 2.0]"

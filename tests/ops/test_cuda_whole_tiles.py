@@ -17,6 +17,7 @@ import device_ops as ops
 import pytest
 import torch
 from codec_cases import DTYPES, EMULATED, ON_A_GPU, assert_same, fill, values
+from commands import run_command
 from torch import Tensor
 
 from diloco_comm.ops import reference
@@ -263,5 +264,5 @@ def test_divisions_without_a_division(tmp_path: Path, step: int) -> None:
     source.write_text(DIVISIONS)
     command = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", f"-DSTEP={step}", "-march=native"]
     subprocess.run([*command, f"-I{ROOT / 'csrc'}", source, "-o", program], check=True, timeout=300)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=600)
+    done = run_command([program], timeout=600)
     assert done.returncode == 0 and done.stdout.startswith("0 of "), done.stdout

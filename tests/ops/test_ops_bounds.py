@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import emulated
 import pytest
 import torch
 from codec_cases import HOST_IMPLS, IMPLS, RUNNING_IMPLS, assert_same, values
+from commands import run_python
 from torch import Tensor
 
 from diloco_comm.ops.wire import (
@@ -178,10 +178,10 @@ def at_the_end_of_memory(tensor: Tensor) -> Tensor:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_is_read_behind_the_end() -> None:
     """In a process of its own: a read too far ends it with SIGSEGV."""
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=100,
+    done = run_python(
+        __file__,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-    )  # fmt: skip
+    )
     assert done.returncode != -signal.SIGSEGV, f"read behind the end: {done.stdout}"
     assert done.returncode == 0, done.stderr
 

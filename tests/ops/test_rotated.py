@@ -32,7 +32,6 @@ REFERENCE = pytest.param("reference", id="reference")
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", [*ROTATED_WIRES, *SPARSE_WIRES])
-sparse_wires = pytest.mark.parametrize("wire", SPARSE_WIRES)
 rotated_wires = pytest.mark.parametrize("wire", ROTATED_WIRES)
 OPTIMIZERS = ("sgd", "heavy_ball", "nesterov", "adam", "delayed")
 

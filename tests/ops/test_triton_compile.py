@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -27,10 +27,7 @@ def test_kernels_compile_for_every_target_without_spills(selection: str, tmp_pat
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     table = tmp_path / "table.json"
-    done = subprocess.run(
-        [sys.executable, script, "--select", selection, "--json", table],
-        capture_output=True, text=True, timeout=890, env=environment,
-    )  # fmt: skip
+    done = run_python(script, "--select", selection, "--json", table, timeout=890, env=environment)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import runpy
-import subprocess
 import sys
 
 import pytest
 import torch
 import triton_cases
 from codec_cases import DTYPES, assert_same, fragment, tensors_like
+from commands import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ops_torch import calls
@@ -25,10 +25,7 @@ def run(program: str) -> str:
     """Run a program in a process where Triton does not interpret; return what it prints."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100,
-        env=environment,
-    )  # fmt: skip
+    done = run_python("-c", program, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

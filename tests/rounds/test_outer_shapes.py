@@ -21,7 +21,6 @@ from diloco_comm.ops.wire import Layout, WireFormat
 from diloco_comm.replica.fragments import make_fragments
 
 Factory = Callable[[Any], torch.optim.Optimizer]
-WIDTH = 24
 
 
 class Odd(nn.Module):

@@ -156,62 +156,6 @@ def test_a_round_that_was_waited_for_at_once_counts_once(
     assert settled["owed"].abs().max() < 0.1 * settled["sent"].abs().max()
 
 
-# -------------------------------------------------------------------------------------- joiners
-
-
-def join_in_flight(rank: int, world: int, address: tuple[str, int], names: list[str]) -> list[Any]:
-    """Replica 2 joins in the middle of rounds; replicas agree as the policy says they do."""
-    results = []
-    for name in names:
-        if rank == 2:
-            replica = start(address, rank, range(3), name, init="join")
-        else:
-            replica = start(address, rank, range(2), name)
-            replica.train_to(3 * H + 1)
-            assert sum(len(part.in_flight) for part in replica.diloco.parts) >= 2
-            replica.diloco.change_group(range(3))
-        diloco = replica.diloco
-        joined = [diloco.outer_hash(), diloco.inner_step]
-        replica.train_to(6 * H + 1)
-        trained = diloco.outer_hash()
-        gap = replica_gap(replica) if isinstance(POLICIES[name]["overlap"], Eager) else 0.0
-        diloco.flush()
-        end = replica.result()
-        results.append((joined, trained, gap, [end.outer, end.local, end.momentum]))
-        diloco.close()
-    return results
-
-
-def replica_gap(replica: Replica) -> float:
-    """Outer parameters plus lr times the own terms that are in them: the same everywhere."""
-    exchange, worst = replica.diloco.exchange, 0.0
-    for part in replica.diloco.parts:
-        base = part.outer.clone()
-        for flight in part.in_flight:
-            own = part.decode(flight.own, flight.layout, "")
-            base += LR * flight.coefficient * own
-        theirs = base.clone()
-        exchange.broadcast([theirs], 0)
-        worst = max(worst, (base - theirs).abs().max().item())
-    return worst
-
-
-@pytest.mark.nightly("6 s; the frozen runs with a join have rounds under way")
-def test_joiner_enters_while_fragments_are_under_way(workers: Callable[[int], Pool]) -> None:
-    pool = workers(3)
-    names = list(POLICIES)
-    results = pool.run(join_in_flight, pool.store, names, timeout=60)
-    for name, *replicas in zip(names, *results, strict=True):
-        overlap = POLICIES[name]["overlap"]
-        joined, trained, gaps, ends = zip(*replicas, strict=True)
-        # A newcomer is a copy of the lowest replica, whatever the policy.
-        assert joined[2] == joined[0], name
-        assert all(end == ends[0] for end in ends), name
-        assert max(gaps) < 1e-6, name
-        if overlap.is_shared and not isinstance(overlap, Streaming):
-            assert len(set(trained)) == 1, name
-
-
 # ----------------------------------------------------------------------- a state after a failure
 
 

@@ -77,18 +77,6 @@ def test_resume_after_every_inner_step(outer: str, workers) -> None:
     assert workers(2).run(resume_everywhere, outer, arguments) == [[True] * NUM_STEPS] * 2
 
 
-@pytest.mark.nightly("8 s; the frozen runs resume with residuals")
-def test_resume_with_both_residuals_and_stochastic_rounding(workers) -> None:
-    arguments = {
-        "error_feedback": True,
-        "rounding": "stochastic",
-        "wire": "int4",
-        "chunk_bytes": 400,
-        "offsets": [4, 1, 3],
-    }
-    assert workers(3).run(resume_everywhere, "nesterov", arguments) == [[True] * NUM_STEPS] * 3
-
-
 def checkpoint(rank: int, world: int, folder: str, outer: str) -> tuple[bool, bool]:
     """Save with torch.distributed.checkpoint; what differs between replicas has its own keys."""
     own = f"replica_{rank}"

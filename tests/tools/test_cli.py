@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,14 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cli_helpers import check_misuse, help_examples, run_cli
+from commands import CLI, run_python, running, serving_command
 from workers import Pool
 from zygote import Job, Zygote
 
 from diloco_comm import SGD, DiLoCo, Link, StorePeers, __version__, connect_store
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
-
-CLI = [sys.executable, "-m", "diloco_comm_tools.cli"]
 
 
 @pytest.fixture
@@ -32,11 +30,8 @@ def store() -> Iterator[tuple[subprocess.Popen[str], str]]:
     # The first example of the help, but for the port.
     example = help_examples("store")["store"][0]
     command = [*CLI, *example.split()[1:], "--listen", "127.0.0.1:0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    yield process, json.loads(process.stdout.readline())["address"]
-    process.kill()
-    process.communicate()
+    with serving_command(command, stderr=subprocess.PIPE) as (process, line):
+        yield process, json.loads(line)["address"]
 
 
 def train_one_round(rank: int, world: int, address: str) -> list[float]:
@@ -124,10 +119,9 @@ def test_wrong_command_line_is_one_sentence(arguments: list[str], named: str) ->
 def test_a_relay_fits_the_open_files_that_its_process_may_have() -> None:
     relay = [*CLI, "relay", "--listen", "127.0.0.1:0", "--connections", "1000"]
     command = ["sh", "-c", 'ulimit -n 400; exec "$@"', "sh", *relay]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with running(command, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
-        process.kill()
     assert said == (
         "diloco-comm: the relay takes 100 connections, because this process may have 400 open "
         "files\n"
@@ -144,8 +138,7 @@ def test_missing_extra_is_one_sentence(module: str) -> None:
     code = (
         f"import sys; sys.modules[{module!r}] = None; import diloco_comm_tools.cli as c; c.main()"
     )
-    command = [sys.executable, "-c", code, "demo"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run_python("-c", code, "demo")
     assert ended.returncode == 1
     assert f"diloco-comm needs {module}" in ended.stderr
     assert "pip install 'diloco_comm[cli]'" in ended.stderr
@@ -171,8 +164,7 @@ def test_version_and_help_load_no_library() -> None:
         print("ended:", command)
     """
     commands = ["--version", "--help", *(f"{name} --help" for name in help_examples())]
-    command = [sys.executable, "-c", textwrap.dedent(code), *commands]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run_python("-c", textwrap.dedent(code), *commands)
     assert ended.returncode == 0, ended.stderr
     printed = ended.stdout.splitlines()
     assert printed[0] == __version__

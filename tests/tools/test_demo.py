@@ -7,15 +7,16 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from cli_helpers import check_documented, check_misuse, help_examples, run_cli
+from commands import CLI, run_command, running
 
 from diloco_comm import Streaming
 from diloco_comm_tools.demo.data import Batches, load_corpus, validation_windows
@@ -24,7 +25,7 @@ from diloco_comm_tools.demo.settings import ROWS, STREAMING, Comparison
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-DEMO = [sys.executable, "-m", "diloco_comm_tools.cli", "demo"]
+DEMO = [*CLI, "demo"]
 NUM_REPLICAS = 3
 NUM_STEPS = 20
 SYNC_EVERY = 10
@@ -39,7 +40,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any],
     # The example of the help, with options behind it that make it short.
     example = help_examples("demo")["demo"][0]
     command = [*DEMO, *example.split()[2:], *TINY, *FAST_LINK, "--out", str(out), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    ended = run_command(command)
     assert ended.returncode == 0, ended.stderr
     check_documented(json.loads(ended.stdout), "tutorials/demo.md")
     assert ended.stdout == (out / "demo.json").read_text()
@@ -99,17 +100,9 @@ def test_output_names_what_a_reader_needs(demo: tuple[str, dict[str, Any], Path]
 @pytest.fixture
 def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A demo that trains for minutes, in a separate process group, and its children."""
-    command = [*DEMO, "--replicas", "2", "--steps", "100000", "--out", str(tmp_path)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=heed_control_c,
-    )
-    assert process.stdout is not None
-    try:
+    with running_in_group(
+        [*DEMO, "--replicas", "2", "--steps", "100000", "--out", tmp_path]
+    ) as process:
         wait_for_line(process.stdout.readline, "2 replicas train")
         # The replicas are forked by a child of the demo.
         until = time.monotonic() + 60.0
@@ -119,12 +112,16 @@ def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[p
             time.sleep(0.3)
             children = psutil.Process(process.pid).children(recursive=True)
         yield process, children
-    finally:
-        try:
+
+
+@contextmanager
+def running_in_group(command: Sequence[object]) -> Iterator[subprocess.Popen[str]]:
+    """Start a command in a process group of its own, which gets what a terminal sends."""
+    options = {"start_new_session": True, "preexec_fn": heed_control_c}
+    with running(command, stderr=subprocess.PIPE, **options) as process:
+        yield process
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.communicate()
 
 
 def heed_control_c() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
+from commands import CLI, run_command, run_python
 from workers import Pool
 
 from diloco_comm import __version__, ops
@@ -371,9 +370,8 @@ def test_example_under_torchrun_speaks_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     (line,) = [line for line in doctor_command.EXAMPLES.splitlines() if "torchrun" in line]
     port = str(workers.free_port())
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port", port]
-    command = [*launcher, *line.split()[1:], "--json", "--megabytes", "0.1"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    launcher = ["-m", "torch.distributed.run", "--master-port", port]
+    ended = run_python(*launcher, *line.split()[1:], "--json", "--megabytes", "0.1")
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     check_schema(report, SCHEMA)
@@ -386,12 +384,8 @@ def test_example_under_torchrun_speaks_once(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.nightly("a fresh interpreter; the test below has the sentence")
 def test_a_rank_that_is_not_there_leaves_no_stack() -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(workers.free_port())}
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", "doctor", "--timeout", "1"]
-    ended = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=100,
+    ended = run_command(
+        [*CLI, "doctor", "--timeout", "1"],
         env=os.environ | place | {"RANK": "1", "WORLD_SIZE": "2"},
     )
     assert (ended.returncode, ended.stdout) == (1, "")

@@ -7,11 +7,9 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from cli_helpers import (
     check_schema,
     run_cli,
 )
+from commands import CLI, serving_command
 from proxies import Proxy
 from workers import Pool
 from zygote import Job, Zygote
@@ -103,18 +102,6 @@ def sentences(report: dict[str, Any]) -> list[str]:
     return [f"{one['level']}: {one['what']}; {one['remedy']}" for one in report["findings"]]
 
 
-@contextmanager
-def relay() -> Iterator[str]:
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", "relay", "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def make_keys(folder: Path, world: int, allowed: Callable[[int, int], bool]) -> list[str]:
     for replica in range(world):
         make_pairs(folder / str(replica), [f"r{replica}"])
@@ -166,7 +153,7 @@ def test_two_replicas_reach_each_other_with_keys(
 
 
 def test_those_without_an_address_meet_at_the_relay(fresh_workers: Fresh) -> None:
-    with relay() as place:
+    with serving_command([*CLI, "relay", "--listen", "127.0.0.1:0"]) as (_, place):
         hidden = f'--advertise "" --relay {place} --lanes 1'
         report = reports(
             fresh_workers(3, init_group=False), hidden, hidden, "--listen 127.0.0.1:0 --lanes 1"

@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_helpers import check_arguments, check_misuse, help_examples, run_cli
+from commands import CLI, run_python
 from registries import Host
 from support_paths import FOLDERS
 from zygote import Job, Zygote
@@ -27,7 +27,7 @@ from diloco_comm_tools.launch.run import Launch, Launcher, outcome, own_status, 
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-CLI = [sys.executable, "-m", "diloco_comm_tools.cli", "launch"]
+LAUNCH = [*CLI, "launch"]
 
 # Worker 0 of replica 1 dies once, in the middle of the run.
 SCRIPT = f"""
@@ -92,7 +92,7 @@ def start(
     options = ["--registry", registry.address, "--run", "r", "--state-dir", str(folder / name)]
     options += ["--nproc-per-node", str(num_workers), *(nodes or [])]
     return subprocess.Popen(
-        [*CLI, *options, str(folder / "train.py"), str(folder), *map(str, arguments)],
+        [*LAUNCH, *options, str(folder / "train.py"), str(folder), *map(str, arguments)],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -112,32 +112,6 @@ def test_a_dead_replica_comes_again_and_all_end_at_one_step(registry: Host, tmp_
     starts = [(tmp_path / f"replica-{replica}").read_text().split("\n") for replica in (0, 1)]
     # The second process of replica 1 has the number of the first one.
     assert [len(lines) - 1 for lines in starts] == [1, 2]
-
-
-@pytest.mark.nightly("40 s; test_elastic_lost has the folder's note and the refusal")
-@pytest.mark.fresh_interpreter
-def test_no_second_training_begins_at_another_registry(registry: Host, tmp_path: Path) -> None:
-    launchers = [start(registry, tmp_path, name, 4, 10**6) for name in "ab"]
-    while not all(lines_of(tmp_path / f"replica-{replica}") for replica in (0, 1)):
-        assert all(launcher.poll() is None for launcher in launchers)
-        time.sleep(0.05)
-    registry.kill()
-    other = Host(address=registry.address, journal=tmp_path / "other")
-    try:
-        os.kill(int(lines_of(tmp_path / "pids-1")[0]), signal.SIGKILL)
-        while all(launcher.poll() is None for launcher in launchers):
-            time.sleep(0.05)
-        refused, survivor = sorted(launchers, key=lambda launcher: launcher.poll() is None)
-        assert refused.returncode == exits.MISFIT and survivor.poll() is None
-        error = refused.communicate()[1]
-        assert "belongs to the registry" in error and "replica.json notes" in error
-        assert [len(lines_of(tmp_path / f"replica-{replica}")) for replica in (0, 1)] == [1, 1]
-    finally:
-        other.kill()
-        for launcher in launchers:
-            launcher.kill()
-            with launcher:
-                pass
 
 
 SLEEPER = """
@@ -160,7 +134,7 @@ def test_all_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     script.write_text(SLEEPER)
     options = ["--registry", "tcp://127.0.0.1:1", "--run", "r", "--state-dir", str(state)]
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    command = [*CLI, *options, "--nproc-per-node", "2", str(script), str(tmp_path)]
+    command = [*LAUNCH, *options, "--nproc-per-node", "2", str(script), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
         while not all(one.exists() and one.read_text().endswith("\n") for one in files):
             assert launcher.poll() is None
@@ -240,8 +214,7 @@ def ended_launch(
         f"run._AT_ONCE_S, run._FIRST_PAUSE_S = {at_once_s}, 0.1\n"
         "cli.main()\n"
     )
-    command = [sys.executable, "-c", text, "launch", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_python("-c", text, "launch", *words)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr, len(starts.read_text())
 
@@ -351,7 +324,7 @@ class Node:
             words += ["--state-dir", str(folder / "state")]
         limits = {"DILOCO_COMM_SUSPECT_AFTER_S": "6", "DILOCO_COMM_TIMEOUT_S": str(limit_s)}
         self.process = subprocess.Popen(
-            [*CLI, *words, str(folder / "member.py"), str(folder)],
+            [*LAUNCH, *words, str(folder / "member.py"), str(folder)],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | limits,
@@ -407,25 +380,6 @@ def test_two_nodes_form_one_replica_and_start_and_leave_together(
     assert "SIGTERM on node 1: the replica leaves at its next boundary" in said[1]
     assert "ended with status 75 and starts again in" in said[1]
     assert all(len(lines_of(tmp_path / f"rank-{rank}")) == 2 for rank in range(4))
-
-
-@pytest.mark.nightly("20 s each; the test above restarts a replica of two nodes")
-@pytest.mark.fresh_interpreter
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_launcher_that_was_killed_comes_again(tmp_path: Path, endpoint: str, lost: int) -> None:
-    launchers = [Node(tmp_path, endpoint, node) for node in (0, 1)]
-    try:
-        wait_for_members(tmp_path, 1, 2)
-        launchers[lost].kill()
-        launchers[lost] = Node(tmp_path, endpoint, lost)
-        members = wait_for_members(tmp_path, 2, 2)
-        assert [words[1:3] for words in members] == [["0", "2"], ["1", "2"]]
-        launchers[0].process.terminate()
-        for launcher in launchers:
-            launcher.end(exits.LEFT)
-    finally:
-        for launcher in launchers:
-            launcher.kill()
 
 
 @pytest.mark.nightly("10 s; test_two_nodes_form_one_replica is in the first tier")

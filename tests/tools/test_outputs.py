@@ -20,6 +20,7 @@ import torch
 import typer
 from benchmark_runs import BENCHMARKS, run_benchmark
 from cli_helpers import check_misuse, run_cli
+from commands import CLI, run_command, run_python
 from problems import Regression, train_step
 from trace_files import GEMM, NCCL, kernel, launch, write_kineto
 from typer.models import OptionInfo
@@ -171,7 +172,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     code += "from diloco_comm_tools.common import outputs as o; from pathlib import Path; "
     code += f"o.check_file('--json', Path({str(tmp_path / 'x.json')!r}))"
     imported = f"import diloco_comm_tools.common.outputs; {code}"
-    ended = subprocess.run([sys.executable, "-c", imported], capture_output=True, text=True)
+    ended = run_python("-c", imported)
     assert ended.returncode == 1 and "Permission denied" in ended.stderr
 
 
@@ -226,24 +227,6 @@ def test_tables_are_printed_though_the_plot_is_not_written(blocked: Path, tmp_pa
     ended = run_cli(*report, "--json")
     check_kept(ended, '"schema": 1', reason)
     assert len(json.loads(ended.out)["ranks"]) == 1
-
-
-@pytest.mark.nightly("25 s each; another test prints tables so")
-@pytest.mark.parametrize("as_json", [False, True])
-def test_the_demo_is_printed_though_nothing_is_written(as_json: bool, tmp_path: Path) -> None:
-    for name in ("demo.json", "demo.png"):
-        full(tmp_path / name)
-    words = ["demo", "--replicas", "2", "--steps", "2", "--sync-every", "2", "--gbps", "10"]
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", *words, "--out", str(tmp_path)]
-    command += ["--json"] * as_json
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert ended.returncode == 1
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith("diloco-comm: cannot write --out") and "No space left" in last
-    assert "Traceback" not in ended.stderr
-    assert "hash of the shared parameters" in (ended.stderr if as_json else ended.stdout)
-    if as_json:
-        assert len(json.loads(ended.stdout)["rows"]) == 7
 
 
 # ------------------------------------------------------------------------ in a training hook
@@ -303,9 +286,8 @@ def test_training_goes_on_without_its_trace(steps: int, tmp_path: Path) -> None:
     """The program ends before the last step to record, and the trace is written then."""
     (tmp_path / "train.py").write_text(TRAIN.format(steps=steps))
     options = ["--out", "traces", "--skip", "2", "--steps", "4", "--"]
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", "profile", "run", *options]
-    command += [sys.executable, "train.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    command = [*CLI, "profile", "run", *options, sys.executable, "train.py"]
+    ended = run_command(command, cwd=tmp_path)
     assert ended.stdout == "trained to the end\n"
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count("cannot write the trace") == 1
@@ -376,7 +358,7 @@ def test_option_type_of_the_benchmarks(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.fresh_interpreter
 def test_a_full_standard_output_is_one_sentence() -> None:
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", "plan", "--params", "7B"]
+    command = [*CLI, "plan", "--params", "7B"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [*command, "--layers", "32", "--step-time", "2", "--json"],
@@ -395,7 +377,7 @@ def run_on_terminal(words: list[str]) -> tuple[str, str]:
     """Run a command whose stderr alone is a terminal; return stdout and what the terminal got."""
     parent, child = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", *words]
+    command = [*CLI, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child, env=environment) as run:
         os.close(child)
         shown = b""
@@ -417,20 +399,8 @@ def test_a_bar_is_shown_on_a_terminal_and_nowhere_else() -> None:
     # The bar takes itself away, and never hides the cursor.
     assert shown.endswith("\x1b[2K") and "\x1b[?25l" not in shown
     assert "\x1b" not in out and "int4" in out
-    command = [sys.executable, "-m", "diloco_comm_tools.cli", *words]
-    piped = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    piped = run_command([*CLI, *words])
     assert piped.returncode == 0 and piped.stderr == ""
     assert [line.split()[:1] for line in piped.stdout.splitlines()] == [
         line.split()[:1] for line in out.splitlines()
     ]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.nightly("30 s; bench has the same bar")
-def test_the_bars_of_the_demo_stay_and_its_json_is_clean(tmp_path: Path) -> None:
-    size = ["--replicas", "2", "--steps", "4", "--sync-every", "2", "--gbps", "10", "--rtt-ms", "0"]
-    out, shown = run_on_terminal(["demo", *size, "--json", "--out", str(tmp_path)])
-    rows = [row["name"] for row in json.loads(out)["rows"]]
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-    bars = re.findall(r"([A-Z]\S+ \S+) +\S+ +100% .*?loss [0-9.]+", plain)
-    assert list(dict.fromkeys(bars)) == rows

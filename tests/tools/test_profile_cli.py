@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
+from commands import CLI, LAUNCHER, run_command, run_python
 from problems import Regression, train_step
 from trace_files import GEMM, NCCL, Nsys, event, kernel, launch, write_kineto
 from workers import Pool
@@ -101,46 +102,9 @@ def test_recorded_run_reports_its_own_metrics(
         assert rank["computation_us"] > 0
 
 
-SCRIPT = """
-import sys
-import torch
-from diloco_comm import DiLoCo
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-with DiLoCo(model, optimizer, sync_every=2):
-    for step in range(int(sys.argv[1])):
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-torch.distributed.destroy_process_group()
-"""
-
-
 def profile_run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     options = ["--out", "traces", "--skip", "3", "--steps", "40", "--json", "--"]
-    line = [sys.executable, "-m", "diloco_comm_tools.cli", "profile", "run", *options, *command]
-    return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-
-
-@pytest.mark.nightly("18 s; the recorder's own tests end early")
-def test_run_records_a_program_that_ends_early(tmp_path: Path) -> None:
-    """Seven steps: three are skipped, and the rest is written when the program ends.
-
-    The flush at the end of the block encodes once more.
-    """
-    (tmp_path / "train.py").write_text(SCRIPT + "print('trained')\n")
-    command = [sys.executable, "train.py", "7"]
-    ended = profile_run(tmp_path, *command)
-    assert ended.returncode == 0, ended.stderr
-    trace = str(tmp_path / "traces/rank0.json.gz")
-    traces = [str(tmp_path / path) for path in json.loads(ended.stdout).pop("traces")]
-    assert traces == [trace] and json.loads(ended.stdout)["command"] == command
-    assert "trained\n" in ended.stderr
-    assert "diloco-comm profile report traces/rank0.json.gz\n" in ended.stderr
-    (rank,) = report_json(tmp_path / "traces/rank0.json.gz")["ranks"]
-    assert rank["phases"]["encode"]["count"] == 3
-    assert rank["computation_us"] > 0
+    return run_command([*CLI, "profile", "run", *options, *command], cwd=tmp_path)
 
 
 REPLICAS = """
@@ -161,61 +125,11 @@ with DiLoCo(model, optimizer, sync_every=3, link=Link(timeout=60), **replicas):
 def test_replicas_of_their_own_write_a_trace_each(tmp_path: Path) -> None:
     """Each process of torchrun believes to be alone when it writes its trace."""
     (tmp_path / "train.py").write_text(REPLICAS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ended = profile_run(tmp_path, *launcher, "--nproc-per-node", "2", "train.py")
+    ended = profile_run(tmp_path, sys.executable, *LAUNCHER, "2", "train.py")
     assert ended.returncode == 0, ended.stderr
     names = [Path(path).name for path in json.loads(ended.stdout)["traces"]]
     assert names == ["rank0.json.gz", "rank1.json.gz"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == names
-
-
-# The rest of a program that has a model and an optimizer, for each object that starts a recording.
-STARTS = {
-    "AsyncDiLoCo": """
-from diloco_comm import Link
-from diloco_comm.asynchronous import AsyncDiLoCo, AsyncServer
-from diloco_comm.asynchronous.rules import Immediate
-with AsyncServer(Immediate(outer=SGD(1.0)), sync_every=2) as server:
-    with AsyncDiLoCo(model, optimizer, server=server.address, name="a", link=Link(timeout=60)):
-        train()
-""",
-    "DecoupledDiLoCo": """
-from diloco_comm import Link
-from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
-from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
-settings = DecoupledSettings(fragments=["*"], sync_every=2)
-with DecoupledServer(settings, outer=SGD(1.0)) as server:
-    with DecoupledDiLoCo(model, optimizer, server=server.address, name="a", link=Link(timeout=60)):
-        train()
-""",
-    "backend": """
-import diloco_comm.backend
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("diloco", store=store, rank=0, world_size=1)
-train()
-torch.distributed.destroy_process_group()
-""",
-}
-TRAIN = """
-import torch
-from diloco_comm import SGD
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-def train():
-    for step in range(5):
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-"""
-
-
-@pytest.mark.nightly("12 s each; test_what_trains_asks_for_a_recording has the calls")
-@pytest.mark.parametrize("start", STARTS)
-def test_everything_that_trains_records(start: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN + STARTS[start])
-    ended = profile_run(tmp_path, sys.executable, "train.py")
-    assert ended.returncode == 0, ended.stderr
-    (rank,) = report_json(tmp_path / "traces/rank0.json.gz")["ranks"]
-    assert rank["computation_us"] > 0
 
 
 class Asked(Exception):
@@ -250,10 +164,7 @@ def test_an_import_starts_no_recording(tmp_path: Path) -> None:
     text += "from torch.optim.optimizer import _global_optimizer_post_hooks as hooks\n"
     text += "print(len(hooks), torch.autograd.profiler._is_profiler_enabled)"
     variables = {"DILOCO_COMM_PROFILE": str(tmp_path / "traces"), "DILOCO_COMM_PROFILE_SKIP": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", text],
-        env={**os.environ, **variables}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    ended = run_python("-c", text, env={**os.environ, **variables})
     assert (ended.returncode, ended.stdout) == (0, "0 False\n"), ended.stderr
     assert list(tmp_path.iterdir()) == []
 

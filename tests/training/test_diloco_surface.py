@@ -20,11 +20,9 @@ from diloco_comm import (
     Nesterov,
     Streaming,
     Wire,
-    connect_store,
     fedavg,
     local_sgd,
 )
-from diloco_comm.base.store_host import open_store
 
 # -------------------------------------------------------------------------------- the surface
 
@@ -226,60 +224,6 @@ def over_mesh_and_subgroup(rank: int, world: int) -> list[str]:
 def test_replicas_along_one_dimension_of_a_mesh(workers) -> None:
     results = workers(4).run(over_mesh_and_subgroup)
     assert results[0] == results[2] and results[1] == results[3] and results[0] != results[1]
-
-
-def over_store(rank: int, world: int, address: str) -> str:
-    assert not dist.is_initialized()
-    store = connect_store(address) if rank == 0 else address
-    model = Regression(seed=rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    arguments = {"replica": 5 + rank, "members": [5, 6]}
-    with DiLoCo(model, optimizer, sync_every=1, **grouped({"store": store, **arguments})) as diloco:
-        for step in range(3):
-            train_step(model, optimizer, rank, step)
-        assert diloco.exchange.members == (5, 6)
-        return diloco.outer_hash()
-
-
-def test_separate_jobs_meet_at_a_store(fresh_workers) -> None:
-    hosted = open_store("127.0.0.1", 0)
-    pool = fresh_workers(2, init_group=False)
-    first, second = pool.run(over_store, hosted.address)
-    assert first == second
-
-
-def two_on_one_group(rank: int, world: int) -> tuple[str, str]:
-    """Two attachments whose steps alternate in a different order on each replica would mix."""
-    models = [Regression(seed=rank), Regression(width=12, seed=rank)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    pairs = zip(models, optimizers, strict=True)
-    attached = [DiLoCo(m, o, sync_every=2) for m, o in pairs]
-    for step in range(4):
-        for model, optimizer, width in zip(models, optimizers, (24, 12), strict=True):
-            train_step(model, optimizer, rank, step, width)
-    hashes = tuple(diloco.outer_hash() for diloco in attached)
-    for diloco in attached:
-        diloco.close()
-        diloco.close()
-    return hashes
-
-
-def test_two_attachments_in_one_process(workers) -> None:
-    first, second = workers(2).run(two_on_one_group)
-    assert first == second and first[0] != first[1]
-
-
-def closed_hooks(rank: int, world: int) -> int:
-    model = Regression()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DiLoCo(model, optimizer, sync_every=1) as diloco:
-        train_step(model, optimizer, rank, 0)
-    train_step(model, optimizer, rank, 1)
-    return diloco.inner_step
-
-
-def test_close_takes_the_hooks_off(workers) -> None:
-    assert workers(2).run(closed_hooks) == [1, 1]
 
 
 # ------------------------------------------------------------------------ what is printed

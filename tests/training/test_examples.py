@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command
 
 from diloco_comm_tools.common import ranks
 from diloco_comm_tools.common.workers import run_workers
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(command: list[str], cwd: Path) -> str:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=cwd)
+    ended = run_command(command, cwd=cwd)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

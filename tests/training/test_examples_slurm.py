@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli_helpers import check_arguments
+from commands import run_command
 
 from diloco_comm.base.store_host import open_store
 from diloco_comm_tools.common.workers import free_port
@@ -100,7 +101,7 @@ def test_each_replica_is_a_job_of_its_own(
 
 @pytest.mark.parametrize("script", ["replica.sbatch", "replica_nodes.sbatch"])
 def test_a_job_without_its_variables_says_which(script: str) -> None:
-    ended = subprocess.run(["bash", str(SLURM / script)], capture_output=True, text=True, cwd=ROOT)
+    ended = run_command(["bash", str(SLURM / script)], cwd=ROOT)
     assert ended.returncode != 0
     assert "STORE: the address that diloco-comm store printed" in ended.stderr
 
@@ -118,13 +119,7 @@ def test_a_profile_for_each_rank(variables: dict[str, str], expected: str, tmp_p
     stand_in(tmp_path, "nsys", 'for last in "$@"; do :; done; echo nsys "${@: -2:1}" "$last"')
     stand_in(tmp_path, "work", "echo work")
     command = ["bash", str(SLURM / "profile_rank.sh"), "work"]
-    ended = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(tmp_path, **variables),
-    )
+    ended = run_command(command, cwd=tmp_path, env=environment(tmp_path, **variables))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == expected.split()
 
@@ -133,6 +128,6 @@ def test_without_nsys_the_command_runs(tmp_path: Path) -> None:
     stand_in(tmp_path, "work", "echo work")
     command = ["bash", str(SLURM / "profile_rank.sh"), "work"]
     bare = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RANK": "0"}
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=bare)
+    ended = run_command(command, cwd=tmp_path, env=bare)
     assert ended.stdout == "work\n"
     assert ended.stderr == "profile_rank.sh: nsys is not installed, running rank 0 without it\n"

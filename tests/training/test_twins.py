@@ -258,13 +258,9 @@ if way == "error":
 def test_the_end_of_a_program_tells_of_unshared_steps(way: str, is_told: bool, tmp_path) -> None:
     program = tmp_path / "ends.py"
     program.write_text(textwrap.dedent(_PROGRAM))
-    port = str(free_port())
+    command, port = [sys.executable, str(program)], str(free_port())
     replicas = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), port, way or "none"],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*command, str(rank), port, way], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     for rank, replica in enumerate(replicas):

@@ -7,14 +7,13 @@ nothing that the library has to say.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from choice_groups import grouped
+from commands import run_python
 from ordinary_loops import ConvNet, Loop, Replica, check, images
 from problems import Regression, train_step
 from torch import nn
@@ -217,8 +216,6 @@ print("trained", diloco.inner_step)
 def test_a_program_that_ends_in_order_hears_nothing(steps: int, end: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(steps=steps, end=end))
-    ended = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
+    ended = run_python(script, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (0, f"trained {steps}\n")
     assert not re.findall(r".*(?:diloco_comm|DiLoCo|Warning).*", ended.stderr)

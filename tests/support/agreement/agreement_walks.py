@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
-from agreement_world import Broken, Name, Node, World, nonce_of
+from agreement_world import Broken, Name, Node, World
 
 from diloco_comm.group import state as st
 
@@ -296,11 +294,3 @@ def first_group(world: World, size: int) -> None:
     for number in range(size):
         world.add(number)
     settle(world)
-
-
-def stale_nonce(number: int) -> bytes:
-    return nonce_of(number, 999)
-
-
-def with_todo(node: Node, **values: Any) -> Node:
-    return replace(node, **values)

@@ -10,7 +10,6 @@ import hashlib
 import os
 import shlex
 import shutil
-import subprocess
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_command
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,7 +61,7 @@ def _compile(library: Path) -> None:
     command += [word for path in cpp_extension.include_paths() for word in ("-isystem", path)]
     command += ["-o", str(partial), str(SOURCE), *(f"-L{path}" for path in folders)]
     command += ["-lc10", "-ltorch_cpu", *(f"-Wl,-rpath,{path}" for path in folders)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_command(command, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     partial.rename(library)
 

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,37 @@ from diloco_comm.training import views
 # Long enough for a process on a loaded machine to beat meanwhile.
 SUSPECT_AFTER_S = 6.0
 PACE_S = 0.01
+OPTIONS: dict[str, Any] = {
+    "sync_every": 4,
+    "block_size": BLOCK,
+    "chunk_bytes": 512,
+    "timeout": 40.0,
+}
+
+
+def attach(
+    registry: str, replica: int | None, options: Mapping[str, Any] = OPTIONS, **membership: Any
+) -> tuple[DiLoCo, Any, Any]:
+    """Let a small model take part in the run "test".
+
+    Args:
+        options: Choices of ``DiLoCo`` beside ``OPTIONS``.
+        membership: Further arguments of ``Elastic``.
+    """
+    os.environ["DILOCO_COMM_REPORT_S"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    model = make_model()
+    optimizer = make_optimizer(model)
+    waits = {"suspect_after": 3.0, "quorum_wait": 40.0, "founding_wait": 0.0}
+    elastic = Elastic(registry, run="test", replica=replica, **{**waits, **membership})
+    choices = grouped({"membership": elastic, **OPTIONS, **options})
+    return DiLoCo(model, optimizer, **choices), model, optimizer
+
+
+def train_to(diloco: DiLoCo, model: Any, optimizer: Any, replica: int, until: int) -> None:
+    """Train until a step, or until the run is done."""
+    while diloco.inner_step < until and not diloco.is_done:
+        train(model, optimizer, replica, diloco.inner_step + 1)
 
 
 @dataclass(frozen=True)
@@ -44,7 +75,6 @@ class Fault:
         action: "kill" or "stop", at a stage of the next exchange; "kill in change", at a stage of
             the next change of the group: "seal", "connect" or "open"; "leave" or "kill now"; "kill
             between parts": at the next send of two parts, when the round of the first has ended.
-        is_donor: The replica waits until it has sent some of its state to a newcomer.
         worker: The only worker of the replica that does it; -1: all of them.
     """
 
@@ -54,15 +84,12 @@ class Fault:
     stage: str = "vote"
     num_peers: int = 0
     num_members: int = 0
-    is_donor: bool = False
     worker: int = -1
 
     def is_of(self, replica: int, worker: int) -> bool:
         return self.replica == replica and self.worker in (worker, -1)
 
     def is_due(self, diloco: DiLoCo) -> bool:
-        if self.is_donor and not transfer_of(diloco).served_bytes:
-            return False
         return diloco.inner_step >= self.inner_step and len(diloco.members) >= self.num_members
 
 
@@ -126,8 +153,6 @@ class End:
     weights: list[float] = field(default_factory=list)
     # Number of applied rounds of each fragment.
     applied: dict[int, int] = field(default_factory=dict)
-    # Of the inner optimizer's state, by number of the view in which it was so.
-    inner: dict[int, str] = field(default_factory=dict)
     # Inner steps that it took, also those that a change of the group took back; 0 after an error.
     num_steps: int = 0
 
@@ -155,12 +180,10 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
     optimizer = make_optimizer(model)
     views: list[ViewChanged] = []
     progress: list[JoinProgress] = []
-    inner: dict[int, str] = {}
 
     def note(happening: Any) -> None:
         if isinstance(happening, ViewChanged):
             views.append(happening)
-            inner[happening.number] = hash_of(inner_tensors(model, optimizer))
         elif isinstance(happening, JoinProgress):
             progress.append(happening)
 
@@ -218,7 +241,6 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         0 if transfer_of(diloco) is None else transfer_of(diloco).caught_up_bytes,
         [one.weight for one in rounds],
         dict(Counter(one.fragment for one in rounds)),
-        inner,
         num_steps,
     )
     diloco.close()
@@ -234,11 +256,6 @@ class Tokens:
     def take(self) -> float:
         count, self.count = self.count, 0
         return float(count)
-
-
-def inner_tensors(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = [optimizer.state.get(param, {}) for param in model.parameters()]
-    return [local_part(value) for state in states for value in state.values()]
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""A proxy for tests: HTTP CONNECT and SOCKS5, which records what is asked, and may misbehave."""
+"""Ways between processes: a forwarder, and a proxy for HTTP CONNECT and SOCKS5.
+
+Both record what passes or is asked, and may misbehave.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,86 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from urllib.parse import quote
 
 _PATIENCE_S = 20.0
+
+
+class Forwarder:
+    """Pass connections on to a port of this host, as a router does, in threads.
+
+    Args:
+        target: The port.
+        delay_s: Seconds before a connection is passed on.
+        look: Takes the bytes of a direction, and whether they are an answer; returns the bytes that
+            go on, or None to end the connection.
+
+    Attributes:
+        port, address: Where this listens; the address is host:port.
+        streams: The bytes of each direction of each connection.
+    """
+
+    def __init__(
+        self,
+        target: int,
+        *,
+        delay_s: float = 0.0,
+        look: Callable[[bytes, bool], bytes | None] = lambda data, is_answer: data,
+    ) -> None:
+        self.target, self._delay_s, self._look = target, delay_s, look
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.streams: list[bytearray] = []
+        self._open: list[socket.socket] = []
+        self._forgotten: set[socket.socket] = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def forget(self) -> None:
+        """Swallow all that the present connections bring, and end none of them."""
+        self._forgotten.update(self._open)
+
+    def close(self) -> None:
+        """End this and all connections."""
+        # A blocked accept() would keep the socket.
+        for one in (self._listener, *self._open):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(here,), daemon=True).start()
+
+    def _serve(self, here: socket.socket) -> None:
+        time.sleep(self._delay_s)
+        try:
+            there = socket.create_connection(("127.0.0.1", self.target))
+        except OSError:
+            return here.close()
+        self._open += here, there
+        back = threading.Thread(target=self._copy, args=(there, here, True), daemon=True)
+        back.start()
+        self._copy(here, there, False)
+
+    def _copy(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        self.streams.append(stream := bytearray())
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                stream += data
+                if source in self._forgotten:
+                    continue
+                if (passed := self._look(data, is_answer)) is None:
+                    source.shutdown(socket.SHUT_RDWR)
+                    break
+                target.sendall(passed)
+        if source not in self._forgotten:
+            with suppress(OSError):
+                target.shutdown(socket.SHUT_WR)
 
 
 class Proxy:

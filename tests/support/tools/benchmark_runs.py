@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from commands import run_command
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,9 +25,7 @@ def run_benchmark(
 ) -> subprocess.CompletedProcess[str]:
     """Run a benchmark to its end; what it printed and its status."""
     command = command_of(name, *arguments)
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options
-    )
+    return run_command(command, cwd=ROOT, timeout=timeout, **options)
 
 
 def shows(plot: Path, *colours: str) -> bool:
