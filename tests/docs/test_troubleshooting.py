@@ -1,6 +1,6 @@
 """Each sentence that the pages of troubleshooting quote is one of the sources.
 
-And docs/how-to/elastic-log.md has each line of the log that says why an elastic replica waits.
+And docs/how-to/operate-elastic.md has each line of the log that says why an elastic replica waits.
 """
 
 from __future__ import annotations
@@ -79,5 +79,5 @@ def reasons_to_wait() -> list[str]:
 
 @pytest.mark.parametrize("reason", reasons_to_wait())
 def test_the_table_of_log_lines_has_each_reason_to_wait(reason: str) -> None:
-    page = (ROOT / "docs" / "how-to" / "elastic-log.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "operate-elastic.md").read_text()
     assert re.search(f"`{reason}", page)
