@@ -1,6 +1,6 @@
 """The digest of bytes in plain PyTorch and plain integers.
 
-The definition is in docs/developers/digest.md. Imports torch, nothing else.
+The definition is in docs/developers/wire-formats.md. Imports torch, nothing else.
 """
 
 from __future__ import annotations
