@@ -46,7 +46,7 @@ def launch(
 def check_max_blocks(max_blocks: int) -> None:
     """Refuse a bound below none, 0. The kernels of ``encode`` and ``decode`` keep no bound.
 
-    A bound on ``reduce`` left other streams no more room (docs/measurements/gpu-kernels-model.md).
+    A bound on ``reduce`` left other streams no more room (docs/measurements/gpu-kernels.md).
     """
     if max_blocks < 0:
         raise ValueError(f"max_blocks must not be negative, got {max_blocks}")

@@ -90,7 +90,7 @@ constexpr int decode_tile_of(wire::Format format) {
 }
 // The most neighbouring tiles of a warp. Where much is computed for a tile, the start of a warp and
 // its search for the tensor are worth several tiles; where most of the time is the memory's, one.
-// Measured on an H200 (docs/measurements/gpu-kernels-model.md).
+// Measured on an H200 (docs/measurements/gpu-kernels.md).
 constexpr uint32_t kEncodeTilesPerWarp = 16;
 constexpr uint32_t kReduceTilesPerWarp = 4;
 constexpr uint32_t kDecodeTilesPerWarp = 16;

@@ -1,5 +1,5 @@
 // The digest of bytes: two sums over 64-bit words, which no order changes, and 64 bits made of them
-// (docs/developers/digest.md). The words w_0, w_1, ... are little endian, the last
+// (docs/developers/wire-formats.md). The words w_0, w_1, ... are little endian, the last
 // filled up with zero bytes. Word i counts as
 //   k = (i + 1) * kDigestStep      u = w ^ k      v = (u ^ u >> 29) * kDigestFactor
 //   product_i = (lo32(v) ^ hi32(v)) * hi32(v)     all mod 2^64

@@ -1,6 +1,6 @@
 // The rotated formats: a block is multiplied by random signs and by Walsh and Hadamard's matrix, in
 // integers that never overflow, and one or two bits of each coefficient travel (int2r, int1r), or
-// one bit of the first 1/f of the coefficients (sub_f). docs/developers/rotated-wires.md
+// one bit of the first 1/f of the coefficients (sub_f). docs/developers/wire-formats.md
 // has the formulas.
 //
 //   E     exponent of the block's largest magnitude, at least -100

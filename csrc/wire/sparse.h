@@ -1,5 +1,5 @@
 // The sparse formats: the signs of the largest k of 4096 elements, with one scale. Of equal
-// magnitudes the lower index is kept. docs/developers/rotated-wires.md, Sparse wires.
+// magnitudes the lower index is kept. docs/developers/wire-formats.md, Sparse wires.
 //
 //   E      exponent of the block's largest magnitude, at least -100
 //   A      sum of rint(|x| * 2^(21 - E)) over the kept elements, at most 2^30

@@ -549,7 +549,7 @@ class Log:
 
 
 class _BodyDigest:
-    """The 64-bit digest of ``docs/developers/digest.md`` of bytes that come in blocks."""
+    """The 64-bit digest of ``docs/developers/wire-formats.md`` of bytes that come in blocks."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None

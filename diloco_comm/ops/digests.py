@@ -1,6 +1,6 @@
 """64-bit digests of tensors: the same for equal bytes on every device, in any number of threads.
 
-``docs/developers/digest.md`` defines the digest of one tensor; digests of several tensors
+``docs/developers/wire-formats.md`` defines the digest of one tensor; digests of several tensors
 are chained. Digests are for comparing replicas. They are no protection against an adversary, who
 can make two tensors with one digest.
 """

@@ -348,7 +348,7 @@ def make_plan(
     prices: Cost | None = None,
     with_outer: bool = False,
 ) -> dict[str, Any]:
-    """Return all that is known about a request, as JSON types (docs/reference/plan-json.md).
+    """Return all that is known about a request, as JSON types (docs/reference/plan.md).
 
     Args:
         gbps: Bandwidth of a link to look at, Gbit/s.

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 
 def plain_sums(data: bytes, first_word: int = 0) -> tuple[int, int]:
-    """The definition of docs/developers/digest.md in plain integers."""
+    """The definition of docs/developers/wire-formats.md in plain integers."""
     product = total = 0
     for i in range(-(-len(data) // 8)):
         word = int.from_bytes(data[8 * i : 8 * i + 8], "little")
@@ -99,7 +99,7 @@ def test_golden_values() -> None:
 
 
 def test_the_worked_example() -> None:
-    """The numbers of docs/developers/digest.md."""
+    """The numbers of docs/developers/wire-formats.md."""
     tensor = torch.tensor([1.0, -2.0, 0.5])
     assert plain_sums(memory_bytes(tensor)) == (0xEACD318A94B8B1BD, 0xC00000007E800000)
     assert digest(tensor) == 0x9BF70A1A5441188B

@@ -126,7 +126,7 @@ def test_payloads_are_laid_out_anew() -> None:
 
 @pytest.mark.parametrize("wire", ROTATED_WIRES)
 def test_elements_beside_dominant_ones_are_biased(wire: str) -> None:
-    """The condition of docs/developers/rotated-wires.md: 10 times is harmless, 100 times is not."""
+    """The condition of docs/developers/wire-formats.md: 10 times is harmless, 100 times is not."""
     size = WireFormat(wire).block_size
     for num_large, ratio in ((1, 10.0), (1, 100.0), (2, 100.0)):
         x = values(size, "normal", 7)

@@ -143,7 +143,7 @@ def test_json_has_the_documented_schema(method: str) -> None:
     assert len(plan["curve"]["gbps"]) == len(plan["curve"]["step"]) == 50
     keys = [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["curve"]]
     keys += [*SCHEMA["wires"][0], *CHOSEN, *CHOSEN["loss"][0], *CHOSEN["usd_per_1e9_tokens"][0]]
-    check_documented(keys, "reference/plan-json.md")
+    check_documented(keys, "reference/plan.md")
 
 
 def test_scripts_get_a_row_of_the_papers_table() -> None:

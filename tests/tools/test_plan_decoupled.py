@@ -84,7 +84,7 @@ def test_numbers_by_hand() -> None:
     assert (link["slack_s"], link["window_s"]) == (pytest.approx(0.45), pytest.approx(0.225))
     assert link["steps_late"] == pytest.approx(1.45 + 0.225 + 1.1)
     keys = [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["syncer"]]
-    check_documented(keys, "reference/plan-json.md")
+    check_documented(keys, "reference/plan.md")
 
 
 def test_each_wire_counts_in_its_direction() -> None:

@@ -34,7 +34,7 @@ def test_failures_of_own_numbers() -> None:
     assert report["failures"]["goodput"] == goodput(20_000, 3, 300.0, 0.5)
     learners = [entry["learners"] for entry in report["failures"]["by_learners"]]
     assert learners == [1, 2, 3, 4, 8, 16]
-    check_documented(report["failures"], "reference/plan-json.md")
+    check_documented(report["failures"], "reference/plan.md")
     shown = run_cli("plan", "failures", *own).out
     assert "20,000 chips, 0.5 failures of a chip a year, 300 s lost at a failure" in shown
     assert f"{report['failures']['goodput']:.1%}" in shown
@@ -45,7 +45,7 @@ def test_failures_of_the_table_are_printed() -> None:
     assert "72/73" in shown and "30 numbers" in shown and "rigid" in shown
     entries = json.loads(run_cli("plan", "failures", "--json").out)["published_failures"]
     assert entries == compare()
-    check_documented([*entries[0], "published_failures"], "reference/plan-json.md")
+    check_documented([*entries[0], "published_failures"], "reference/plan.md")
 
 
 MODEL = "--params 1e9 --layers 24 --step-time 1 --gbps 1 --efficiency 0.5".split()
@@ -60,7 +60,7 @@ def test_failures_with_a_model_and_a_link() -> None:
     assert report["lost_s"] == pytest.approx(150.0)
     assert report["goodput"] == goodput(20_000, 4, 150.0)
     assert link["trained"] == pytest.approx(link["utilisation"] * report["goodput"])
-    check_documented(link, "reference/plan-json.md")
+    check_documented(link, "reference/plan.md")
     ended = run_cli("plan", *own)
     assert "128 s of these are the 8 GB of outer parameters and momentum on 1 Gbit/s" in ended.out
     names: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "optimizer": None}

@@ -275,7 +275,7 @@ class StreamJob:
 # the training's kernels. On an H200 CUDA's reduce then reads 360 GB/s of four int8 payloads, seven
 # times what a NIC of 400 Gbit/s brings, and costs kernels that memory bounds half of what a full
 # grid does. Triton's costs such kernels as much as with a full grid
-# (docs/measurements/gpu-kernels-model.md).
+# (docs/measurements/gpu-kernels.md).
 SIDE_SHARE = 4
 _REDUCE_BLOCKS = 3
 
