@@ -15,7 +15,7 @@ from choice_groups import grouped
 from problems import Regression, train_step
 from torch import Tensor, nn
 
-from benchmarks.convergence import sparse_loco, wires, wires_report
+from benchmarks.convergence import wire_means, wires, wires_report
 from benchmarks.operators import equal_bytes
 from diloco_comm import SGD, Blocking, DiLoCo, Eager, Streaming
 from diloco_comm.ops import implementations
@@ -111,7 +111,7 @@ def compare(wire: str, world: int, method: str, num_steps: int, workers) -> None
 
 def test_sparse_loco_keeps_the_largest_of_each_chunk() -> None:
     x = torch.randn(128, 192, generator=torch.Generator().manual_seed(1))
-    sent, count = sparse_loco.compress(x)
+    sent, count = wire_means.compress(x)
     assert count == 6 * 64 and int(sent.count_nonzero()) <= count
     for rows, sent_rows in zip(x.split(64), sent.split(64), strict=True):
         for tile, kept in zip(rows.split(64, 1), sent_rows.split(64, 1), strict=True):
@@ -124,7 +124,7 @@ def test_sparse_loco_keeps_the_largest_of_each_chunk() -> None:
 
 def test_sparse_loco_loses_nothing_but_the_decay() -> None:
     x = torch.randn(300, generator=torch.Generator().manual_seed(2))
-    compression = sparse_loco.SparseLoCo([x])
+    compression = wire_means.SparseLoCo([x])
     (sent,) = compression.encode([x])
     (again,) = compression.encode([torch.zeros_like(x)])
     rest = compression._residuals[0]
