@@ -50,7 +50,7 @@ class OnWire:
     Args:
         params: Of one replica.
         fragment: Index of the fragment, for random signs.
-        carries, must_gather: See ``ops.residuals`` and ``ops.phases``.
+        carries, must_gather: See ``ops.residuals`` and ``ops.wire``.
     """
 
     def __init__(
