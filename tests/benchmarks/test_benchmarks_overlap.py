@@ -258,7 +258,7 @@ def test_convergence_tunes_before_it_trains_and_repeats_nothing(tmp_path: Path) 
     # One run is there; another is there with other settings, and is repeated.
     size = asdict(SMOKE["digits"])
     done = {"choice": {}, "size": size, "loss": 123.0, "accuracy": 0.0, "sent_bytes": 1}
-    lines = ["{}"]
+    lines = [json.dumps({"command": "a test"})]
     for seed, changed in ((0, {}), (1, {"size": {**size, "num_steps": 9}})):
         run = Run("digits", "train", "FedAvg", seed)
         lines.append(json.dumps({**asdict(run), **done, **changed}))
