@@ -318,8 +318,8 @@ class Nodes:
         if self._signals and self._name not in said.launchers:
             return exits.LEFT
         awaited = self._awaited()
-        if self._signals and self._is_cut_off:
-            note(f"{self._signals[0]}: this node ends without {awaited}")
+        if self.leaving and self._is_cut_off:
+            note(f"{self.leaving}: this node ends without {awaited}")
             return exits.LEFT if exits.LEFT in (self._beat.failed or []) else FAILED
         for name in self._others() if self.is_first else []:
             # Before the first start all end; later, _refusal() names the launcher that differs.

@@ -115,19 +115,24 @@ def test_a_store_without_a_beat_of_node_0_is_silence(
     assert f"waited 0.5 s for the launcher of node 0 at {short.endpoint}: only a store is" in said
 
 
+@pytest.mark.nightly("3 s each; they differ in who got the signal", but=["1"])
+@pytest.mark.parametrize("asked", [0, 1])
 def test_workers_end_where_node_0_is_silent(
-    short: Short, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    short: Short, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: int
 ) -> None:
     """The store of node 0 answers on."""
     set_limits(monkeypatch, 2.0, 20.0)
-    _, other = short.started()
+    pair = short.started()
+    short.signals[pair[asked]].append("SIGTERM")
+    with looking(*pair):
+        time.sleep(0.2)
+    other = pair[1]
     assert not other.must_stop
     while not other.must_stop:
         other.look()
     other.note_end([-15], 1.0)
-    short.signals[other].append("SIGTERM")
     assert other.begin() == 1
-    assert "SIGTERM: this node ends without the launcher of node 0 at" in capsys.readouterr().err
+    assert ": this node ends without the launcher of node 0 at" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("asked", [0, 1])
