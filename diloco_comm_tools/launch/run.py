@@ -34,11 +34,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _STEADY_S = 300.0
 # A program that ends so soon has not begun: its arguments or its imports are wrong.
 _AT_ONCE_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Statuses after which the replica is not started again.
 _FINAL = (exits.MISFIT, exits.UNAVAILABLE, exits.LEFT)
+# Statuses by which the training itself says why it has ended.
+_REASONS = (exits.MISFIT, exits.UNAVAILABLE, exits.RESTART)
 # Seconds between two looks at signals and at torchrun.
 _LOOK_S = 0.1
-# Seconds for which torchrun waits for workers that it has told to end.
+# Seconds for which torchrun waits for workers that it has told to end, and the launcher for it.
 _SHUTDOWN_S = 10
 
 
@@ -77,6 +80,8 @@ class Launch:
             "--registry": self.registry,
             "--run": self.run,
             "--replica": self.replica,
+            "--max-restarts": self.max_restarts,
+            "--insecure": self.is_insecure,
         }
 
     def variables(self) -> dict[str, str]:
@@ -112,7 +117,7 @@ class Launcher:
         self._signals: list[str] = []
         place = launch.node, launch.num_nodes, launch.endpoint
         self._nodes = Nodes(*place, launch.settings(), self._signals)
-        self._num_heeded, self._has_asked = 0, False
+        self._has_asked = False
 
     def run(self) -> int:
         """Start the replica as often as needed; return the exit status of the launcher."""
@@ -121,6 +126,9 @@ class Launcher:
             status = self._run()
         finally:
             self._nodes.close(status)
+            # A late signal would change the status while Python ends.
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
         return status
 
     def _run(self) -> int:
@@ -128,7 +136,7 @@ class Launcher:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_S))
         # torchrun says that it handles no signals, as it runs on a thread here.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         num_restarts, before, pause = 0, None, 0.0
         while True:
@@ -146,17 +154,19 @@ class Launcher:
                 return status
             own = own_status(failed) if lived_s < _AT_ONCE_S else None
             if own is not None and own == before:
-                note(
+                return self._nodes.give_up(
+                    own,
                     f"the program has twice ended with status {own} as soon as it was started, "
-                    "and is not started again: its output says why"
+                    "and is not started again: its output says why",
                 )
-                return own
             before = own
             if time.monotonic() - began > _STEADY_S:
                 num_restarts = 0
             if num_restarts >= self._launch.max_restarts:
-                note(f"the replica has ended with status {status}, after {num_restarts} restarts")
-                return status
+                return self._nodes.give_up(
+                    status,
+                    f"the replica has ended with status {status}, after {num_restarts} restarts",
+                )
             num_restarts += 1
             pause = pause_s(num_restarts)
             note(
@@ -169,9 +179,9 @@ class Launcher:
 
         On node 0 these are the workers of all nodes.
         """
-        failed: list[tuple[int, ...]] = []
+        failed: list[list[int]] = []
         # On a thread torchrun leaves the signals to this launcher.
-        thread = threading.Thread(target=lambda: failed.append(self._torchrun()))
+        thread = threading.Thread(target=lambda: failed.append(self._torchrun()), daemon=True)
         thread.start()
         began = stopped_at = math.inf
         told: set[int] = set()
@@ -181,14 +191,19 @@ class Launcher:
             if began == math.inf and _children():
                 began = time.monotonic()
             self._heed_signals()
-            if self._nodes.must_stop:
-                stopped_at = min(stopped_at, time.monotonic())
-                if time.monotonic() - stopped_at > _SHUTDOWN_S:
-                    _signal_children(signal.SIGKILL, set())
-                else:
-                    _signal_children(signal.SIGTERM, told)
+            if not self._nodes.must_stop:
+                continue
+            stopped_at = min(stopped_at, time.monotonic())
+            is_late = time.monotonic() - stopped_at > _SHUTDOWN_S
+            if self._nodes.ends_now or is_late:
+                _signal_children(signal.SIGKILL, set())
+            else:
+                _signal_children(signal.SIGTERM, told)
+            if self._nodes.ends_now and is_late:
+                # The kernel kills what torchrun may still start, once this launcher has ended.
+                break
         lived_s = math.inf if began == math.inf else time.monotonic() - began
-        own = list(failed[0]) if failed else [FAILED]
+        own = own_ends(failed[0], bool(told)) if failed else [FAILED]
         self._nodes.note_end(own, lived_s)
         while self._nodes.is_first:
             if (ends := self._nodes.ends()) is not None:
@@ -204,27 +219,27 @@ class Launcher:
             note(str(error))
             return False
 
-    def _torchrun(self) -> tuple[int, ...]:
-        options = ["--standalone", "--nproc-per-node", str(self._launch.num_workers)]
+    def _torchrun(self) -> list[int]:
+        """Run the workers; return the statuses of those that have failed, the first one first."""
+        # torchrun takes an option that is not given from the environment, as PET_NNODES.
+        options = ["--standalone", "--nnodes", "1", "--node-rank", "0"]
+        options += ["--nproc-per-node", str(self._launch.num_workers)]
         options += ["--max-restarts", "0", "--monitor-interval", "0.2"]
         command = [child.__file__, str(os.getpid()), json.dumps(self._nodes.variables)]
         command += self._launch.command
         try:
             torchrun.run(torchrun.parse_args([*options, *command]))
         except ChildFailedError as error:
-            return tuple(failure.exitcode for failure in error.failures.values())
-        return ()
+            return [failure.exitcode for failure in error.failures.values()]
+        return []
 
     def _on_signal(self, number: int, frame: Any) -> None:
         # A handler that took a lock could wait for the very code that it interrupts.
         self._signals.append(signal.Signals(number).name)
 
     def _heed_signals(self) -> None:
-        """Let the replica leave after a node's first signal; end the workers after the second."""
+        """Let the replica leave after a node's first signal."""
         self._nodes.look()
-        if len(self._signals) > max(1, self._num_heeded):
-            _signal_children(signal.SIGKILL, set())
-        self._num_heeded = len(self._signals)
         who = self._nodes.leaving
         if not who or self._has_asked:
             return
@@ -234,7 +249,8 @@ class Launcher:
         except OSError as error:
             note(f"the replica cannot be asked to leave: {error}; a second signal ends it")
             return
-        note(f"{who}: the replica leaves at its next boundary; a second signal ends it now")
+        where = "" if self._signals else " there"
+        note(f"{who}: the replica leaves at its next boundary; a second signal{where} ends it now")
 
 
 def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
@@ -255,6 +271,22 @@ def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
         return exits.LEFT
     # A worker that was lost takes its workmates along.
     return FAILED if is_asked or has_left else exits.RESTART
+
+
+def own_ends(failed: list[int], is_stopped: bool) -> list[int]:
+    """Return the exit statuses of a node's workers, without those that are answers to SIGTERM.
+
+    A worker that was ended counts as ended by SIGTERM, whatever its program has made of that.
+
+    Args:
+        failed: Exit statuses of the workers that have failed, the first one first: torchrun has
+            ended the others after it.
+        is_stopped: The launcher has sent SIGTERM to them all.
+    """
+    return [
+        status if status < 0 or status in _REASONS or not (place or is_stopped) else -signal.SIGTERM
+        for place, status in enumerate(failed)
+    ]
 
 
 def own_status(failed: Collection[int]) -> int | None:

@@ -23,7 +23,7 @@ from diloco_comm.elastic import exits
 from diloco_comm.elastic.state_folder import StateFolder
 from diloco_comm.group.records import Key
 from diloco_comm_tools.common.workers import free_port
-from diloco_comm_tools.launch.run import Launch, Launcher, outcome, own_status, pause_s
+from diloco_comm_tools.launch.run import Launch, Launcher, outcome, own_ends, own_status, pause_s
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -209,12 +209,18 @@ def ended_launch(
     words = ["--registry", "127.0.0.1:1", "--run", "r", "--state-dir", str(folder / "state")]
     words += [*options, str(script), str(starts), str(lives_s)]
     text = (
+        "import atexit, signal\n"
         "from diloco_comm_tools import cli\n"
         "from diloco_comm_tools.launch import run\n"
         f"run._AT_ONCE_S, run._FIRST_PAUSE_S = {at_once_s}, 0.1\n"
+        "def check():\n"
+        "    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN\n"
+        "atexit.register(check)\n"
         "cli.main()\n"
     )
-    done = run_python("-c", text, "launch", *words)
+    # Trainers of a cluster set variables of torchrun, which this launch has options for.
+    variables = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "3"}
+    done = run_python("-c", text, "launch", *words, env=os.environ | variables)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr, len(starts.read_text())
 
@@ -233,6 +239,53 @@ def test_a_program_that_ran_longer_is_started_again(tmp_path: Path) -> None:
     status, said, num_starts = ended_launch(tmp_path, 1.0, "--max-restarts", "2", lives_s=1.5)
     assert (status, num_starts) == (exits.RESTART, 3), said
     assert "the replica has ended with status 75, after 2 restarts" in said
+
+
+FAKE_TORCHRUN = """
+import os, signal, subprocess, sys, time
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from diloco_comm_tools import cli
+from diloco_comm_tools.launch import run
+run._SHUTDOWN_S = 0.5
+
+def work(arguments):
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+    if HANGS:
+        time.sleep(600)
+    worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    failure = ProcessFailure(0, worker.pid, worker.wait(), "")
+    raise run.ChildFailedError("work", {0: failure})
+
+run.torchrun.run = work
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["torchrun-hangs", "a-worker-starts-later"])
+def test_a_second_signal_ends_a_launcher_before_it_has_workers(tmp_path: Path, hangs: bool) -> None:
+    (tmp_path / "x.py").touch()
+    words = ["--registry", "127.0.0.1:1", "--run", "r", "--state-dir", str(tmp_path / "state")]
+    text = FAKE_TORCHRUN.replace("HANGS", str(hangs))
+    done = run_python("-c", text, "launch", *words, tmp_path / "x.py")
+    assert done.returncode == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("failed", "is_stopped", "own"),
+    [
+        ([1, 143, 3], False, [1, -15, -15]),
+        ([143, -15], False, [143, -15]),
+        ([143, 1], True, [-15, -15]),
+        ([1, 78, 69, 75, -9], True, [-15, 78, 69, 75, -9]),
+        ([], True, []),
+    ],
+)
+def test_a_worker_that_was_ended_does_not_speak_for_its_program(
+    failed: list[int], is_stopped: bool, own: list[int]
+) -> None:
+    assert own_ends(failed, is_stopped) == own
 
 
 @pytest.mark.parametrize(
@@ -315,9 +368,15 @@ class Node:
     """The launcher of a node, in a process of its own, with a patience of six seconds."""
 
     def __init__(
-        self, folder: Path, endpoint: str, node: int, *options: str, limit_s: float = 90.0
+        self,
+        folder: Path,
+        endpoint: str,
+        node: int,
+        *options: str,
+        limit_s: float = 90.0,
+        script: str = MEMBER,
     ) -> None:
-        (folder / "member.py").write_text(MEMBER)
+        (folder / "member.py").write_text(script)
         words = ["--registry", "tcp://127.0.0.1:1", "--run", "r", "--nnodes", "2"]
         words += ["--node-rank", str(node), "--rdzv-endpoint", endpoint, *options]
         if "--state-dir" not in options:
@@ -396,13 +455,15 @@ def test_a_node_whose_first_node_is_lost_waits_and_says_so(tmp_path: Path, endpo
     assert f"waited 8 s for the launcher of node 0 at {endpoint}: " in said
 
 
-def test_settings_that_differ_between_nodes_are_named(tmp_path: Path, endpoint: str) -> None:
-    launchers = [
-        Node(tmp_path, endpoint, node, "--nproc-per-node", f"{node + 1}") for node in (0, 1)
-    ]
+@pytest.mark.nightly("3 s; the other option has the same way", but=["--max-restarts"])
+@pytest.mark.parametrize("option", ["--nproc-per-node", "--max-restarts"])
+def test_settings_that_differ_between_nodes_are_named(
+    tmp_path: Path, endpoint: str, option: str
+) -> None:
+    launchers = [Node(tmp_path, endpoint, node, option, f"{node + 1}") for node in (0, 1)]
     for launcher in launchers:
         said = launcher.end(exits.MISFIT)
-        assert said.count("--nproc-per-node is 1 on node 0 and 2 on node 1: all nodes") == 1
+        assert said.count(f"{option} is 1 on node 0 and 2 on node 1: all nodes") == 1
 
 
 @pytest.mark.nightly("10 s; test_settings_that_differ has another refusal")
@@ -439,7 +500,73 @@ def test_an_endpoint_that_does_not_answer(tmp_path: Path, endpoint: str, is_mute
 @pytest.mark.nightly("3 s; test_an_endpoint_that_does_not_answer has the other side")
 def test_a_node_that_does_not_come_is_named(tmp_path: Path, endpoint: str) -> None:
     said = Node(tmp_path, endpoint, 0, limit_s=1.0).end(exits.UNAVAILABLE)
-    assert said == f"diloco-comm: waited 1 s for the launcher of node 1 at {endpoint}\n"
+    assert said == f"diloco-comm: waited 1 s for node 1 to come to {endpoint}\n"
+
+
+# A worker of node 0 fails once; the others turn SIGTERM into a status, as many programs do.
+HANDLING = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+rank = os.environ["RANK"]
+with open(f"{sys.argv[1]}/rank-{rank}", "a") as file:
+    print(os.getpid(), file=file)
+fails = Path(sys.argv[1], "fail")
+while not Path(os.environ["DILOCO_COMM_STATE_DIR"], "leave").exists():
+    time.sleep(0.05)
+    if rank == "0" and fails.exists():
+        fails.unlink()
+        sys.exit(1)
+sys.exit(143)
+"""
+
+
+@pytest.mark.nightly("20 s; test_a_worker_that_was_ended has the statuses")
+@pytest.mark.fresh_interpreter
+def test_a_handler_of_sigterm_does_not_let_the_replica_leave(tmp_path: Path, endpoint: str) -> None:
+    options = ["--nproc-per-node", "2"]
+    launchers = [Node(tmp_path, endpoint, node, *options, script=HANDLING) for node in (0, 1)]
+    try:
+        wait_for_members(tmp_path, 1)
+        (tmp_path / "fail").touch()
+        wait_for_members(tmp_path, 2)
+        launchers[1].process.terminate()
+        for launcher in launchers:
+            launcher.end(exits.LEFT)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
+# The worker of node 0 ends at once, and the other one hears no signal.
+DEAF = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(f"{sys.argv[1]}/rank-{os.environ['RANK']}", "a") as file:
+    print(os.getpid(), file=file)
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.nightly("20 s each; test_a_second_signal_is_obeyed has the launchers' words")
+@pytest.mark.fresh_interpreter
+@pytest.mark.parametrize("asked", [0, 1])
+def test_two_signals_for_one_launcher_end_all(tmp_path: Path, endpoint: str, asked: int) -> None:
+    launchers = [Node(tmp_path, endpoint, node, script=DEAF) for node in (0, 1)]
+    try:
+        members = wait_for_members(tmp_path, 1, 2)
+        while is_alive(int(members[0][0])):
+            time.sleep(0.05)
+        for _ in range(2):
+            launchers[asked].process.terminate()
+            time.sleep(1.0)
+        said = [launcher.end(1) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert "a second signal there ends it now" in said[1 - asked]
+    assert f"SIGTERM on node {asked}: this second signal has ended the replica" in said[1]
 
 
 @pytest.mark.nightly("30 s; the tests above have the launchers of two nodes")
@@ -498,6 +625,8 @@ def test_a_folder_is_of_one_run_and_one_launcher(tmp_path: Path) -> None:
         (["--nnodes", "2", "--node-rank", "2"], "--node-rank must be below --nnodes 2, got 2"),
         (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint host:port"),
         (["--nnodes", "2", "--rdzv-endpoint", "a"], "--rdzv-endpoint must be"),
+        (["--nnodes", "1", "--rdzv-endpoint", "a"], "--rdzv-endpoint must be"),
+        (["--nnodes", "2", "--rdzv-endpoint", "0.0.0.0:9"], "--rdzv-endpoint must name node 0"),
         (["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:9"], "node 0 cannot listen at --rdzv-"),
     ],
 )

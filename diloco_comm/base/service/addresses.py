@@ -213,7 +213,7 @@ def check_link(
             )
         return
     host, _ = parse_address("advertise", advertise)
-    if _is_wildcard(host):
+    if is_wildcard(host):
         raise ValueError(f"advertise must name a host that the others can dial, got {advertise!r}")
     if not own_port:
         got = "no listen" if listen is None else f"listen={listen!r}"
@@ -255,11 +255,11 @@ def link_places(
     if advertise:
         reached = parse_address("advertise", advertise)
     else:
-        reached = (own_host() if _is_wildcard(host) else host), port
+        reached = (own_host() if is_wildcard(host) else host), port
     return name_of_place(host, port), "" if advertise == "" else name_of_place(*reached)
 
 
-def _is_wildcard(host: str) -> bool:
+def is_wildcard(host: str) -> bool:
     """Whether a host stands for all interfaces of its machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
