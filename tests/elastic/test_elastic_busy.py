@@ -17,9 +17,9 @@ import pytest
 from async_helpers import wait_until
 from elastic_replicas import attach
 from elastic_replicas import registry as registry
-from fault_ends import lines_of_the_log
 from fault_replicas import (
     connect,
+    lines_of_the_log,
     make_model,
     make_optimizer,
     take_inner_step,

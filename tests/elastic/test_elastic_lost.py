@@ -19,9 +19,9 @@ from choice_groups import grouped
 from commands import run_python
 from elastic_replicas import OPTIONS, attach, train_to
 from elastic_replicas import registry as registry
-from fault_ends import lines_of_the_log
 from fault_replicas import (
     connect,
+    lines_of_the_log,
     make_model,
     make_optimizer,
     take_inner_step,

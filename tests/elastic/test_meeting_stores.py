@@ -17,8 +17,7 @@ import torch.distributed as dist
 from elastic_replicas import attach, train_to
 from elastic_replicas import registry as registry
 from exchange_helpers import folder_of, make_folders
-from fault_ends import listen_to_the_log
-from fault_replicas import connect
+from fault_replicas import connect, listen_to_the_log
 from registries import Host
 from workers import Pool
 

@@ -7,8 +7,17 @@ import signal
 from typing import Any
 
 import pytest
-from fault_ends import Address, End, Fresh, H, end
-from fault_replicas import Replica, Setup, check_agreement, default_handler
+from fault_replicas import (
+    Address,
+    End,
+    Fresh,
+    H,
+    Replica,
+    Setup,
+    check_agreement,
+    default_handler,
+    end,
+)
 
 from diloco_comm import LeftBehind, NonFiniteError, SyncError
 

@@ -7,8 +7,18 @@ import time
 from typing import Any
 
 import pytest
-from fault_ends import Address, Fresh, H, end, wait_until_stopped
-from fault_replicas import Replica, Result, Setup, check_agreement, wait_for
+from fault_replicas import (
+    Address,
+    Fresh,
+    H,
+    Replica,
+    Result,
+    Setup,
+    check_agreement,
+    end,
+    wait_for,
+)
+from zygote import wait_until_stopped
 
 from diloco_comm import LeftBehind, SyncError
 

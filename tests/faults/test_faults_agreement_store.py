@@ -11,8 +11,17 @@ from typing import Any
 import fault_replicas
 import pytest
 import torch.distributed as dist
-from fault_ends import Address, Fresh, H, end
-from fault_replicas import Replica, Setup, check_agreement, connect, wait_for
+from fault_replicas import (
+    Address,
+    Fresh,
+    H,
+    Replica,
+    Setup,
+    check_agreement,
+    connect,
+    end,
+    wait_for,
+)
 from test_faults_store import STORE
 from zygote import Job, Zygote
 

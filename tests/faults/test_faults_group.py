@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fault_ends import finish
 from fault_replicas import (
     Replica,
     Result,
     Setup,
     check_agreement,
     check_sentence,
+    finish,
 )
 from fault_simulation import Simulation
 from workers import Pool

@@ -6,8 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from fault_ends import HALF_AN_HOUR, Address, Fresh, finish
-from fault_replicas import Replica, Result, Setup
+from fault_replicas import HALF_AN_HOUR, Address, Fresh, Replica, Result, Setup, finish
 
 from diloco_comm import LeftBehind, SyncError
 from diloco_comm.exchange.exchange import Exchange

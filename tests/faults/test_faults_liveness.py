@@ -9,15 +9,19 @@ import time
 from typing import Any
 
 import pytest
-from fault_ends import HALF_AN_HOUR, Address, Fresh, finish, wait_until_stopped
 from fault_replicas import (
+    HALF_AN_HOUR,
+    Address,
+    Fresh,
     Replica,
     Result,
     check_agreement,
     check_sentence,
     connect,
+    finish,
     wait_for,
 )
+from zygote import wait_until_stopped
 
 from diloco_comm import SyncError
 from diloco_comm.exchange.membership import change

@@ -8,10 +8,14 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from fault_ends import HALF_AN_HOUR, Address, Fresh, finish, listen_to_the_log
 from fault_replicas import (
+    HALF_AN_HOUR,
+    Address,
+    Fresh,
     Replica,
     connect,
+    finish,
+    listen_to_the_log,
 )
 
 from diloco_comm.exchange import waits

@@ -9,8 +9,16 @@ import threading
 from typing import Any
 
 import pytest
-from fault_ends import HALF_AN_HOUR, Address, Fresh, finish
-from fault_replicas import Replica, Result, check_agreement, connect
+from fault_replicas import (
+    HALF_AN_HOUR,
+    Address,
+    Fresh,
+    Replica,
+    Result,
+    check_agreement,
+    connect,
+    finish,
+)
 
 from diloco_comm import LeftBehind, ReplicaMismatch, SyncError
 from diloco_comm.exchange.membership import fixed_group

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_ends import listen_to_the_log
 from fault_replicas import (
     REPORT_S,
     Replica,
@@ -18,6 +17,7 @@ from fault_replicas import (
     connect,
     engine_threads,
     lasting_engine_threads,
+    listen_to_the_log,
     wait_for,
 )
 from proxies import Forwarder

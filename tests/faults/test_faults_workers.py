@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_ends import Address, Fresh, H
-from fault_replicas import Replica, Setup, check_agreement, connect, default_handler
+from fault_replicas import (
+    Address,
+    Fresh,
+    H,
+    Replica,
+    Setup,
+    check_agreement,
+    connect,
+    default_handler,
+)
 
 from diloco_comm import _C
 from diloco_comm.exchange.membership import change

@@ -2,13 +2,205 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from agreement_explorer import Bounds, explore
 from agreement_mutants import MUTANTS
-from agreement_walks import first_group
-from agreement_world import World, settings_of
+from agreement_walks import describe, first_group, is_excused, settle
+from agreement_world import Broken, Name, World, settings_of
+
+from diloco_comm.group import state as st
+
+# --------------------------- Every order of events of a small world, breadth first, with real cores
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of an exploration.
+
+    Attributes:
+        votes: Each stream grows by so many at each process.
+        faults: Kinds of faults, and how many of each.
+        polls: Each process has so many.
+        is_quick: A driver carries out at once what its core asks for, but for swaps.
+        most: States; the exploration ends there.
+    """
+
+    votes: int = 1
+    faults: tuple[tuple[str, int], ...] = (("crash", 1), ("break", 1))
+    polls: int = 3
+    is_quick: bool = True
+    most: int = 1_000_000
+
+
+@dataclass
+class Found:
+    """The result.
+
+    Attributes:
+        num_states: That were seen.
+        is_exhaustive: There are no others.
+        ends: States without a next event: how many.
+        broken: The first invariant that breaks, with the events before.
+    """
+
+    num_states: int = 0
+    is_exhaustive: bool = False
+    ends: int = 0
+    broken: str = ""
+    trail: list[Name] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A world, and what may still happen in it."""
+
+    world: World
+    faults: tuple[tuple[str, int], ...]
+    polls: tuple[tuple[bytes, int], ...]
+    ends: tuple[int, ...]
+
+
+def explore(world: World, bounds: Bounds) -> Found:
+    """Explore all that may happen; the worlds without a next event must come to train together."""
+    found = Found()
+    first = Place(
+        world,
+        bounds.faults,
+        tuple((nonce, bounds.polls) for nonce in world.nodes),
+        tuple(world.living[0].thread.ends),
+    )
+    parents: dict[Any, tuple[Any, Name] | None] = {key_of(first): None}
+    todo = deque([first])
+    while todo and len(parents) < bounds.most:
+        place = todo.popleft()
+        has_next = False
+        for name, call in _events(place, bounds):
+            has_next = True
+            try:
+                after = call()
+            except Broken as error:
+                found.broken, found.trail = str(error), [*_trail(parents, key_of(place)), name]
+                found.num_states = len(parents)
+                return found
+            key = key_of(after)
+            if key not in parents:
+                parents[key] = (key_of(place), name)
+                todo.append(after)
+        if not has_next:
+            found.ends += 1
+            try:
+                settle(place.world.copy())
+            except Broken as error:
+                found.broken, found.trail = str(error), _trail(parents, key_of(place))
+                break
+    found.num_states, found.is_exhaustive = len(parents), not todo and not found.broken
+    return found
+
+
+def _trail(parents: dict[Any, Any], key: Any) -> list[Name]:
+    names: list[Name] = []
+    while parents[key] is not None:
+        key, name = parents[key]
+        names.append(name)
+    return names[::-1]
+
+
+def _events(place: Place, bounds: Bounds) -> Iterator[tuple[Name, Any]]:
+    world = place.world
+    for name in world.quiet():
+        if name[0] == "vote" and not _may_vote(place, bounds, name):
+            continue
+        if name[0] == "break" and not dict(place.faults).get("break", 0):
+            continue
+        yield name, lambda name=name: _after(place, bounds, name)
+    for nonce, left in place.polls:
+        if left and world.nodes[nonce].takes_part:
+            yield ("poll", nonce), lambda nonce=nonce: _after(place, bounds, ("poll", nonce))
+    for kind, left in place.faults:
+        for name in _faults(world, kind) if left else ():
+            yield name, lambda name=name, kind=kind: _after(place, bounds, name, kind)
+
+
+def _may_vote(place: Place, bounds: Bounds, name: Name) -> bool:
+    _, nonce, stream = name
+    return place.world.nodes[nonce].thread.ends[stream] < place.ends[stream] + bounds.votes
+
+
+def _faults(world: World, kind: str) -> Iterator[Name]:
+    if kind == "lose":
+        for place, (_, _, content) in enumerate(world.messages):
+            if isinstance(content, bytes):
+                yield "lose", place
+    elif kind == "no answer":
+        for place in range(len(world.replies)):
+            yield "reply", place, True
+    elif kind == "forget":
+        yield ("forget",)
+    elif kind == "demand":
+        numbers = tuple(sorted(node.key.number for node in world.living))
+        for node in world.living:
+            if node.state.demand is None:
+                yield "demand", node.key.nonce, numbers
+    elif kind == "give up":
+        for node in world.living:
+            if node.state.demand is not None:
+                yield "give_up", node.key.nonce
+    elif kind == "delay":
+        for node in world.living:
+            if any(isinstance(action, st.Connect) for action in node.todo):
+                yield "delay", node.key.nonce
+    else:
+        for node in world.living:
+            if kind == "crash" or (node.state.stage is st.Stage.TRAINING):
+                yield kind, node.key.nonce
+
+
+def _after(place: Place, bounds: Bounds, name: Name, kind: str = "") -> Place:
+    world = place.world.copy()
+    world.happen(name)
+    if bounds.is_quick:
+        _carry_out(world)
+    polls = place.polls
+    if name[0] == "poll":
+        polls = tuple((nonce, left - (nonce == name[1])) for nonce, left in polls)
+    faults = tuple((one, left - (one == kind)) for one, left in place.faults)
+    return Place(world, faults, polls, place.ends)
+
+
+def _carry_out(world: World) -> None:
+    while names := [name for name in world.quiet() if name[0] == "do"]:
+        world.happen(names[0])
+
+
+def key_of(place: Place) -> Any:
+    """Return what tells worlds apart: two places with one key have the same future."""
+    world = place.world
+    nodes = tuple([(n.state, n.thread, n.todo, n.is_alive, n.end) for n in world.nodes.values()])
+    return hash(
+        (
+            nodes,
+            tuple(sorted(map(repr, world.messages))),
+            world.swaps,
+            world.replies,
+            world.late,
+            world.record,
+            tuple(world.places.items()),
+            world.failing,
+            world.num_losses,
+            place.faults,
+            place.polls,
+        )
+    )
+
+
+__all__ = ["Bounds", "Found", "describe", "explore", "is_excused", "replace"]
+
+
+# --------------------------------------------------------------------------------- the explorations
 
 
 def two(streams: int, **values: Any) -> World:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from zygote import wait_until_stopped
 
 from diloco_comm.base.service.keys import allow, make_pairs
 from diloco_comm.elastic.registry import Registry, RegistryUnavailable, connect
@@ -230,17 +231,10 @@ def stopped(host: Host | EtcdHost) -> Iterator[None]:
     """Stop the process of a registry, and let it go on."""
     host.send_signal(signal.SIGSTOP)
     try:
-        while any(state != "T" for state in _states(host.pid)):
-            time.sleep(0.001)
+        wait_until_stopped(host.pid)
         yield
     finally:
         host.send_signal(signal.SIGCONT)
-
-
-def _states(pid: int) -> list[str]:
-    """Return the state of each thread of a process, as in /proc."""
-    stats = Path(f"/proc/{pid}/task").glob("*/stat")
-    return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]
 
 
 def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:

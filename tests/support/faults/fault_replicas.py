@@ -6,6 +6,7 @@ has taken, so that a run with failures can be repeated without processes, by ``f
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from workers import GRACE_S, Pool, deadline_after
 
 from diloco_comm import DiLoCo, Nesterov, SyncError
+from diloco_comm.exchange import waits
 from diloco_comm.ops.digests import digest_of
 from diloco_comm.replica.fragments import Schedule
 
@@ -338,3 +340,62 @@ def check_agreement(results: Iterable[Result | None]) -> None:
     """All survivors hold the same outer parameters, momentum and rounds."""
     ends = [(r.outer, r.momentum, r.rounds, r.inner_step) for r in results if r is not None]
     assert ends and all(end == ends[0] for end in ends), ends
+
+
+# ---------------- How a replica of a test of agreement ended: what it saw, and with whom it went on
+
+
+H = 4
+# Nobody waits for it: each test ends by what it tests, or by its own deadline.
+HALF_AN_HOUR = Setup("int8", 1, 4, timeout=1800.0)
+Address = tuple[str, int]
+Fresh = Callable[..., Pool]
+
+
+@dataclass
+class End:
+    """What a replica saw, and where it ended."""
+
+    missing: tuple[int, ...]
+    survivors: tuple[int, ...]
+    members: tuple[int, ...]
+    epoch: int
+    result: Result
+    errors: list[str]
+
+
+def end(replica: Replica, failure: Failure, errors: Sequence[str] = ()) -> End:
+    diloco = replica.diloco
+    ended = End(
+        failure.missing,
+        failure.details["survivors"],
+        diloco.members,
+        diloco.epoch,
+        replica.result([failure]),
+        list(errors),
+    )
+    diloco.close()
+    return ended
+
+
+def finish(replica: Replica, last_step: int, failures: Sequence[Failure] = ()) -> Result:
+    """Train to a step, and close."""
+    replica.train_to(last_step)
+    result = replica.result(failures)
+    replica.diloco.close()
+    return result
+
+
+def listen_to_the_log() -> list[str]:
+    """Return the list of this package's messages to come; waiting is logged after a second."""
+    waits.FIRST_S = 1.0
+    return lines_of_the_log()
+
+
+def lines_of_the_log() -> list[str]:
+    """Return the list of this package's messages to come."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("diloco_comm").addHandler(handler)
+    return lines

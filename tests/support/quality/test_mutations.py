@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from junit_results import Result, results
-from mutants import HANG, Trial, Trials, room_of_tests
-from mutations import KINDS, candidates, draw
+from mutants import HANG, KINDS, Result, Trial, Trials, candidates, draw, results, room_of_tests
 
 SOURCE = '''
 """A module with 1 number that is no code."""
