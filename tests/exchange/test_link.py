@@ -87,22 +87,6 @@ def port_of(ex: Exchange) -> int:
 # ------------------------------------------------------------------------------------- rounds
 
 
-def _rounds(rank: int, world: int, address: Address, lanes: int) -> Any:
-    everybody = list(range(world))
-    with member(address, rank, everybody, lanes=lanes) as (ex, buffers):
-        return [gives_reference_bytes(ex, buffers, round, everybody) for round in range(4)]
-
-
-@pytest.mark.nightly("2 s each; more replicas and lanes are the general case", but=["2-3"])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_rounds_give_the_bytes_of_the_reference(
-    fresh_workers: Fresh, world: int, lanes: int
-) -> None:
-    pool = fresh_workers(world, init_group=False)
-    assert pool.run(_rounds, pool.store, lanes) == [[True] * 4] * world
-
-
 def _listening(rank: int, world: int, address: Address, collectives: str) -> Any:
     before = listeners()
     options = {"lanes": 2, "collectives": collectives}
@@ -348,25 +332,6 @@ def test_a_member_that_stops_while_it_connects(fresh_workers: Fresh) -> None:
         assert fine and stage in ("connect", "rendezvous") and missing in ((), (2,)), text
         assert seconds < SUSPECT_AFTER_S + SLACK_S + PATIENCE_S
         assert "replicas [2]" in text or "replica 2" in text
-
-
-def _dies_connecting(rank: int, world: int, address: Address) -> Any:
-    everybody = list(range(world))
-    limits = {"join_timeout": 30.0, "suspect_after": SUSPECT_AFTER_S}
-    with member(address, rank, everybody, **limits) as (ex, buffers):
-        if rank == 2:
-            change.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(SyncError) as caught:
-            ex.change_group(everybody, last_rounds={0: -1})
-        ex.change_group([0, 1], last_rounds={0: -1})
-        return gives_reference_bytes(ex, buffers, 0, [0, 1]), caught.value.missing
-
-
-@pytest.mark.nightly("6 s; the first tier has a member that stops")
-def test_a_member_that_dies_while_it_connects(fresh_workers: Fresh) -> None:
-    pool = fresh_workers(3, init_group=False)
-    results = pool.run(_dies_connecting, pool.store, expect_exit={2})
-    assert all(fine for fine, _ in results[:2])
 
 
 def child_after_fork(keep: set[int], seconds: float) -> tuple[int, set[int]]:

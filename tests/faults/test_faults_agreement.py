@@ -109,9 +109,6 @@ def test_a_second_death_is_agreed_on_too(fresh_workers: Fresh, is_named: bool) -
     check_agreement(one.result for one, _ in results[:2])
 
 
-# ------------------------------------------------------- a group that could not begin, and the next
-
-
 # --------------------------------------------------- a Ctrl-C when a change has come to its end
 
 

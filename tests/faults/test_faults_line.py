@@ -65,9 +65,6 @@ def test_a_change_that_one_member_misses_makes_no_second_training(
     assert survivors == (first,) and "close this DiLoCo" in text
 
 
-# ------------------------------------------------------------------- all replicas started again
-
-
 # ------------------------------------------------------------- left behind while waiting for others
 
 

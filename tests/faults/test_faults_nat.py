@@ -277,6 +277,3 @@ def test_an_elastic_group_of_homes(
         ends = pool.run(in_elastic_group, site, expect_exit={DEAD}, timeout=150)
         # The newcomer has heard how far its donors are.
         check(site, ends, (0, 1, 2), b'"num_newcomers":')
-
-
-# ------------------------------------------------------------------------- every policy and size

@@ -218,6 +218,3 @@ def test_survivors_of_a_mismatch_are_all(fresh_workers: Fresh) -> None:
         assert "ended with ReplicaMismatch (sync of fragment 0, round 0" in mismatch
         assert "make that equal on all replicas, and train on without change_group" in mismatch
     check_agreement(result for _, result in results)
-
-
-# ---------------------------------------------------------------------- a death while connecting

@@ -156,9 +156,6 @@ def test_a_round_that_was_waited_for_at_once_counts_once(
     assert settled["owed"].abs().max() < 0.1 * settled["sent"].abs().max()
 
 
-# -------------------------------------------------------------------------------------- joiners
-
-
 # ----------------------------------------------------------------------- a state after a failure
 
 

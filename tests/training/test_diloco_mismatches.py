@@ -176,9 +176,6 @@ def test_a_replica_that_lacks_a_whole_round_is_named(workers) -> None:
     assert found == [f"{subject}: {sentence}" for subject in subjects]
 
 
-# --------------------------------------------------------------------------- values not finite
-
-
 # ------------------------------------------------------------------------------ skipped steps
 
 

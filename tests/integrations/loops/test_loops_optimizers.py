@@ -397,9 +397,6 @@ def eight_bits_of_torchao(replica: Replica) -> DiLoCo:
     return train_regression(replica, lambda p: AdamW8bit(p, lr=1e-2), num_steps=6)
 
 
-# ------------------------------------------------------------------------------------------ FSDP2
-
-
 # ------------------------------------------------------------------------------------ the tests
 
 LOOPS: dict[Loop, list[tuple[int, int]]] = {
