@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from workers import Pool
 
 from diloco_comm import ElasticSampler, ReplicaMismatch, SyncError
-from diloco_comm.elastic.events import ElasticTotals
+from diloco_comm.elastic.events import ElasticTotals, Meter
 from diloco_comm.rounds.handshake import gather_json
 from diloco_comm.training import leases
 
@@ -206,3 +206,21 @@ def test_a_newcomer_hears_what_does_not_fit(
     assert other.startswith(ReplicaMismatch.__name__)
     assert "total_steps is 10 on replica 1 and 1000000 on replica 0" in other
     assert "until the other process with replica number 0 has gone" in taken
+
+
+# ---------------------------------------------------------------- The sums of one replica's changes
+
+
+def test_the_times_of_two_views() -> None:
+    meter = Meter(100.0)
+    meter.waits(101.0, True)
+    meter.waits(102.0, True)
+    assert meter.totals(103.0) == ElasticTotals(elapsed_s=3, joining_s=3, waiting_s=2)
+    meter.waits(104.0, False)
+    meter.entered(105.0, 5.0)
+    meter.entered(115.0, 4.0)
+    meter.discarded(2)
+    totals = meter.totals(125.0)
+    assert totals == ElasticTotals(25, 5, 4, 3, 2, 2)
+    assert totals.goodput == 0.8
+    assert ElasticTotals().goodput == 0.0

@@ -94,7 +94,7 @@ def test_all_bits_are_those_of_the_simulation(
     assert ready.received_bytes >= ready.total_bytes == STATE_BYTES
 
 
-@pytest.mark.nightly("10 s; test_round_log has the rounds since")
+@pytest.mark.nightly("10 s; test_history has the rounds since")
 def test_a_replica_from_a_checkpoint_takes_the_rounds_since(
     fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
 ) -> None:

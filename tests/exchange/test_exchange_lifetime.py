@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from commands import run_python
 from exchange_helpers import CHUNK_BYTES, exchange, sync, values
+from torch import nn
 from workers import Pool
 
+from diloco_comm import DiLoCo, Link, NonFiniteError
 from diloco_comm.base.memory import empty_pages
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.round import Header
@@ -270,3 +272,28 @@ def test_the_kernel_probes_idle_connections_of_a_group(workers: Workers) -> None
         assert all(options[:3] == (1, 30, 30) for options in to_peers), new
         assert to_peers.count((1, 30, 30, 127)) == 2 * lanes * (world - 1), new
         assert [probed for probed, *_ in from_before] == [0, 0, 0]
+
+
+# ------------------------------------------ The engine thread waits for the encoder before it votes
+
+
+def make(num_elements: int) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    param = nn.Parameter(torch.zeros(num_elements))
+    param.grad = torch.ones_like(param)
+    return param, torch.optim.SGD([param], lr=0.5)
+
+
+class Holder(nn.Module):
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__()
+        self.param = param
+
+
+def test_single_replica_votes_after_its_last_chunk() -> None:
+    param, optimizer = make(3_000_000)
+    with DiLoCo(Holder(param), optimizer, sync_every=1, link=Link(chunk_bytes=1 << 18)) as diloco:
+        with torch.no_grad():
+            param[-1] = float("nan")
+        with pytest.raises(NonFiniteError, match="1 on replica 0"):
+            optimizer.step()
+        assert diloco.totals().num_syncs == 0

@@ -7,9 +7,10 @@ import io
 import logging
 import math
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from diloco_comm import (
     SyncError,
 )
 from diloco_comm.methods.outer import Update
+from diloco_comm.rounds import consensus
 from diloco_comm.rounds.consensus import Ending
 
 LR, MOMENTUM = 0.5, 0.8
@@ -577,3 +579,27 @@ def test_a_replica_that_missed_the_last_round_ends_on_its_mean_too(fresh_workers
     assert sorted(int(state[0][0]) for state in survivors) == [1, 2]
     for found in survivors:
         assert equal(found[1], truth[1]) and equal(found[2], truth[2])
+
+
+# --------------------- Replicas of a changed group tell each other more, beside the end of training
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_older"),
+    [
+        ([(3, False), (3, False)], False),
+        ([(3, True), (3, True)], False),
+        # The replicas are at different steps, so that no one ends as the other has.
+        ([(3, True), (4, False)], False),
+        ([(3, True), (3, False)], True),
+    ],
+)
+def test_values_beside_count_unless_a_replica_ends(
+    ends: list[tuple[int, bool]], is_older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange: Any = SimpleNamespace(members=(0, 1), replica=0, joined=())
+    part: Any = SimpleNamespace(index=0)
+    told = [[[[step, has_ended, True, None, None]], f"of {step}"] for step, has_ended in ends]
+    monkeypatch.setattr(consensus, "gather_json", lambda *_: told)
+    found = consensus.end_like_others(exchange, [part], "", lambda _: nullcontext(), "own")
+    assert found == (None if is_older else [f"of {step}" for step, _ in ends])

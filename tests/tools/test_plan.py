@@ -6,10 +6,12 @@ import json
 
 import numpy as np
 import pytest
+from cli_helpers import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.support.common import RESULTS
+from diloco_comm_tools.common.sizes import parse_count
 from diloco_comm_tools.plan.estimate import Request, find_settings, needed_gbps
 from diloco_comm_tools.plan.published import (
     GRID,
@@ -258,3 +260,35 @@ def test_memory_counts_outer_state_and_payloads() -> None:
     assert reduced == pytest.approx(1e9 * (8 + (0.1406 + 1.0625) / 8), rel=0.001)
     eager = Request(1e9, 24, 0.1, workers=16, wire="sub8", method="eager").extra_memory_bytes
     assert eager == pytest.approx(1e9 * (8 + 2 * 16 * 0.1406 / 8), rel=0.001)
+
+
+# ---------------------------------------- Counts of parameters as people write them: 7B, 350M, 25e6
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("7B", 7e9),
+        ("1.5T", 1.5e12),
+        ("350m", 350e6),
+        ("10K", 1e4),
+        ("25e6", 25e6),
+        ("1.001k", 1001),
+    ],
+)
+def test_counts_are_written_as_people_say_them(text: str, count: float) -> None:
+    assert parse_count("--params", text) == count
+    ended = run_cli("plan", "--params", text, "--layers", 24, "--step-time", 0.1, "--json")
+    assert json.loads(ended.out)["request"]["params"] == count
+
+
+@pytest.mark.parametrize("text", ["", "B", "7X", "7BB", "seven", "1e3K"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be a number such as 25e6, 350M, 7B or 1\.5T"):
+        parse_count("--params", text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1B", "nan", "inf"])
+def test_a_count_is_positive(text: str) -> None:
+    with pytest.raises(ValueError, match="--params must be a positive number, got"):
+        parse_count("--params", text)
