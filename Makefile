@@ -135,9 +135,9 @@ gpu-rehearsal: gpu-build
 demo: setup
 	$(BIN)/diloco-comm demo $(if $(QUICK),--quick) $(ARGS)
 
-# Times of the operators on the processor, on fragments of 8 MiB; ARGS for options.
+# Times of the operators on the processor.
 bench: setup
-	$(BIN)/python -m benchmarks.operators.roofline --size 8M --no-compile $(ARGS)
+	$(BIN)/pytest benchmarks/operators/ops_bench.py --benchmark-only
 
 # Every bound on speed and traffic that the project sets itself, measured anew.
 bars: setup
