@@ -18,6 +18,7 @@ import io
 import re
 import sys
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,12 +73,19 @@ def main() -> int:
         if path.suffix in (".py", ".pyi", ".h", ".cpp", ".cu", ".cuh")
         and "kernels" not in path.relative_to(ROOT / room).parts[:1]
     }
-    lines = dict.fromkeys(ROOMS, 0)
+    lines: Counter[str] = Counter()
     for path, text in sources.items():
         count = lines_of_python if path.suffix in (".py", ".pyi") else lines_of_cpp
-        lines[path.relative_to(ROOT).parts[0]] += count(text)
-    rooms = ", ".join(f"{room} {number:,}" for room, number in lines.items())
-    print(f"{sum(lines.values()):,} lines of code: {rooms}")
+        *folders, _ = path.relative_to(ROOT).parts
+        lines.update({"/".join(folders[: depth + 1]): count(text) for depth in range(2)})
+    print(f"{sum(lines[room] for room in ROOMS):,} lines of code")
+    for room in ROOMS:
+        below = [f"{name} {lines[name]:,}" for name in sorted(lines) if name.startswith(f"{room}/")]
+        print(
+            f"{room} {lines[room]:,}: {', '.join(below)}".removesuffix(": ").replace(
+                f" {room}/", " "
+            )
+        )
     is_over = False
     for name, (pattern, most) in MECHANISMS.items():
         places = [
