@@ -115,7 +115,8 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handler)
 
 
 def end_at_once() -> None:
