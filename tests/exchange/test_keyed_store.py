@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import select
 import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -342,6 +344,42 @@ def is_cut(connection: socket.socket) -> bool:
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return any(events & (select.POLLRDHUP | select.POLLHUP) for _, events in poll.poll(0))
+
+
+_IDLE = """
+import socket, sys, time
+held = []
+for _ in range(10_000):
+    one = socket.socket()
+    one.bind(("127.0.0.9", 0))
+    one.connect(("127.0.0.1", int(sys.argv[1])))
+    held.append(one)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.nightly("11,000 connections; tests in C++ have 800")
+@pytest.mark.timeout(300)
+def test_a_thousand_clients_beside_ten_thousand_idle_connections(keys: list[LinkKeys]) -> None:
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (16384, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    before = len(os.listdir("/proc/self/fd"))
+    hosted = open_store("127.0.0.1", 0, keys[0])
+    command = f"ulimit -n 16384; exec {sys.executable} -c '{_IDLE}' {hosted.port}"
+    with subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, text=True) as idle:
+        try:
+            clients = [dial_store("127.0.0.1", hosted.port, 60.0, keys[1]) for _ in range(1000)]
+            assert idle.stdout is not None and idle.stdout.readline() == "held\n"
+            assert hosted.store.num_clients == 1000
+            for number, client in enumerate(clients):
+                assert client.add("n", 1) == number + 1
+            # All of the idle ones that the host still holds fit into its bound.
+            assert len(os.listdir("/proc/self/fd")) < before + 2000 + 256 + 100
+        finally:
+            idle.kill()
+    hosted.store.close()
 
 
 def test_a_closed_host_ends_all_waits(hosted: HostedStore, keys: list[LinkKeys]) -> None:

@@ -5,25 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fault_ends import finish
 from fault_replicas import (
+    Failure,
     Replica,
     Result,
     Setup,
     check_agreement,
     check_sentence,
-    finish,
+    describe,
+    least_resources,
 )
 from fault_simulation import Simulation
 from workers import Pool
 
 from diloco_comm import SyncError
+from diloco_comm.exchange.membership import change
 
 H = 4
 
@@ -156,6 +161,64 @@ def die_in_connect(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def change_group_until_it_works(replica: Replica, groups: Sequence[Sequence[int]]) -> list[Failure]:
+    failures = []
+    for members in groups[:-1]:
+        try:
+            replica.diloco.change_group(members)
+        except SyncError as error:
+            failures.append(describe(error, replica, 0.0))
+        else:
+            raise AssertionError(f"a group with dead members {members} was formed")
+    replica.diloco.change_group(groups[-1])
+    return failures
+
+
+def die_while_regrouping(
+    rank: int, world: int, address: tuple[str, int], setup: Setup, where: str
+) -> Result:
+    """Replica 3 dies in the exchange, replica 2 while the group is formed without 3."""
+    replica = Replica(address, rank, range(world), setup)
+    replica.train_to(2 * H - 1)
+    if rank == 3:
+        # Only replica 0 gets the last vote: 1 and 2 are one round behind.
+        replica.fault("kill", "vote", num_peers=1)
+    failure = replica.train_until_failure(H + 1)
+    if rank == 2:
+        if where == "seal":
+            change.seal = die_in_connect
+        elif where == "connect":
+            change.connect = die_in_connect
+        else:
+            replica.diloco.exchange.exchange_objects = die_in_connect
+    failures = change_group_until_it_works(replica, [[0, 1, 2], [0, 1]])
+    return finish(replica, 5 * H, [failure, *failures])
+
+
+@pytest.mark.nightly("9 s; the explored models have it at every step")
+@pytest.mark.parametrize("where", ["seal", "connect", "repair"])
+def test_second_death_while_the_group_is_formed(
+    fresh_workers: Callable[..., Pool], where: str
+) -> None:
+    setup = Setup("int8", 1, H, timeout=5.0)
+    pool = fresh_workers(4, init_group=False)
+    results: list[Any] = pool.run(
+        die_while_regrouping, pool.store, setup, where, expect_exit={2, 3}, timeout=40
+    )
+    check_agreement(results)
+    simulation = Simulation(setup, range(4))
+    simulation.run(range(4), 1, 2 * H)
+    # Replica 0 had applied the round and trained on before it heard of the death.
+    simulation.train(0, H)
+    simulation.run(range(2), 2 * H + 1, 5 * H)
+    for number in (0, 1):
+        assert len(results[number].failures) == 2
+        second = results[number].failures[1]
+        assert second.kind == "SyncError" and second.is_state_kept, second
+        assert "\n" not in second.message, second.message
+        simulation.check(number, results[number])
+
+
 def die_with_a_beat_on_the_store(
     rank: int, world: int, address: tuple[str, int], setup: Setup
 ) -> Result | None:
@@ -194,6 +257,57 @@ def test_beat_of_a_dead_process_does_not_stand_for_its_successor(
 # -------------------------------------------------------------------- failure after failure
 
 
+def die_one_after_the_other(
+    rank: int, world: int, address: tuple[str, int], setup: Setup
+) -> tuple[Result, list[int]]:
+    """Of four replicas 3 dies, then 0, then 2 leaves; replica 1 goes on alone.
+
+    Returns the end, and the rounds after each change.
+    """
+    replica = Replica(address, rank, range(world), setup)
+    failures = []
+    epochs = [replica.diloco.exchange.epoch]
+    rounds: list[int] = []
+    alive = list(range(world))
+    for victim, stage, step in ((3, "post_publish", 2 * H), (0, "vote", 4 * H), (2, "", 6 * H)):
+        replica.train_to(step - 1)
+        if rank == victim and stage:
+            replica.fault("kill", stage)
+        elif rank == victim:
+            replica.diloco.close()
+            return replica.result(failures), rounds
+        failures.append(replica.train_until_failure(1))
+        alive.remove(victim)
+        replica.diloco.change_group(alive)
+        epochs.append(replica.diloco.exchange.epoch)
+        rounds.append(replica.diloco.parts[0].round)
+    assert epochs == sorted(set(epochs)), epochs
+    return finish(replica, 8 * H, failures), rounds
+
+
+@pytest.mark.nightly("6 s; the first tier has one failure at a time")
+def test_failures_one_after_the_other(fresh_workers: Callable[..., Pool]) -> None:
+    setup = Setup("int8", 1, H)
+    pool = fresh_workers(4, init_group=False)
+    results: list[Any] = pool.run(
+        die_one_after_the_other, pool.store, setup, expect_exit={0, 3}, timeout=40
+    )
+    (end, rounds), (_, others) = results[1:3]
+    assert rounds[:2] == others
+    # Replica 0 died at its vote: the round counts if 1 and 2 had voted by the time they heard.
+    counts = rounds[1] == 3
+    assert rounds == ([1, 3, 4] if counts else [1, 2, 3])
+    simulation = Simulation(setup, range(4))
+    simulation.run(range(4), 1, 2 * H, frozenset({(2 * H, 0)}))
+    lost = frozenset() if counts else frozenset({(4 * H, 0)})
+    simulation.run(range(3), 2 * H + 1, 4 * H, lost)
+    simulation.run([1, 2], 4 * H + 1, 6 * H - 1)
+    simulation.run([1], 6 * H, 8 * H, frozenset({(6 * H, 0)}))
+    assert [f.kind for f in end.failures] == ["SyncError", "SyncError", "PeerLeft"]
+    assert all(f.is_state_kept for f in end.failures)
+    simulation.check(1, end)
+
+
 def flush_after_failure(
     rank: int, world: int, address: tuple[str, int], setup: Setup
 ) -> tuple[Result, bool]:
@@ -230,6 +344,43 @@ def test_flush_after_a_failure_shares_what_the_failed_round_held(
 
 
 # -------------------------------------------------------------------------- leaks, old stores
+
+
+def change_again_and_again(
+    rank: int, world: int, address: tuple[str, int], setup: Setup, num_cycles: int
+) -> tuple[Result, list[tuple[int, int]], list[int], list[int]]:
+    replica = Replica(address, rank, range(world), setup)
+    seen, epochs, kilobytes = [], [], []
+    for cycle in range(num_cycles):
+        replica.train_to((cycle + 1) * H)
+        replica.diloco.change_group(range(world))
+        seen.append(least_resources())
+        epochs.append(replica.diloco.exchange.epoch)
+        status = Path("/proc/self/statm").read_text().split()
+        kilobytes.append(int(status[1]) * os.sysconf("SC_PAGE_SIZE") // 1024)
+    return finish(replica, (num_cycles + 1) * H), seen, epochs, kilobytes
+
+
+def least(readings: Sequence[tuple[int, int]]) -> list[int]:
+    """What every one of several cycles had: a thread of the moment is in some of them only."""
+    return [min(column) for column in zip(*readings, strict=True)]
+
+
+@pytest.mark.nightly("9 s; test_exchange_lifetime counts threads and descriptors")
+def test_changing_the_group_leaks_nothing(workers: Callable[[int], Pool]) -> None:
+    setup = Setup("int8", 1, H, options={"lanes": 2})
+    num_cycles = 20
+    pool = workers(3)
+    results = pool.run(change_again_and_again, pool.store, setup, num_cycles, timeout=60)
+    check_agreement(result for result, *_ in results)
+    simulation = Simulation(setup, range(3))
+    simulation.run(range(3), 1, (num_cycles + 1) * H)
+    for rank, (result, seen, epochs, kilobytes) in enumerate(results):
+        assert len(set(epochs)) == num_cycles
+        for early, late in zip(least(seen[2:7]), least(seen[-5:]), strict=True):
+            assert late <= early, seen
+        assert min(kilobytes[-5:]) - kilobytes[4] < 8192, kilobytes
+        simulation.check(rank, result)
 
 
 def run_again(rank: int, world: int, address: tuple[str, int], setup: Setup) -> list[int]:

@@ -18,6 +18,8 @@ import pytest
 import torch
 from exchange_helpers import folder_of, make_folders
 from fault_replicas import make_model, make_optimizer, take_inner_step
+from frozen_file import collect, differences, in_rotation, run_death
+from frozen_table import POLICIES, WIRES, Setting
 from registries import make_registry_keys
 from workers import Pool
 from zygote import Job, Zygote
@@ -277,3 +279,80 @@ def test_an_elastic_group_of_homes(
         ends = pool.run(in_elastic_group, site, expect_exit={DEAD}, timeout=150)
         # The newcomer has heard how far its donors are.
         check(site, ends, (0, 1, 2), b'"num_newcomers":')
+
+
+# ------------------------------------------------------------------------- every policy and size
+
+SIZES = range(2, 9)
+
+
+def size_of(row: int) -> int:
+    """Return the replicas of a row: seven sizes in turns, which shift against seven wires."""
+    return SIZES[(row + row // len(SIZES)) % len(SIZES)]
+
+
+def rows() -> list[Setting]:
+    """Each policy at two sizes; replicas fail, join, are reset and save, but no process dies."""
+    wires, events = list(WIRES), ["kill", "join", "reset", "resume", "plain"]
+    made = [
+        Setting(policy, wires[i % len(wires)], size_of(i), events[i % len(events)])
+        for i, policy in enumerate([*POLICIES, *POLICIES])
+    ]
+    # Replicas wait at the store for their first row.
+    return sorted(made, key=lambda row: -row.world)
+
+
+def rows_of_deaths() -> list[Setting]:
+    """Each policy once, and each size; the last replica's process is killed.
+
+    The process dies where all survivors of a group of that size notice the death at the same step.
+    """
+    wires, places = list(WIRES), ["header", "told", "vote"]
+    return [
+        Setting(
+            policy,
+            wires[i % len(wires)],
+            size_of(i),
+            f"death-{'after' if size_of(i) == 2 else places[i % len(places)]}",
+        )
+        for i, policy in enumerate(POLICIES)
+    ]
+
+
+def through_the_relay(site: Site) -> dict[str, Any]:
+    """The options of a run whose replicas are at the homes of a site."""
+    link = Link("tcp", relay=site.relay, suspect_after=SUSPECT_AFTER_S)
+    return {"link": link, "homes": site.homes, "address": site.store}
+
+
+@pytest.mark.nightly("24 rows of up to eight processes, twice; the fixed group has one policy")
+@pytest.mark.timeout(300)
+def test_every_policy_behind_routers_gives_the_bits_of_gloo(
+    fresh_workers: Callable[..., Pool], zygote: Zygote, reason: str, tmp_path: Path
+) -> None:
+    """The rounds, the outer steps and all that the replicas hold are as on one machine."""
+    pairs = [*in_rotation(row.name for row in rows()).items()]
+    half = len(pairs) // 2
+    found, expected = {}, {}
+    with opened(zygote, reason, tmp_path, num_homes=max(SIZES)) as site:
+        near, far = (fresh_workers(max(SIZES), init_group=False) for _ in range(2))
+        for part in (pairs[:half], pairs[half:]):
+            expected |= collect(near, part)
+            found |= collect(far, part, **through_the_relay(site))
+        assert sum(map(len, site.flows())) > 100_000
+    assert {name: bits for name, bits in expected.items() if isinstance(bits, str)} == {}
+    texts = {name: differences(found[name], expected[name]) for name, _ in pairs}
+    assert {name: text for name, text in texts.items() if text} == {}
+
+
+@pytest.mark.nightly("up to eight processes; the fixed group has a death")
+@pytest.mark.parametrize("row", rows_of_deaths(), ids=lambda row: row.name)
+def test_a_death_behind_routers_gives_the_bits_of_gloo(
+    fresh_workers: Callable[..., Pool], zygote: Zygote, reason: str, tmp_path: Path, row: Setting
+) -> None:
+    impl = in_rotation([row.name])[row.name]
+    expected = run_death(fresh_workers, row.name, impl)
+    assert not isinstance(expected, str), expected
+    with opened(zygote, reason, tmp_path, num_homes=row.world) as site:
+        found = run_death(fresh_workers, row.name, impl, **through_the_relay(site))
+    assert differences(found, expected) == []

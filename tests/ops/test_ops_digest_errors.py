@@ -36,7 +36,8 @@ def test_one_sentence(impl: str, args: tuple, error: type[Exception], match: str
 def test_sums_on_another_device() -> None:
     operators = pytest.importorskip("diloco_comm.kernels.operators", reason="needs Triton")
     with pytest.raises(ValueError, match="sums must be on cpu like the others, got meta"):
-        operators.digest(torch.zeros(4), COUNTS.to("meta"))
+        given = {"tensor": torch.zeros(4), "sums": COUNTS.to("meta")}
+        operators.digest(operators.Arguments(**given, first_word=0, max_blocks=0))
 
 
 @pytest.mark.gpu
