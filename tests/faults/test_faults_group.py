@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fault_ends import finish
 from fault_replicas import (
     Failure,
     Replica,
@@ -22,6 +21,7 @@ from fault_replicas import (
     check_agreement,
     check_sentence,
     describe,
+    finish,
     least_resources,
 )
 from fault_simulation import Simulation
@@ -260,7 +260,7 @@ def test_beat_of_a_dead_process_does_not_stand_for_its_successor(
 def die_one_after_the_other(
     rank: int, world: int, address: tuple[str, int], setup: Setup
 ) -> tuple[Result, list[int]]:
-    """Of four replicas 3 dies, then 0, then 2 leaves; replica 1 goes on alone.
+    """Replica 3 of four dies, then 0, then 2 leaves; replica 1 goes on alone.
 
     Returns the end, and the rounds after each change.
     """
@@ -311,7 +311,7 @@ def test_failures_one_after_the_other(fresh_workers: Callable[..., Pool]) -> Non
 def flush_after_failure(
     rank: int, world: int, address: tuple[str, int], setup: Setup
 ) -> tuple[Result, bool]:
-    """What was trained before a failed exchange is still shared by a flush right after it."""
+    """A flush right after a failed exchange shares the steps before that exchange."""
     replica = Replica(address, rank, range(world), setup)
     replica.train_to(2 * H - 1)
     if rank == 0:
@@ -362,7 +362,7 @@ def change_again_and_again(
 
 
 def least(readings: Sequence[tuple[int, int]]) -> list[int]:
-    """What every one of several cycles had: a thread of the moment is in some of them only."""
+    """The counts that every one of several cycles had: a passing thread is in some of them only."""
     return [min(column) for column in zip(*readings, strict=True)]
 
 

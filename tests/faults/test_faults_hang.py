@@ -20,7 +20,7 @@ from fault_simulation import Simulation
 from workers import Pool
 
 H = 4
-# All but the one that stops must come to every exchange within it, on a loaded machine too.
+# All replicas but the stopped one must come to every exchange within it, on a loaded machine too.
 TIMEOUT_S = 5.0
 
 
