@@ -3,11 +3,11 @@
 // contiguous bytes of fp32, all of them issued before the first is used.
 //
 // A whole tile in one array that is aligned is read and written by quads. A kernel of WholeTiles
-// holds no code but that; any other tile is the work of a second launch (Rest, cuda/arguments.h). There,
-// a tensor whose address is odd and a tile that is cut short by the end are fetched to the stage 16
-// bytes at a time, at the place modulo 16 that they have in memory. A tile that straddles tensors
-// is read element by element, and what is not written by quads is written so: 32 neighbouring
-// elements at a time.
+// holds no code but that; any other tile is the work of a second launch (Rest, cuda/arguments.h).
+// There, a tensor whose address is odd and a tile that is cut short by the end are fetched to the
+// stage 16 bytes at a time, at the place modulo 16 that they have in memory. A tile that straddles
+// tensors is read element by element, and what is not written by quads is written so: 32
+// neighbouring elements at a time.
 #pragma once
 
 #include <type_traits>
