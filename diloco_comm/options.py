@@ -79,7 +79,7 @@ class Link:
             connections fill a link of high bandwidth and long delay that one TCP connection leaves
             idle. Each lane costs two process groups, which connect again whenever the group
             changes.
-        chunk_bytes: Bytes of a chunk on the wire.
+        chunk_bytes: Bytes of a chunk on the wire; None: by the size of the payload.
         timeout: Seconds, or a timedelta, that an exchange may take, and that living replicas are
             waited for (1800).
         join_timeout: Seconds, or a timedelta, that ``change_group`` and a newcomer wait for members

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .payload import find_part, form_offsets, tile_offsets
+from .blocks import find_part, form_offsets, tile_offsets
 from .terms import sum_of_terms
 from .tiles import find_tile, load_tile, store_tile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .payload import find_part, form_offsets, store_values
+from .blocks import find_part, form_offsets, store_values
 from .rotation import store_blocks
 from .sparse import BLOCK, store_largest
 from .terms import sum_of_terms

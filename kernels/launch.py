@@ -206,7 +206,10 @@ def find_tiles(
 def make_tiles(
     tensors: Sequence[Tensor], device: torch.device, run_elements: int, tile: int
 ) -> Tiles:
-    """Make the tables and copy them to the device: the host waits for the device only here.
+    """Make the tables of tiles and segments, by which kernels find the elements of the tensors.
+
+    The tables are copied to the device and kept for ``find_tiles``. In no other step of a launch
+    the host waits for the device.
 
     Raises:
         RuntimeError: While a CUDA graph is captured, which can hold no such copy.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import find_part, form_offsets
 from .decode import SPAN_VARYING, load_flat, store_flat, store_merged
-from .payload import find_part, form_offsets
 from .terms import sum_of_terms
 from .tiles import find_tile
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .payload import load_values
+from .blocks import load_values
 
 MAX_INLINE = 8  # terms that are arguments of a kernel; each number of them is compiled by itself
 

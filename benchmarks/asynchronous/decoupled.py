@@ -58,13 +58,13 @@ from benchmarks.support import common
 from benchmarks.support.run_file import Trainings
 from diloco_comm import Nesterov
 from diloco_comm.asynchronous.coordinator import ShardSchedule
-from diloco_comm.asynchronous.decoupled.fragments import (
+from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
+from diloco_comm.asynchronous.decoupled.merges import (
     Piece,
     WatchedFragment,
     effective_rate,
     pieces_of,
 )
-from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
 from diloco_comm.asynchronous.decoupled.syncer import Syncer
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link, VirtualLearner
 from diloco_comm.ops.wire import WireFormat

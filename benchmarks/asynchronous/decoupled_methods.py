@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.asynchronous.methods import SPEEDS
 from diloco_comm import ops
-from diloco_comm.asynchronous.decoupled.fragments import WatchedFragment
+from diloco_comm.asynchronous.decoupled.merges import WatchedFragment
 from diloco_comm.asynchronous.decoupled.syncer import QuorumRule
 from diloco_comm.ops.wire import Layout
 

@@ -86,7 +86,8 @@ void store(uint8_t* data, DType dtype, float value) {
     std::memcpy(data, &code, sizeof(code));
 }
 
-// Calls body(data, dtype, position in the piece) for each element of a straddling piece.
+// Calls body(data, dtype, position in the piece) for each element of a piece without data of its
+// own: a block that lies in several segments, or that the end cuts short.
 template <class Body>
 void for_each_element(const Fragment& fragment, const Piece& piece, Body&& body) {
     int64_t idx = piece.segment_idx;

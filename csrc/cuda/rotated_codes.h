@@ -181,7 +181,8 @@ DILOCO_DEVICE void decode_nibbles(const Lanes& lanes,
     hadamard<B::kKeptRows, B::kKeptLanes, float>(lanes, z);
 }
 
-// An element, exact; +0 where z or the scale is zero.
+// Decodes one element of a rotated block: z (see decode_nibbles) times the scale, with the random
+// sign at `bit`. The product needs no rounding, and a zero is always +0.
 DILOCO_DEVICE float rotated_value(float z, float scale, uint32_t signs, int bit) {
     const uint32_t sign = signs << (31 - bit) & 0x80000000u;
     return wire::fused(z, wire::bits_float(wire::float_bits(scale) ^ sign), 0.0f);

@@ -137,7 +137,8 @@ DILOCO_DEVICE void load_arrival(const Lanes& lanes, const StepArgs& args, const 
     if (commits_momentum(args)) load_flat(lanes, args.momentum, tile, a.first);
 }
 
-// d = pending + g, or g; pending <- d, or with the last arrival outer -= step(d).
+// Adds the update g of an arrival to the sum of its period (args.second), which the first arrival
+// begins: d = sum + g, or g. The last arrival takes the step outer -= step(d); others store d.
 template <class Lanes>
 DILOCO_DEVICE void finish_arrival(const Lanes& lanes, const StepArgs& args, const Tile& tile,
                                   StepArrays<Lanes>& a) {

@@ -29,7 +29,7 @@ NO_PLAN, FIRST_PLAN = -1, 0
 
 @dataclass(frozen=True)
 class Plan:
-    """What the members of one view have to give.
+    """The leases that the members of one view take.
 
     Attributes:
         members: Numbers of the replicas, in order.
@@ -176,7 +176,10 @@ class Account:
         return min(now, default=0) - min(begun, default=0)
 
     def begun(self, replica: int) -> Held:
-        """Return what a member said when the view began."""
+        """Return a member's words about its leases at the change that began this view.
+
+        The words are an empty ``Held`` if that member said nothing then.
+        """
         return self.known.get(replica, Held())
 
 

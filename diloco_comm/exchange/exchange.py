@@ -373,7 +373,10 @@ class Exchange(StreamMember):
     def _staging(
         self, buffers: ExchangeBuffers, round: Round, loader: _C.ChunkLoader | None
     ) -> _C.Staging:
-        """Return the device's buffers of a round whose fragment is on a device."""
+        """Return the objects with which the engine copies a round between device and host.
+
+        Only for a fragment on a device: the device's queue, payload, result, flags and loader.
+        """
         assert round.own.bad is not None
         if buffers.device not in self._queues:
             self._queues[buffers.device] = _C.DeviceQueue(buffers.device)

@@ -108,7 +108,8 @@ class Turn:
         number = min(state.num_failures + 1, 10)
         pause = min(1 << number, max(1, state.settings.suspect_after // 2))
         if state.settings.is_fixed:
-            # The caller learns of it, at once or when its training thread has connected in vain.
+            # A fixed group does not try again by itself: its caller gets the failure as an
+            # error, at once or after the own attempt to connect.
             self.withdraw()
         self.change(proposal=None, joint=None, failure=failure)
         self.change(num_failures=number, num_waits=-pause)

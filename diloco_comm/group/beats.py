@@ -122,7 +122,13 @@ class Beat:
 
 
 def most_workers(ways: Sequence[str]) -> int:
-    """Return how many workers a replica may have whose ways are no longer than these."""
+    """Return how many workers a replica may have, so that its beat is not too long.
+
+    A beat names the link's addresses of each worker.
+
+    Args:
+        ways: Such addresses; all workers' addresses are taken as long as these.
+    """
     most = (1 << 62) - 1
     place = Place(
         Key((1 << 31) - 1, bytes(16)),

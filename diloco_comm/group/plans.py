@@ -148,7 +148,11 @@ class Roster:
         return told or (place.entered == record.number and place.has_state)
 
     def _newcomers(self, taken: set[int]) -> tuple[list[Key], list[Key]]:
-        """Return processes that are alike and have a free number: the ready ones, and the rest."""
+        """Return living processes outside the group that may join; add their numbers to ``taken``.
+
+        Such a process has the settings of this group, and a replica number that is not taken. The
+        first list can join now; the second still copies the state, or waits.
+        """
         ready: list[Key] = []
         coming: list[Key] = []
         is_short = len(taken) < self._state.settings.min_replicas

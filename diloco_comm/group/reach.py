@@ -80,10 +80,15 @@ class _Search:
         self._num_looks = 0
 
     def lowest(self, part: int) -> int:
-        """Return, of the largest sets of a part, the one with the lowest members.
+        """Return a largest subset of members that all reach each other, as a set of bits.
+
+        Among equally large ones it has the lowest members.
+
+        Args:
+            part: Members between which and all others there is no cut, as a set of bits.
 
         Raises:
-            _TooMuch: If that takes too long.
+            _TooMuch: If the search would look at more than ``MOST_LOOKS`` members.
         """
         chosen, size = 0, self.size(part)
         for member in _members(part):

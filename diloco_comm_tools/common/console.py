@@ -175,7 +175,7 @@ def save_plot(path: Path, draw: Callable[[Path], None], *, as_json: bool) -> Non
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement about results, with the number that decides it."""
+    """A statement about results, with its number, and whether the results bear it out."""
 
     text: str
     holds: bool

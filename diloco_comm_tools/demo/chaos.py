@@ -36,8 +36,9 @@ _LEAST_STEPS = 5
 
 COLOURS = (plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE, plots.SKY)
 _RED = plots.VERMILION
-# Seconds over which a point of a curve is a mean.
+# Seconds over which a point of a curve, and the loss at the begin and the end, are means.
 _SPAN_S = 2.0
+# Seconds between two points of a curve.
 _EVERY_S = 0.25
 _LABELS = {
     "kill": "killed",
@@ -48,8 +49,6 @@ _LABELS = {
     "resume": "wakes up",
 }
 _HEIGHT = 0.62
-# The losses at the begin and the end are means over so many seconds.
-_SPAN_S = 2.0
 # One step of so many is written to the file.
 _KEPT_STEPS = 5
 

@@ -162,7 +162,7 @@ def serve(
     def make() -> ModelServer:
         from diloco_comm.asynchronous.server import AsyncServer
 
-        from .run import make_rule
+        from .status import make_rule
 
         made = make_rule(rule, **asdict(of_rule))
         return AsyncServer(
@@ -203,7 +203,7 @@ def decoupled(
     """
 
     def make() -> ModelServer:
-        from .run import make_server
+        from .status import make_server
 
         outer = {"name": rule, "lr": lr, "momentum": momentum}
         sizes = {} if model_sizes is None else {"model_sizes": model_sizes}
@@ -227,7 +227,7 @@ def status(
     from diloco_comm.asynchronous.link import ServerLost
     from diloco_comm.base.service.addresses import parse_address, tcp_address
 
-    from .run import show_status
+    from .status import show_status
 
     if watch and as_json:
         misuse("--watch and --json exclude each other: call status --json as often as you like")
@@ -272,7 +272,7 @@ def _host(
     from diloco_comm.base.log import DamagedLog
 
     from ..common.hosts import page_beside, place_of_page, serve_until_signal
-    from .run import snapshot_of
+    from .status import snapshot_of
 
     try:
         check_folder("--snapshot", snapshot, may_be_full=True)

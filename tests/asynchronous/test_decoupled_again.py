@@ -20,7 +20,7 @@ from decoupled_processes import SIZE, attach, make_server
 from diloco_comm import SGD
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
 from diloco_comm.asynchronous.decoupled import state as syncer_state
-from diloco_comm.asynchronous.decoupled.fragments import Piece
+from diloco_comm.asynchronous.decoupled.merges import Piece
 from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.syncer import Report

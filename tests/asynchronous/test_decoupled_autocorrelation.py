@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diloco_comm.asynchronous.decoupled.fragments import WatchedFragment, effective_rate, pieces_of
+from diloco_comm.asynchronous.decoupled.merges import WatchedFragment, effective_rate, pieces_of
 from diloco_comm.methods.outer import Nesterov
 from diloco_comm.ops.wire import WireFormat
 

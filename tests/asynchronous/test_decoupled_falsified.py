@@ -19,8 +19,8 @@ from cli_helpers import run_cli
 from log_files import Row, at, leaves, others, put, read_rows, write_rows
 
 from diloco_comm import Nesterov
-from diloco_comm.asynchronous.decoupled.fragments import pieces_of
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
+from diloco_comm.asynchronous.decoupled.merges import pieces_of
 from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import MAY_CHANGE, DecoupledSettings
 from diloco_comm.asynchronous.decoupled.state import SyncerState

@@ -15,7 +15,7 @@ import torch
 
 from diloco_comm import SGD
 from diloco_comm.asynchronous import snapshots
-from diloco_comm.asynchronous.decoupled.fragments import Piece, SharedFragment
+from diloco_comm.asynchronous.decoupled.merges import Piece, SharedFragment
 from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.state import SyncerState

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco_comm import Nesterov
-from diloco_comm.asynchronous.decoupled import fragments
-from diloco_comm.asynchronous.decoupled.fragments import Gathered, Piece, SharedFragment, pieces_of
+from diloco_comm.asynchronous.decoupled import merges as fragments
+from diloco_comm.asynchronous.decoupled.merges import Gathered, Piece, SharedFragment, pieces_of
 from diloco_comm.asynchronous.model import layout_of
 from diloco_comm.methods.outer import SGD, Adam
 from diloco_comm.ops import reference

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from diloco_comm.asynchronous.decoupled.fragments import SharedFragment, pieces_of
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
+from diloco_comm.asynchronous.decoupled.merges import SharedFragment, pieces_of
 from diloco_comm.asynchronous.decoupled.syncer import (
     Call,
     Commit,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco_comm.asynchronous.decoupled.fragments import Piece, SharedFragment
+from diloco_comm.asynchronous.decoupled.merges import Piece, SharedFragment
 from diloco_comm.asynchronous.decoupled.syncer import (
     Call,
     Commit,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from diloco_comm import SGD, Nesterov
 from diloco_comm.asynchronous.coordinator import Coordinator
-from diloco_comm.asynchronous.decoupled.fragments import Piece
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
+from diloco_comm.asynchronous.decoupled.merges import Piece
 from diloco_comm.asynchronous.decoupled.syncer import Commit, Merge, QuorumRule
 from diloco_comm.asynchronous.decoupled.virtual import Link
 from diloco_comm.asynchronous.local import LocalModel

@@ -17,7 +17,7 @@ from benchmarks.asynchronous.decoupled_methods import (
     steps_in_equal_time,
 )
 from benchmarks.asynchronous.decoupled_report import draw, kept_rows, report_lines
-from diloco_comm.asynchronous.decoupled.fragments import pieces_of
+from diloco_comm.asynchronous.decoupled.merges import pieces_of
 from diloco_comm.methods.outer import SGD
 from diloco_comm.ops import encode
 from diloco_comm.ops.wire import WireFormat

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.support import common
-from diloco_comm.asynchronous.decoupled.fragments import Gathered, Piece, SharedFragment
+from diloco_comm.asynchronous.decoupled.merges import Gathered, Piece, SharedFragment
 from diloco_comm.asynchronous.decoupled.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.syncer import Commit, Merge

@@ -112,7 +112,8 @@ void Session::deliver_chunk(Job& job, int64_t chunk) {
     }
 }
 
-// One phase: where the payload of another rank is put.
+// The place of another rank's payload in the result, where each rank sends its whole payload to
+// all others (one phase).
 uint8_t* Session::peer_payload(Job& job, int rank) const {
     const int place = rank < transport_.rank() ? rank : rank - 1;
     return bytes(job.result) + place * job.plan->payload_bytes();

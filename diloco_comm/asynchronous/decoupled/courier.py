@@ -25,7 +25,7 @@ from ..link import RETRY_S, Link, ServerLost, Silence
 from ..messages import NAME_TAKEN, Kind, Message
 from ..model import decode, layout_of
 from ..window import WINDOW_FRAGMENTS, Fetcher, Position, Window, view_of_runs
-from .fragments import Piece
+from .merges import Piece
 from .settings import FP32, DecoupledSettings
 from .syncer import Report
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import ops
 from ...ops.wire import STAGE_ENCODE, WireFormat, rng_key
 from ..local import WorkerPiece
-from .fragments import Piece, flatten
+from .merges import Piece, flatten
 from .syncer import Commit, Report
 
 

@@ -16,7 +16,7 @@ from ...methods.outer import OuterOptimizer
 from ...ops.wire import STAGE_ENCODE, Layout, rng_key
 from ...replica.fragments import Schedule
 from ..model import decode, layout_of
-from .fragments import Piece, SharedFragment
+from .merges import Piece, SharedFragment
 from .settings import FP32, DecoupledSettings
 from .syncer import Commit, Syncer
 

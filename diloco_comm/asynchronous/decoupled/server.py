@@ -14,7 +14,7 @@ from ..keeper import Keeper
 from ..messages import Kind, Message
 from ..server import Service
 from ..sessions import Session
-from .fragments import numbers_of
+from .merges import numbers_of
 from .model import KEPT_MODELS
 from .settings import DecoupledSettings
 from .state import KeptStatus, SyncerState

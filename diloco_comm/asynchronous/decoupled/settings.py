@@ -14,8 +14,8 @@ from ...base.checks import MOST_INT32, choice, flag, integer
 from ...ops.wire import WireFormat, parse
 from ...ops.wire_options import check_training
 from ...replica.fragments import FragmentSpec, fragment_spec
-from .fragments import MERGES, Piece, pieces_of
 from .learner import Receipt
+from .merges import MERGES, Piece, pieces_of
 from .syncer import QuorumRule
 
 FP32 = WireFormat("fp32")

@@ -15,8 +15,8 @@ from ..link import Link
 from ..local import layout_hash, whole_payloads
 from ..messages import MAX_FRAGMENTS, Kind, Message
 from .courier import Courier
-from .fragments import Piece
 from .learner import LearnerFragment
+from .merges import Piece
 from .settings import DecoupledSettings
 
 

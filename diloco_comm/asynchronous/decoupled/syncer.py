@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 from torch import Tensor
 
 from ...replica.fragments import Schedule
-from .fragments import Gathered, SharedFragment, normalised, report_weight
+from .merges import Gathered, SharedFragment, normalised, report_weight
 
 # Reports of one merge: the outer step takes so many payloads.
 MAX_REPORTS = 1024

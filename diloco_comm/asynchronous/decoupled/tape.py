@@ -24,7 +24,7 @@ from ..keeper import Keeper
 from ..messages import MAX_NUMBER
 from ..payloads import PayloadFile
 from ..snapshots import newest_journal, read_journal, read_snapshot, restoring
-from .fragments import MERGES, normalised, report_weight
+from .merges import MERGES, normalised, report_weight
 from .model import Published, ServedModel
 from .settings import DecoupledSettings
 from .syncer import MAX_REPORTS, Commit, Merge, Report

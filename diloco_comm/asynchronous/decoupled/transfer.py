@@ -178,7 +178,7 @@ def _report(learner: str, offer: Message) -> Report:
     return Report(learner, offer.number, offer.version, offer.meta["steps"], offer.meta["tokens"])
 
 
-# Seconds after which a message has left the queue of a connection whose learner reads.
+# Seconds after which a message is taken to have left the queue of a learner that reads.
 LEFT_S = 0.05
 
 

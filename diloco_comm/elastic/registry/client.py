@@ -90,7 +90,7 @@ class StoreRegistry(StoreTable):
         return look._replace(beats=beats)
 
     def close(self) -> None:
-        """Ask the store nothing more; idempotent."""
+        """End the use of the store, so that later calls fail; idempotent."""
         self._is_closed = True
 
     def _check(self, old: bytes, new: bytes) -> None:

@@ -173,7 +173,10 @@ class FragmentCopy:
                 piece.standing = at
 
     def forget_at(self, round: int) -> None:
-        """Copy the pieces again that stand at a round which no log has any more."""
+        """Mark the pieces that stand at this round or before as missing: they are copied again.
+
+        No logged round brings them forward.
+        """
         for piece in self.pieces:
             if piece.standing is not None and piece.standing.round <= round:
                 piece.forget()

@@ -523,7 +523,7 @@ class Follower:
         return None
 
     def _error_of(self, end: Ended) -> SyncError:
-        """Return the error of a replica whose part in the group has ended."""
+        """Return the error to raise on this replica, whose part in the group has ended so."""
         return SyncError(end.reason)
 
     def _goes_on_after(self, error: SyncError) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_comm.asynchronous.decoupled.fragments import SharedFragment, pieces_of
 from diloco_comm.asynchronous.decoupled.learner import Learner, Receipt
+from diloco_comm.asynchronous.decoupled.merges import SharedFragment, pieces_of
 from diloco_comm.asynchronous.decoupled.syncer import QuorumRule, Syncer
 from diloco_comm.asynchronous.decoupled.virtual import DecoupledRun, Link, VirtualLearner
 from diloco_comm.methods.outer import SGD, OuterOptimizer

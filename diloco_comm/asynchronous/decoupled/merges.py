@@ -1,4 +1,4 @@
-"""The fragments of a decoupled run: their pieces, the reports of a round, and the merge.
+"""The merges of a decoupled run: the weights of reports, and the fragments that are merged.
 
 A merge is the mean, or takes radius and direction apart (RDA). With d_m the decoded pseudo-gradient
 of learner m and w_m = tokens_m^2 / steps_m, RDA of a tensor is

@@ -1,4 +1,4 @@
-"""Payloads for Triton: where the scales and codes of a tile lie, and how they are read and written.
+"""Blocks for Triton: the scales and codes of a tile, how they are made, read and written.
 
 A tile is [ROWS, BLOCK_SIZE] elements of one run; a row is a block, which has one scale. Functions
 take FORM, which is (ROWS, BLOCK_SIZE, WIRE, CODE_BITS), and ``part``, where the tile lies in its
@@ -55,7 +55,7 @@ def _codes_at(run_ptr, code_offset, start, CODE_BITS: tl.constexpr):
 
 @triton.jit
 def _load(pointer, count, offsets, FULL: tl.constexpr):
-    """Load a tile of which ``count`` elements exist; the others are 0."""
+    """Load a tile with ``count`` elements; what lies behind them is 0."""
     return tl.load(pointer) if FULL else tl.load(pointer, mask=offsets < count, other=0)
 
 
