@@ -186,8 +186,9 @@ def is_for_below(context: typer.Context, given: Mapping[str, str]) -> bool:
 
 def as_today(arguments: list[str]) -> list[str]:
     """Return a command line with a sub-command in the place of the option that it was."""
-    for former in FORMER.get(arguments[0], ()) if arguments else ():
-        if former in arguments:
-            others = [word for word in arguments[1:] if word != former]
+    for place, word in enumerate(arguments[1:], 1):
+        former, _, value = word.partition("=")
+        if former in FORMER.get(arguments[0], ()):
+            others = [*arguments[1:place], *[value][: bool(value)], *arguments[place + 1 :]]
             return [arguments[0], former[2:], *others]
     return arguments

@@ -183,6 +183,18 @@ def test_link_agrees_with_the_totals() -> None:
     assert all(setting["utilisation"] >= 0.5 for setting in link["settings"])
 
 
+def test_the_value_of_a_former_option_is_an_argument() -> None:
+    """A status that cannot be had: both spellings name the server."""
+    address = "tcp://127.0.0.1:1"
+    for words in (
+        ["--status", address],
+        [f"--status={address}"],
+        ["--timeout", 1, "--status", address],
+    ):
+        ended = run_cli("serve", *words, "--timeout", 0.2)
+        assert ended.status == 1 and f"the server {address} has not answered" in ended.err
+
+
 # ------------------------------------------------------------------------ settings for a link
 
 
