@@ -174,7 +174,7 @@ def test_a_rehearsal_emulates_the_kernels_of_a_gpu() -> None:
 
 
 def test_operators_for_the_sanitizer(checks, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    from benchmarks.bars import operators as gpu_operators
+    from benchmarks.gpu import operators as gpu_operators
     from diloco_comm.ops.wire import ELEMENT_WIRES, WIRES
 
     monkeypatch.setattr(sys, "argv", ["gpu_operators.py", "--device", "cpu"])
