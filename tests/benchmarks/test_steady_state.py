@@ -30,7 +30,7 @@ def test_no_allocation_and_no_page_fault(wires: str, world: int, tmp_path: Path)
 
 @pytest.mark.nightly("goes with the other test of this file")
 def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from benchmarks.bars import steady_state
+    from benchmarks.training import steady_state
 
     library = steady_state.build_counter(str(tmp_path))
     program = (
