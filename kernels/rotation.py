@@ -1,7 +1,7 @@
 """The rotated wires for Triton: blocks that are encoded as a whole (``csrc/wire/rotation.h``).
 
 A row of a tile is a block. All but the scale is arithmetic on integers that cannot overflow, so
-that any order of additions gives the same bytes. FORM and ``part`` are those of ``payload.py``.
+that any order of additions gives the same bytes. FORM and ``part`` are those of ``blocks.py``.
 """
 
 from __future__ import annotations

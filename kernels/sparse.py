@@ -7,7 +7,7 @@ each bucket of the code or each group, at most 512. Triton gathers in shared mem
 in global memory alone, so the places of kept elements are searched for: nothing is scattered, no
 buffer is zeroed, and no byte of a payload is written twice.
 
-FORM and ``part`` are those of ``payload.py``. Up to Triton 3.6 a function returns no constant: each
+FORM and ``part`` are those of ``blocks.py``. Up to Triton 3.6 a function returns no constant: each
 function says anew what k is on its wire.
 """
 

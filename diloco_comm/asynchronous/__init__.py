@@ -11,17 +11,29 @@ from typing import TYPE_CHECKING
 from ..base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .decoupled.attached import DecoupledDiLoCo
+    from .decoupled.attached import DecoupledDiLoCo, DecoupledMetrics
     from .decoupled.server import DecoupledServer
+    from .rules import Buffered, DelayedNesterov, Immediate, ServerRule
     from .server import AsyncServer
     from .worker import AsyncDiLoCo
 
-__all__ = ["AsyncDiLoCo", "AsyncServer", "DecoupledDiLoCo", "DecoupledServer"]
+__all__ = [
+    "AsyncDiLoCo",
+    "AsyncServer",
+    "Buffered",
+    "DecoupledDiLoCo",
+    "DecoupledMetrics",
+    "DecoupledServer",
+    "DelayedNesterov",
+    "Immediate",
+    "ServerRule",
+]
 __getattr__ = lazy_names(
     __name__,
     {
-        ".decoupled.attached": "DecoupledDiLoCo",
+        ".decoupled.attached": "DecoupledDiLoCo DecoupledMetrics",
         ".decoupled.server": "DecoupledServer",
+        ".rules": "Buffered DelayedNesterov Immediate ServerRule",
         ".server": "AsyncServer",
         ".worker": "AsyncDiLoCo",
     },

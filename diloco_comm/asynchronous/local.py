@@ -99,7 +99,7 @@ class WorkerPiece:
         """Return shared values as the parameters hold them: progress is measured from there."""
         return round_as(values.clone(), self.tensors)
 
-    def write(self, impl: str = "") -> None:
+    def write(self, impl: str) -> None:
         """Set the parameters to the shared ones."""
         ops.merge(self.base, self.tensors, impl=impl)
 
@@ -267,6 +267,8 @@ class Attachment(ABC):
     _watch: ModelWatch | None = None
     _hooks: StepHooks | None = None
     _is_closed = False
+    # Implementation of the operators.
+    _impl = ""
 
     @abstractmethod
     def flush(self) -> object:
@@ -302,10 +304,12 @@ class Attachment(ABC):
         tensors = [tensor for piece in pieces for tensor in piece.tensors]
         kept = [tensor.clone() for tensor in tensors]
         for piece in pieces:
-            piece.write()
+            piece.write(self._impl)
         try:
             yield
         finally:
+            # A parameter may have got another storage meanwhile.
+            tensors = [tensor for piece in self._shared_pieces() for tensor in piece.tensors]
             for tensor, value in zip(tensors, kept, strict=True):
                 tensor.copy_(value)
 

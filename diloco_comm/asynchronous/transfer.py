@@ -34,7 +34,12 @@ class Uploads(ABC):
     Args:
         host: The server's state.
         send: Sends a message to a connection; returns False if that fails.
+
+    Attributes:
+        sender: The word for a process that sends payloads, for sentences.
     """
+
+    sender = "worker"
 
     def __init__(self, host: Host, send: Send) -> None:
         self._host, self._send = host, send
@@ -83,9 +88,11 @@ class Uploads(ABC):
         layouts: list[Layout],
         payloads: list[Payload],
         first: int = 0,
+        last_seen: float | None = None,
     ) -> None:
-        """Ask for the first runs of what a worker has offered."""
-        upload = Upload(session.worker, question, layouts, payloads, time.monotonic(), first)
+        """Ask for the first runs of the payloads that a worker has offered."""
+        last_seen = time.monotonic() if last_seen is None else last_seen
+        upload = Upload(session.worker, question, layouts, payloads, last_seen, first)
         self._uploads[session.worker, place] = upload
         self._want(session, upload, upload.window.ask())
 
@@ -135,7 +142,7 @@ class Uploads(ABC):
                 self._host.memory.give_back([payloads.pop()])
         self._host.memory.give_back(payloads)
         if upload.garbage or not all(bool(flat.isfinite().all()) for flat in flats):
-            self._refuse(session, "the worker's parameters are not finite", "non-finite")
+            self._refuse(session, f"the {self.sender}'s parameters are not finite", "non-finite")
             return None
         return flats
 

@@ -158,6 +158,7 @@ class AsyncDiLoCo(Attachment):
             seed=seed,
             impl=impl,
         )
+        self._impl = self._local.impl
         self._follower = Follower(self._local.outer, impl, follows=fetch == "updates")
         sizes, layout = self._local.sizes, self._local.layout_hash
         self._link = ServerLink(

@@ -72,16 +72,20 @@ class Hidden:
 
     Attributes:
         world_size: Number of its processes; 1 without such a launch.
-        is_used: A DiLoCo of this process has met other replicas.
+        pid: The process that has called ``replica_per_process``.
+        is_used: A DiLoCo of this process was told which replicas there are.
+        has_trained: An optimizer has taken a step in this process.
     """
 
     world_size: int = 1
+    pid: int = 0
     is_used: bool = False
+    has_trained: bool = False
 
     def warn_if_unused(self) -> None:
-        """Warn at the end of a process that has trained, as it seems, without the others."""
-        has_failed = hasattr(sys, "last_value")
-        if self.world_size > 1 and not (self.is_used or has_failed):
+        """Warn at the end of a process that has trained without the others."""
+        has_failed, is_forked = hasattr(sys, "last_value"), self.pid != os.getpid()
+        if self.has_trained and not (self.is_used or has_failed or is_forked):
             print(
                 f"replica_per_process() has made this process one of {self.world_size} replicas, "
                 "but no DiLoCo was told of the others: what this process has trained is shared "

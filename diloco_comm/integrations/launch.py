@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..base import recording
 from ..base.launch import Launch, find, hidden
@@ -58,9 +59,21 @@ def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
     for name in (*_TORCHRUN, *_SRUN):
         os.environ.pop(name, None)
     _show_one_device(launch.local_rank)
-    hidden.world_size = launch.world_size
-    atexit.register(hidden.warn_if_unused)
+    hidden.world_size, hidden.pid = launch.world_size, os.getpid()
+    if launch.world_size > 1:
+        _note_training()
+        atexit.register(hidden.warn_if_unused)
     return {"peers": StorePeers(store, launch.rank, of=launch.world_size)}
+
+
+def _note_training() -> None:
+    """Note the first step of any optimizer of this process."""
+
+    def note(*_: Any) -> None:
+        hidden.has_trained = True
+        handle.remove()
+
+    handle = register_optimizer_step_post_hook(note)
 
 
 def _connect(launch: Launch, timeout_s: float) -> dist.Store:

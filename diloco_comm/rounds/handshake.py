@@ -114,7 +114,8 @@ def replica_group(
         RuntimeError: If a launcher has started several processes, and nothing joins them.
     """
     is_alone = store is None and num_replicas == 1
-    launch.hidden.is_used |= store is not None
+    chosen = (group, mesh, store, num_replicas)
+    launch.hidden.is_used |= any(one is not None for one in chosen)
     if mesh is not None:
         if not hasattr(mesh, "get_group"):
             raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")

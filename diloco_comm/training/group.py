@@ -373,7 +373,7 @@ class Agreement:
         self.overwritten: int | None = None
         self.copied_bytes = 0
         self.is_state_shared = replica.settings.overlap.is_shared
-        # Frozen parameters keep their values, and need no second digest when replicas admission.
+        # Frozen parameters keep their values, and need no second digest when replicas join.
         self._frozen: handshake.Digests = {}
 
     def start(self, place: Place) -> int:

@@ -21,10 +21,10 @@ MISUSED = 2
 
 # The panel of rare options; ``--help-all`` shows it.
 MORE = "More options"
-# Former options of a command that are sub-commands of their names now.
+# Former options of a command that are sub-commands of their names now; the first one decides.
 FORMER: Mapping[str, Sequence[str]] = {
     "plan": ("--published", "--failures", "--decoupled"),
-    "serve": ("--decoupled", "--status", "--truncate"),
+    "serve": ("--status", "--truncate", "--decoupled"),
 }
 
 
@@ -186,9 +186,16 @@ def is_for_below(context: typer.Context, given: Mapping[str, str]) -> bool:
 
 def as_today(arguments: list[str]) -> list[str]:
     """Return a command line with a sub-command in the place of the option that it was."""
-    for place, word in enumerate(arguments[1:], 1):
-        former, _, value = word.partition("=")
-        if former in FORMER.get(arguments[0], ()):
-            others = [*arguments[1:place], *[value][: bool(value)], *arguments[place + 1 :]]
-            return [arguments[0], former[2:], *others]
-    return arguments
+    command, *words = arguments or [""]
+    end = words.index("--") if "--" in words else len(words)
+    if command == "plan" and "--workers" in words[:end]:
+        note("--workers is deprecated: its name is --replicas")
+        words = ["--replicas" if word == "--workers" else word for word in words]
+    options = FORMER.get(command, ())
+    found = {word.partition("=")[0] for word in words[:end]}
+    for former in options:
+        if former in found:
+            # A value behind "=" is an argument of the sub-command.
+            values = [word.removeprefix(f"{former}=") for word in words[:end]]
+            return [command, former[2:], *(v for v in values if v not in options), *words[end:]]
+    return [command, *words] if arguments else []

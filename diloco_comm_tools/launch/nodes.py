@@ -137,7 +137,7 @@ class Nodes:
         self._reason = ""
         self._host: HostedStore | None = None
         self._meeting: dist.TCPStore | None = None
-        self._place = _place(endpoint) if endpoint else ("", 0)
+        self._place = _place(endpoint, num_nodes) if endpoint else ("", 0)
         if num_nodes > 1 and self.is_first:
             self._host = _listen(*self._place, self._patience_s)
 
@@ -443,9 +443,9 @@ class Nodes:
         return ""
 
 
-def _place(endpoint: str) -> tuple[str, int]:
+def _place(endpoint: str, num_nodes: int) -> tuple[str, int]:
     host, port = parse_address("rdzv_endpoint", endpoint)
-    if is_wildcard(host):
+    if num_nodes > 1 and is_wildcard(host):
         raise ValueError(
             f"rdzv_endpoint must name node 0 as the other nodes reach it, got {endpoint!r}"
         )

@@ -182,6 +182,17 @@ def test_dylu_gives_slow_workers_fewer_steps() -> None:
         slow.close()
 
 
+def test_parameters_that_move_to_another_storage_get_their_values_back() -> None:
+    with serving() as server:
+        model, worker = attach(server.address, "a")
+        model.descend(torch.ones(7))
+        before = model.values().clone()
+        with worker.outer_parameters():
+            model.a.data = model.a.data.clone()
+        assert torch.equal(model.values(), before)
+        worker.close()
+
+
 def test_flush_and_outer_parameters() -> None:
     with serving(sync_every=5) as server:
         model, worker = attach(server.address, "a")

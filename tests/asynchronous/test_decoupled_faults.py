@@ -7,9 +7,11 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,13 @@ from cli_helpers import run_cli
 from decoupled_processes import SIZE, Play, attach, hash_of, make_server
 
 from diloco_comm.asynchronous.decoupled.tape import replay
+from diloco_comm.asynchronous.decoupled.transfer import ReportReceiver
 from diloco_comm.asynchronous.link import ServerLost, read_status
+from diloco_comm.asynchronous.messages import Kind, Message
+from diloco_comm.asynchronous.model import layout_of
+from diloco_comm.asynchronous.payloads import PayloadMemory
 from diloco_comm.ops.residuals import Residuals
+from diloco_comm.ops.wire import WireFormat
 
 CARRY = {"receipt": "carry"}
 
@@ -272,3 +279,33 @@ def test_a_dropped_learner_leaves_the_syncer() -> None:
         gc.collect()
         wait_until(lambda: not server.report()["learners"])
         assert not courier._thread.is_alive() and server.report()["lost"] == 0
+
+
+def test_a_connection_may_end_while_its_second_report_is_answered() -> None:
+    """The upload is forgotten by the failed answer; the syncer serves the others on."""
+    layout = layout_of(4096, WireFormat("int8"))
+    rounds = [SimpleNamespace(reported=set(), refusal=lambda report: "")]
+    model = SimpleNamespace(
+        reports=lambda p: [layout],
+        first=[0],
+        pieces=[[1]],
+        places=[(0, 0)],
+        published=[SimpleNamespace(merged={})],
+        syncer=SimpleNamespace(rounds=rounds, rule=SimpleNamespace(quorum=1)),
+    )
+    status = SimpleNamespace(refused=Counter())
+    memory = PayloadMemory(1 << 24)
+    state = SimpleNamespace(model=model, memory=memory, seqs={}, held={}, status=status)
+    lives = [True]
+
+    def send(peer: bytes, message: Message) -> bool:
+        if not lives[0]:
+            receiver.forget("a")
+        return lives[0]
+
+    receiver = ReportReceiver(state, send)  # type: ignore[arg-type]
+    session, meta = SimpleNamespace(worker="a", peer=b"1"), {"steps": 1, "tokens": 1}
+    receiver.offer(session, Message(Kind.OFFER, 1, 0, 0, meta=meta))  # type: ignore[arg-type]
+    lives[0] = False
+    receiver.offer(session, Message(Kind.OFFER, 2, 0, 0, meta=meta))  # type: ignore[arg-type]
+    assert not receiver._uploads

@@ -50,7 +50,7 @@ def decoupled(rank: int, world: int, addresses: list[str]) -> list[list[Tensor]]
             # The syncers count the steps of all learners before one of them reports.
             tokens = [shard.carrier.note() for shard in learner._shards]
             for shard, token in zip(learner._shards, tokens, strict=True):
-                while not shard.carrier.is_noted(token):
+                while shard.carrier._noted < token:
                     shard.carrier.wait(0.1)
             dist.barrier()
             assert learner.flush(60.0, remainder=False)
@@ -147,7 +147,7 @@ def settle(*learners: DecoupledDiLoCo) -> None:
     """Bring all learners to one point: counted, reported, and committed."""
     tokens = [(each, each._shards[0].carrier.note()) for each in learners]
     for each, token in tokens:
-        while not each._shards[0].carrier.is_noted(token):
+        while each._shards[0].carrier._noted < token:
             each._shards[0].carrier.wait(0.1)
     while not all([each.flush(0.01, remainder=False) for each in learners]):
         pass

@@ -129,19 +129,25 @@ import sys
 sys.stderr = open(f"stderr-{RANK}", "w", buffering=1)
 from diloco_comm.integrations.launch import replica_per_process
 replicas = replica_per_process()
-if USES:
-    from problems import attach
+import torch
+from problems import attach
+model = torch.nn.Linear(1, 1)
+if USES == "alone":
+    attach(sync_every=1, peers="alone")[2].close()
+elif USES == "replicas":
     attach(sync_every=1, **replicas)[2].close()
+if USES != "evaluates":
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 tell()
 """
 
 
-@pytest.mark.parametrize("uses", [False, True])
-def test_a_replica_whose_trainer_has_no_callback_is_told_so(uses: bool, tmp_path: Path) -> None:
-    torchrun(NO_CALLBACK.replace("USES", str(uses)), tmp_path)
+@pytest.mark.parametrize("uses", ["", "evaluates", "alone", "replicas"])
+def test_a_replica_whose_trainer_has_no_callback_is_told_so(uses: str, tmp_path: Path) -> None:
+    torchrun(NO_CALLBACK.replace("USES", repr(uses)), tmp_path)
     for rank in (0, 1):
         said = (tmp_path / f"stderr-{rank}").read_text()
-        assert ("but no DiLoCo was told of the others" in said) is not uses
+        assert ("but no DiLoCo was told of the others" in said) == (uses == "")
 
 
 def too_late(rank: int, world: int) -> Any:

@@ -13,6 +13,7 @@ import torch
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
 
 import diloco_comm
+from diloco_comm_tools.common.commands import as_today
 from diloco_comm_tools.plan import command as plan_command
 from diloco_comm_tools.plan import estimate as losses
 from diloco_comm_tools.plan import request as plan_model
@@ -158,6 +159,28 @@ def test_bits_come_from_the_wire_unless_given() -> None:
     assert plan_json(*SMALL, "--method", "dp")["bits_per_param"] == 32
     assert plan_json(*SMALL, "--wire", "int4", "--replicas", 4)["bits_per_param"] == 6.09375
     assert plan_json(*SMALL, "--bits", 5, "--replicas", 4)["bits_per_param"] == 5
+
+
+def test_the_former_name_of_replicas_works_with_a_note() -> None:
+    ended = run_cli("plan", *SMALL, "--json", "--workers", 4)
+    assert ended.status == 0
+    assert json.loads(ended.out) == plan_json(*SMALL, "--replicas", 4)
+    assert ended.err == "diloco-comm: --workers is deprecated: its name is --replicas\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "today"),
+    [
+        (["serve", "--decoupled", "--status", "a:1"], ["serve", "status", "a:1"]),
+        (["serve", "--status=a:1", "--json"], ["serve", "status", "a:1", "--json"]),
+        (["serve", "--decoupled", "--snapshot", "s"], ["serve", "decoupled", "--snapshot", "s"]),
+        (["plan", "--", "--failures"], ["plan", "--", "--failures"]),
+        (["demo", "--decoupled"], ["demo", "--decoupled"]),
+        ([], []),
+    ],
+)
+def test_a_former_command_line(words: list[str], today: list[str]) -> None:
+    assert as_today(words) == today
 
 
 @pytest.mark.parametrize("name", ["published", "failures"])

@@ -292,11 +292,6 @@ class Courier:
         with self._lock:
             return all(part.have >= 0 for part in self._parts)
 
-    def is_noted(self, token: int) -> bool:
-        """Whether the server has answered ``note``."""
-        with self._lock:
-            return self._noted >= token
-
     def is_settled_after(self, token: int) -> bool:
         """Whether the server has answered ``note``, and no version is on its way from it."""
         with self._lock:

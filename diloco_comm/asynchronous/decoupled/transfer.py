@@ -34,6 +34,8 @@ _START = -1
 class ReportReceiver(Uploads):
     """Receive the reports of learners, and the parameters to start from; by fragment."""
 
+    sender = "learner"
+
     def __init__(self, state: SyncerState, send: Send) -> None:
         super().__init__(state, send)
         self.state = state
@@ -98,10 +100,9 @@ class ReportReceiver(Uploads):
         if payloads is None:
             return False
         self._note_seq(*key, offer.number)
-        self._begin(session, p, offer, layouts, payloads, model.first[p])
-        if begun is not None:
-            # Another report in place of one that has not arrived is no sign of life.
-            self._uploads[key].last_seen = begun.last_seen
+        # Another report in place of one that has not arrived is no sign of life.
+        last_seen = None if begun is None else begun.last_seen
+        self._begin(session, p, offer, layouts, payloads, model.first[p], last_seen)
         return True
 
     def _note_seq(self, learner: str, p: int, seq: int) -> None:
