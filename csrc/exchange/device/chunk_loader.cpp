@@ -15,7 +15,8 @@ void ChunkLoader::grow(const std::vector<at::Tensor>& hosts, int64_t count) {
     if (fits(buffers_[0])) return;
     const auto here = caller_stream(device_);
     for (Buffers& buffers : buffers_) {
-        // The caller's stream, which frees the old ones, must come after their last use.
+        // The old buffers are freed on the caller's stream, which must first wait for their last
+        // use.
         if (buffers.free) buffers.free->block(here);
         const size_t num = std::max(hosts.size(), buffers.tensors.size());
         const int64_t size =
@@ -35,7 +36,8 @@ std::vector<at::Tensor> ChunkLoader::load(const std::vector<at::Tensor>& hosts, 
     grow(hosts, end - begin);
     Buffers& buffers = buffers_[next_];
     buffers.free->block(loads_.get());
-    // Within a pass nothing is read that was written in it, so that loads run ahead of stores.
+    // Ranges of one pass do not overlap, so that a load need not wait for the pass's own stores.
+    // The first load of a new pass waits for all stores before it.
     const void* first = hosts[0].data_ptr();
     if (written_ && (first != last_ || begin < last_end_)) written_->block(loads_.get());
     last_ = first;

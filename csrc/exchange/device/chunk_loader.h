@@ -1,7 +1,8 @@
-// Brings chunks of tensors that live in page-locked memory to a device and back, two at a time.
+// Copies chunks of tensors in page-locked memory to a device and back, with two chunks on the
+// device at a time.
 //
-// While the caller's stream works on one chunk, the next one is on its way in and the one before on
-// its way out, on streams of the loader. Calls come from one thread; finish() alone waits on it.
+// While the caller's stream works on one chunk, the loader's own streams copy the next chunk to the
+// device and the previous chunk back. All calls come from one thread; only finish() blocks it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,13 +19,14 @@ class ChunkLoader {
   public:
     explicit ChunkLoader(c10::Device device);
 
-    // Brings elements [begin, end) of 1-D tensors of one size and dtype for the caller's stream.
-    // The tensors returned hold that range alone, until release(). Ranges rise; a lower range, or
-    // other tensors, begin a new pass, which sees earlier writes.
+    // Copies elements [begin, end) of 1-D tensors of one size and dtype to the device, and makes
+    // the caller's stream wait for them. The returned tensors hold that range until release().
+    // Successive ranges rise. A lower range or other tensors begin a new pass, whose loads see
+    // what earlier passes have written back.
     std::vector<at::Tensor> load(const std::vector<at::Tensor>& hosts, int64_t begin, int64_t end);
 
-    // Call after enqueuing the work on the tensors of load(), also if that failed: some of the work
-    // may be enqueued. Copies the range back if written.
+    // Call after enqueuing the work on the tensors of load(), also if enqueuing threw: some of the
+    // work may be enqueued. With `is_written` the range is copied back to `hosts`.
     void release(const std::vector<at::Tensor>& hosts, int64_t begin, int64_t end, bool is_written);
 
     // Waits on the host until the device has read all ranges and written ranges are copied back.
@@ -33,7 +35,7 @@ class ChunkLoader {
   private:
     struct Buffers {
         std::vector<at::Tensor> tensors;
-        Mark free;  // when the next load may overwrite the buffers
+        Mark free;  // reached when the next load may overwrite the buffers
     };
 
     void grow(const std::vector<at::Tensor>& hosts, int64_t count);
@@ -44,8 +46,8 @@ class ChunkLoader {
     std::array<Buffers, 2> buffers_;
     size_t next_ = 0;
     Mark written_;
-    const void* last_ = nullptr;  // the first tensor of the last load, and its end
-    int64_t last_end_ = 0;
+    const void* last_ = nullptr;  // data pointer of the first tensor of the last load
+    int64_t last_end_ = 0;        // end of the last load's range
 };
 
 }  // namespace diloco

@@ -1,8 +1,9 @@
-// A device's queues as the engine sees them: copies to and from page-locked memory, and marks.
+// Copies between a device and page-locked host memory for the engine, and marks (events) that tell
+// when the copies are complete.
 //
-// Knows streams and events of any kind of device through c10 and links to none. The caller's
-// stream encodes and steps; two streams of the queue copy beside it. Nothing here waits on the
-// host: a caller polls a mark to learn whether the device has reached it.
+// The code uses c10's generic streams and events, and links to no device's runtime. The caller's
+// stream encodes and takes outer steps; a DeviceQueue copies on two streams of its own. No function
+// here blocks the host: a caller polls a mark to learn whether the device has reached it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +22,8 @@ namespace diloco {
 // A point in a stream; any thread may poll whether the device has reached it.
 using Mark = std::shared_ptr<c10::Event>;
 
-// Marks the present end of a stream; enqueues a copy on a stream. Neither waits on the host.
+// The calling thread's current stream; a mark at the present end of a stream; a copy that is
+// enqueued on a stream.
 c10::Stream caller_stream(c10::Device device);
 Mark mark_stream(const c10::Stream& stream);
 void copy_on(const c10::Stream& stream, const at::Tensor& to, const at::Tensor& from);

@@ -14,11 +14,11 @@
 namespace diloco {
 namespace {
 
-// Work of a stream that has no priority over others: CUDA has none below that of torch's default
-// stream, which is the training's.
+// CUDA's lowest priority, which torch's default stream has, too: no stream can give way to the
+// training on the default stream.
 constexpr int kLeastPriority = 0;
 
-// The driver's cuStreamCreateWithPriority; null without CUDA's driver, also under ROCm.
+// The type of the driver's cuStreamCreateWithPriority.
 using CreateStream = int (*)(void** stream, unsigned flags, int priority);
 
 CreateStream find_in_driver() {
@@ -53,8 +53,8 @@ struct FreeStreams {
     std::map<c10::DeviceIndex, std::vector<c10::Stream>> of_device;
 };
 
-// A process has streams of one device type only. The pool is never destroyed: owners may outlive
-// it.
+// Streams that an OwnStream has returned, by device index: a process uses one device type only. The
+// pool is never destroyed, since static objects that own streams may outlive it.
 FreeStreams& free_streams() {
     static auto* all = new FreeStreams;
     return *all;

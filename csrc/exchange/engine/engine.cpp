@@ -54,7 +54,7 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups) {
         session =
             std::make_shared<Session>(membership, std::move(groups), options_.timeout, faults_);
     } catch (const TransportError& error) {
-        // A member may have gone already.
+        // A member may have died before this group began.
         const int64_t peer = membership.replicas[static_cast<size_t>(error.peer)];
         throw std::runtime_error("replica " + std::to_string(peer) + ": " + error.what());
     }
@@ -82,7 +82,7 @@ void Engine::seal() {
     }
     if (session_) session_->abort();
     const bool is_idle = wait_until_idle(lock, options_.timeout);
-    if (is_closing_) return;  // close() ends the session, with all rounds
+    if (is_closing_) return;  // close() frees the session
     check_idle(is_idle);
     dead = std::move(session_);
 }
@@ -194,8 +194,8 @@ void Engine::loop() {
 }
 
 void Engine::run(const JobPtr& job) {
-    // Events leave the thread's device as they found it. In a new thread that is device 0, and the
-    // driver would make a context there for a replica that is on another device.
+    // The guard sets this thread's device while the job runs. A new thread is on device 0, and CUDA
+    // would create a context there even though the replica is on another device.
     c10::OptionalDeviceGuard device;
     const auto begin = Clock::now();
     const int64_t faults = minor_faults();
@@ -247,11 +247,14 @@ void Engine::run(const JobPtr& job) {
     job->finish(std::move(failure));
 }
 
-// The agreement of the group finds out which members live.
+// Ends the epoch after a failed job. It does not decide which members live: the group's agreement
+// does.
 void Engine::fail_epoch(const Job& job, Failure& failure) {
     const std::string where = subject_of(job.header) + " failed at " + failure.stage + " after " +
                               rounded(failure.seconds) + " s: ";
-    std::shared_ptr<Session> dead;  // freed without the lock: peers that wait then notice at once
+    // The session is freed after the lock is released. That closes the connections, so that peers
+    // which wait for this replica notice at once.
+    std::shared_ptr<Session> dead;
     std::lock_guard<std::mutex> lock(mutex_);
     dead = std::move(session_);
     if (is_closing_ || is_sealed_) {

@@ -1,8 +1,9 @@
 // The exchange engine of one replica: a thread that runs jobs in the order of their submission.
 //
-// The engine thread never takes the GIL. A job whose epoch breaks fails, and says which connection
-// was lost; the engine then refuses work until attach() gives it the next epoch's groups. The
-// engine judges no peer: a job waits until its timeout, or until seal() or close() ends it.
+// The engine thread never takes the GIL. If a connection is lost, the running job fails and names
+// the peer, and the epoch is dead: the engine refuses work until attach() gives it the groups of
+// the next epoch. The engine does not decide which peers live: a job waits for them until its
+// timeout, or until seal() or close() ends it.
 #pragma once
 
 #include <sys/types.h>
@@ -28,7 +29,7 @@ struct EngineOptions {
     std::function<void()> check_signals{};
 };
 
-// The message of the failure of an epoch that a change of the group has ended.
+// The failure's message when seal() has ended the epoch.
 constexpr char kSealed[] = "a change of the group has begun";
 
 class Engine {
@@ -38,8 +39,8 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Starts an epoch. `groups`: two for each lane; empty for a single replica. Waits until no job
-    // runs, as emulate_link() does, and throws after the timeout.
+    // Starts an epoch. `groups` are two process groups for each lane; none for a single replica.
+    // Waits until no job runs, as emulate_link() does, and throws after the timeout.
     void attach(Membership membership, std::vector<BackendPtr> groups);
 
     // Ends the epoch for good: the running job fails, queued jobs are not begun, the groups are
@@ -48,11 +49,12 @@ class Engine {
     // anew.
     void seal();
 
-    // Encodes on the calling thread while the engine thread ships, then returns; `job` has a plan.
+    // Encodes the payload on the calling thread, and returns. The engine thread sends what is
+    // encoded, meanwhile or later. `job` has a plan.
     void start(const JobPtr& job);
 
-    // Sends a job that start() held. `is_reset`: the job's payload is of weight 0, and its header
-    // says so. If the epoch died meanwhile, the job fails like jobs that were queued before.
+    // Queues a job with is_held, which start() has only encoded. With `is_reset` the header gives
+    // the payload weight 0. If the epoch has died since start(), the job fails.
     void ship(const JobPtr& job, bool is_reset);
 
     // Queues a job without a payload of its own to encode.
@@ -65,8 +67,8 @@ class Engine {
     void emulate_link(double gbps, double rtt_ms);
     void inject_fault(const Fault& fault);
 
-    // Finishes queued jobs within `patience`, ends the thread and the connections. Idempotent. An
-    // exception of check_signals() ends the patience and is rethrown at the end.
+    // Waits up to `patience` for the queued jobs, then ends the thread and the connections.
+    // Idempotent. An exception of check_signals() ends the waiting, and is rethrown at the end.
     void close(std::chrono::milliseconds patience);
 
     // Why the current epoch is dead; null while it lives.
@@ -93,21 +95,21 @@ class Engine {
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<JobPtr> queue_;
-    std::vector<JobPtr> finished_;  // freed by a caller's thread: freeing may need the GIL
+    std::vector<JobPtr> finished_;  // freed on a caller's thread: freeing tensors may need the GIL
     bool is_busy_ = false;
     bool is_attached_ = false;
     bool is_sealed_ = false;
     bool is_closing_ = false;
     std::optional<Failure> dead_;
     int64_t epoch_ = 0;
-    std::vector<Fault> next_faults_;  // for the next job
+    std::vector<Fault> next_faults_;  // the engine thread adds them before the next job
     double link_gbps_ = 0.0;
     double link_rtt_ms_ = 0.0;
     std::shared_ptr<Session> session_;
     at::Tensor staging_;
 
     FaultInjector faults_;  // engine thread only
-    std::thread thread_;    // last: uses all of the above
+    std::thread thread_;    // the last member, because the thread uses all members above
 };
 
 }  // namespace diloco

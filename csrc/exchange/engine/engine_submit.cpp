@@ -1,5 +1,5 @@
-// How a caller's thread gives an engine a job: it encodes the payload, and queues the job when
-// there is something to send.
+// The part of the engine that runs on a caller's thread: it encodes a job's payload, and queues the
+// job for the engine thread.
 #include <ATen/Parallel.h>
 #include <sched.h>
 
@@ -39,10 +39,10 @@ void Engine::encode_all(const JobPtr& job) {
     const bool is_urgent = !is_staged && !job->is_overlapped && !job->is_held;
     const bool sends_early = is_staged || is_urgent;
     // The first batch is small, so that the peers hear of this job and the link has work; later
-    // batches are enough for every intra-op thread. A device is given whole chunks, since a chunk
-    // leaves when all of it is in host memory: as many chunks as keep the device busy for longer
-    // than the host needs for the launch, and fewer where outer parameters come from host memory,
-    // of which only two pieces are on the device at a time.
+    // batches are large enough for every intra-op thread. A device encodes whole chunks, since a
+    // chunk is sent only when all of it is in host memory. A batch keeps the device busy for longer
+    // than the host needs for the launch. It is smaller if outer parameters come from host memory,
+    // because the ChunkLoader holds only two batches of them on the device.
     constexpr int64_t kFirstElements = int64_t{1} << 18;
     constexpr int64_t kElementsPerThread = int64_t{1} << 20;
     constexpr int64_t kDeviceElements = int64_t{32} << 20;
@@ -70,12 +70,13 @@ void Engine::encode_all(const JobPtr& job) {
             if (begin < end) encode_range(*job, begin, end);
             job->announce(end_run, is_staged ? fetch_runs(*job, run, end_run) : nullptr);
             run = end_run;
-            // A wrong argument shows in the first call, before any peer has heard of this job.
+            // Submitted after the first batch: a wrong argument makes its encoding throw before any
+            // peer has a header of this job.
             if (!is_submitted && (sends_early || run == layout.num_runs)) {
                 submit(job);
                 is_submitted = true;
             }
-            // Where cores are scarce, the sending threads must not wait for all of the encoding.
+            // With few cores, the sending threads get a turn between two batches.
             if (is_urgent) sched_yield();
         }
     } catch (...) {

@@ -33,8 +33,8 @@ void FaultInjector::before(const char* stage, int64_t chunk, int64_t num_told) {
     const Fault fault = *due;
     faults_.erase(due);
     if (fault.action == "kill") kill(getpid(), SIGKILL);
-    // Signals this thread: a signal to the process may stop another thread first, and this one
-    // later.
+    // raise() signals this thread. A signal to the process may stop another thread first, and this
+    // thread later.
     if (fault.action == "stop") raise(SIGSTOP);
     if (fault.action == "fail") throw std::runtime_error("a failure made on purpose");
 }

@@ -1,8 +1,8 @@
-// One piece of work for the engine thread: what goes in, how far it is, what came out.
+// A job is one exchange that the engine thread carries out: its inputs, progress and outcome.
 //
-// The engine's buffers are in host memory. Where the fragment is on a device, the job is staged:
-// the fragment is encoded there, and payload, result and the count of bad elements have twins on
-// the device. These alone are copied, and the outer parameters where a loader brings them.
+// The engine sends from host memory and receives into it. If the fragment is on a device, the job
+// is "staged": the device encodes, and copies of the payload, of the result and of the count of
+// bad (not finite) elements move between device and host. With a loader, so do outer parameters.
 //
 // The calling thread makes a job and encodes into its payload, chunk by chunk; the engine thread
 // ships what is encoded. The job's tensors are detached aliases, which have no Python object: the
@@ -41,13 +41,13 @@ struct Layout {
     std::string wire;
     int64_t block_size = 0;
     int64_t code_offset = 0;    // bytes from the start of a run to its first code
-    int64_t unit_elements = 1;  // the codes of so many elements are unit_bytes
+    int64_t unit_elements = 1;  // the codes of unit_elements elements take unit_bytes
     int64_t unit_bytes = 0;
 
     int64_t run_begin(int64_t run) const { return std::min(run * run_elements, num_elements); }
     int64_t run_length(int64_t run) const { return run_begin(run + 1) - run_begin(run); }
 
-    // Bytes of a run that hold elements and travel. The rest of a short run is padding.
+    // The bytes of a run that are sent: they hold its elements. Other bytes of a run are padding.
     int64_t used_bytes(int64_t run) const {
         const int64_t length = run_length(run);
         if (length == 0) return 0;
@@ -58,21 +58,21 @@ struct Layout {
 // The most chunks for which a message's tag has room.
 constexpr int64_t kMaxChunks = int64_t{1} << 19;
 
-// Common to all exchanges of one fragment's buffers; made once.
+// The numbers that all exchanges of one fragment have in common; made once.
 struct Plan {
     Layout layout;
-    // Of the payloads of the result. In two phases, of the mean, which may be on another wire: runs
-    // hold the same elements, and take other bytes.
+    // The layout of the payloads in the result. With num_phases == 2 that is the encoded mean. Its
+    // wire may be another one, so that a run has the same elements but another number of bytes.
     Layout mean_layout;
     int64_t num_chunks = 1;
     int64_t num_phases = 0;  // 0: one rank; 1: all payloads to all ranks; 2: reduce and publish
-    int64_t window = 1;
+    int64_t window = 1;      // the most chunks in flight in each phase
     Schedule schedule;
     std::string impl;
 
     int64_t world_size() const { return layout.num_runs / num_chunks; }
     int64_t payload_bytes() const { return layout.num_runs * layout.run_bytes; }
-    // Whether owners encode the mean on another wire than that of the payloads.
+    // Whether the mean is encoded on another wire than the payloads.
     bool reencodes() const { return num_phases == 2 && mean_layout.wire != layout.wire; }
     int64_t mean_bytes() const { return mean_layout.num_runs * mean_layout.run_bytes; }
 };
@@ -87,19 +87,19 @@ struct Failure {
     // The replica to which the connection was lost, if any; NonFiniteError: the replicas without
     // which the others can go on.
     std::vector<int64_t> missing;
-    std::vector<int64_t> replicas;  // NonFiniteError: with bad elements
+    std::vector<int64_t> replicas;  // NonFiniteError: the replicas that have bad elements
 };
 
-// This rank's progress with the vote on a job. From kVoted on this rank holds the whole result, and
-// peers may have its vote.
+// This rank's progress with the vote on a job. From kVoted on, this rank holds the complete result,
+// and peers may have its vote.
 enum class Standing : uint8_t {
     kNone,      // no peer has this rank's vote
-    kVoted,     // at least one peer was told, or was about to be
-    kRejected,  // some vote is bad: no rank can have all votes and all of them good
-    kAgreed,    // every vote is here, and all are good
+    kVoted,     // the vote was sent to at least one peer, or its sending had begun
+    kRejected,  // at least one vote reports bad elements, so the job fails on every rank
+    kAgreed,    // every rank's vote has arrived, and no vote reports bad elements
 };
 
-// Exact bytes to or from one rank.
+// Bytes that a kBroadcast job sends to one rank, or receives from it, without encoding.
 struct Transfer {
     int peer = 0;
     at::Tensor bytes;
@@ -111,22 +111,23 @@ struct EncodeInputs {
     int64_t rng_key = 0;
     c10::IValue residual;
     c10::IValue new_residual;
-    int64_t outer_begin = 0;  // the element of the fragment that `outer` begins with
+    int64_t outer_begin = 0;  // the fragment's element at which `outer` begins
 };
 
-// The device's side of a job.
+// The device tensors and events of a staged job.
 struct Staging {
     std::shared_ptr<DeviceQueue> queue;
-    at::Tensor payload;                   // device twins of the job's
-    at::Tensor result;                    // or undefined
-    at::Tensor bad;                       // int64[1], twin of encode_bad
+    at::Tensor payload;                   // Job::payload on the device
+    at::Tensor result;                    // Job::result on the device, or undefined
+    at::Tensor bad;                       // Job::encode_bad on the device, int64[1]
     Mark begin;                           // the end of the caller's stream before staging
     std::shared_ptr<ChunkLoader> loader;  // null: the outer parameters are on the device
     at::Tensor outer;                     // with a loader: in page-locked memory
-    Mark stored;  // outcome: when the result is on the device; null: nothing was copied
+    Mark stored;  // outcome: reached when the device has the result; null: nothing was copied
 };
 
-// Throws in a forked child: a child has no engine thread, and may find a mutex locked for ever.
+// Throws in a forked child of the process `owner`: a child has no engine thread, and may find a
+// mutex locked for ever.
 void check_process(pid_t owner);
 
 struct Job {
@@ -135,32 +136,35 @@ struct Job {
     // Inputs, constant once the job is submitted.
     Header header;
     std::shared_ptr<const Plan> plan;
-    at::Tensor payload;  // own, uint8
-    at::Tensor result;   // the average (two phases), or the peers' payloads in the order of ranks
+    at::Tensor payload;  // this rank's payload, uint8
+    at::Tensor result;   // num_phases == 2: the encoded mean; 1: the peers' payloads by rank
     EncodeInputs encode;
     bool is_overlapped = false;  // the caller goes on to compute, and takes the result later
     bool is_held = false;        // start() only encodes; ship() sends later
     int64_t reduce_key = 0;
-    at::Tensor reduce_residual;  // [num_chunks * run_elements] fp32/bf16, own runs, or undefined
-    at::Tensor new_reduce_residual;  // same
+    // The residual of the runs that this rank averages: [num_chunks * run_elements] fp32 or bf16,
+    // or undefined. Reducing reads the first tensor and writes the second.
+    at::Tensor reduce_residual;
+    at::Tensor new_reduce_residual;
     std::vector<Transfer> sends;
     std::vector<Transfer> recvs;
-    at::Tensor blob;                 // kObjects: uint8
+    at::Tensor blob;                 // the bytes that a kObjects job sends to all ranks, uint8
     std::optional<Staging> staging;  // None: the fragment is in host memory
 
     // Progress, guarded by `mutex`.
     std::mutex mutex;
     std::condition_variable changed;
-    std::condition_variable landed;                 // or done
-    int64_t num_encoded = 0;                        // runs, or those whose encoding is enqueued
-    std::vector<std::pair<int64_t, Mark>> fetched;  // staged: (end run, when it is in host memory)
-    int64_t num_landed = 0;  // runs of the result that are complete before the vote; not staged
+    std::condition_variable landed;  // notified when num_landed or is_done changes
+    int64_t num_encoded = 0;         // runs that are encoded; staged: whose encoding is enqueued
+    std::vector<std::pair<int64_t, Mark>> fetched;  // staged: runs before the number are in host
+                                                    // memory once the mark is reached
+    int64_t num_landed = 0;  // complete runs of the result, before the vote; 0 if staged
     bool is_encode_failed = false;
     bool is_done = false;
     // The running job waits for this replica's header; -1: for payloads and votes.
     std::optional<int64_t> awaited;
     std::vector<Header> headers;  // of all ranks, in rank order; empty until all are here
-    std::vector<double> weights;  // normalised, likewise
+    std::vector<double> weights;  // of all ranks, divided by their sum; empty until then
 
     // Outcome, constant once is_done.
     std::optional<Failure> failure;
@@ -173,11 +177,12 @@ struct Job {
     int64_t caller_faults = 0;
     int64_t engine_faults = 0;
     codec::DigestSums digest;  // of the payloads that are added up; complete before the vote
-    at::Tensor encode_bad;     // int64[1]
-    at::Tensor reduce_bad;
+    at::Tensor encode_bad;     // int64[1]: elements of the own payload that were not finite
+    at::Tensor reduce_bad;     // int64[1]: the same of the runs that this rank averaged
 
     bool has_payload() const { return plan != nullptr; }
 
+    // Tells the engine thread that the first `runs` runs are encoded, or will be at `mark`.
     void announce(int64_t runs, Mark mark = nullptr) {
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -187,6 +192,7 @@ struct Job {
         changed.notify_all();
     }
 
+    // Records for whom the engine thread waits; see `awaited`.
     void await(int64_t replica) {
         std::lock_guard<std::mutex> lock(mutex);
         awaited = replica;
@@ -201,8 +207,8 @@ struct Job {
         landed.notify_all();
     }
 
-    // The mark after which an announced run is in host memory; null: it is there. The caller holds
-    // the mutex.
+    // The mark after which an announced run is in host memory; null: the run is there now. The
+    // caller holds the mutex.
     Mark fetched_mark(int64_t run) const {
         for (const auto& [end, mark] : fetched) {
             if (run < end) return mark;

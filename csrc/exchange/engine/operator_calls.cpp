@@ -9,7 +9,7 @@
 namespace diloco {
 namespace {
 
-// Boxed, so that kernels registered from C++ and from Python look the same from here.
+// Calls an operator boxed, which works for kernels registered from C++ and from Python alike.
 void call(const char* name, torch::jit::Stack stack) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -35,7 +35,8 @@ void call_encode(const Job& job, int64_t begin, int64_t end) {
 
 namespace {
 
-// The mean goes onto another wire than the payloads: it is decoded to fp32, and encoded.
+// Averages a run whose mean has another wire than the payloads: decodes the mean to fp32 `values`,
+// and encodes them on the mean's wire.
 void reencode(const Job& job, const at::Tensor& received, const at::Tensor& result, int64_t length,
               const at::Tensor& values) {
     const Plan& plan = *job.plan;

@@ -1,8 +1,8 @@
 // The order of the steps of one exchange: a pure function of (chunks, phases, lanes, window).
 //
-// Every rank computes the same list, so on each group the messages are posted in one order
-// everywhere, whatever finishes first. Drivers walk the list: the engine's thread for host memory,
-// streams.py for devices.
+// Every rank computes the same list, so all ranks post the messages of a group in the same order,
+// whichever message arrives first. The engine thread carries out the steps for host memory, and
+// streams.py for NCCL on devices.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,12 @@
 namespace diloco {
 
 enum class Action : uint8_t {
-    kPostExchange,  // phase 1: each rank's run goes to its owner (one phase: all runs to all ranks)
+    // Posts a chunk's messages of the first phase. With two phases each run goes to the rank that
+    // averages it, its owner; with one phase all runs go to all ranks.
+    kPostExchange,
     kWaitExchange,
-    kReduce,       // the owner decodes all ranks' runs, averages, encodes once
-    kPostPublish,  // phase 2: the owner's encoded run goes to everybody
+    kReduce,       // the owner of a run decodes it from all ranks, averages, and encodes the mean
+    kPostPublish,  // second phase: each owner sends its encoded mean to all ranks
     kWaitPublish,
     kVote,
 };
@@ -32,7 +34,8 @@ struct Step {
 
 using Schedule = std::vector<Step>;
 
-// At most `window` chunks are in flight in each phase. One phase: exchange only.
+// At most `window` chunks are in flight in each phase. With one phase, kReduce, kPostPublish and
+// kWaitPublish do not occur; with none, only kVote does.
 Schedule make_schedule(int num_chunks, int num_phases, int num_lanes, int window);
 
 const char* action_name(Action action);

@@ -30,7 +30,8 @@ Session::Session(Membership membership, std::vector<BackendPtr> groups,
 }
 
 int Session::data_tag(int phase, int64_t index) const {
-    // Ten bits of sequence keep neighbouring jobs apart; the index counts chunks or transfers.
+    // A tag has ten bits of the job's sequence number, a bit for the phase, and 19 bits for the
+    // index of the chunk or transfer.
     TORCH_CHECK(index < kMaxChunks, "an exchange has at most ", kMaxChunks, " messages to a peer");
     const auto job = static_cast<int>((sequence_ & 0x3ff) << 20);
     return job | (phase << 19) | static_cast<int>(index);
@@ -50,7 +51,7 @@ void Session::run(Job& job, const at::Tensor& staging) {
             broadcast(job);
             break;
         default:
-            // Without a payload only headers travel here: the payload travels on streams.
+            // A job without a payload exchanges headers only: NCCL carries the payload elsewhere.
             if (!job.has_payload()) break;
             post_vote_recvs(sequence_ - 1);
             run_chunks(job, staging);
@@ -94,7 +95,8 @@ void Session::check_time() const {
     if (Clock::now() >= deadline_) throw std::runtime_error("timed out");
 }
 
-// A chunk of the result is complete: tells the caller, or hands it to the device.
+// Called when a chunk of the result is complete: tells the caller, or copies the chunk to the
+// device if the job is staged.
 void Session::deliver_chunk(Job& job, int64_t chunk) {
     if (!job.staging) {
         // After the last chunk the vote follows at once: two wake-ups would cost more than they
@@ -112,15 +114,15 @@ void Session::deliver_chunk(Job& job, int64_t chunk) {
     }
 }
 
-// The place of another rank's payload in the result, where each rank sends its whole payload to
-// all others (one phase).
+// Where another rank's payload begins in the result, if each rank sends its whole payload to all
+// others (num_phases == 1). The result has no payload of this rank.
 uint8_t* Session::peer_payload(Job& job, int rank) const {
     const int place = rank < transport_.rank() ? rank : rank - 1;
     return bytes(job.result) + place * job.plan->payload_bytes();
 }
 
-// Adds a chunk of the result to the digest of the round. `source` is this payload's place among the
-// payloads that are added up; all ranks have the same bytes at the same place.
+// Adds a chunk of `payload` to the digest of the round, which is equal on all ranks. `source` is
+// the rank from which the payload comes, or 0 if it is the encoded mean.
 void Session::digest_chunk(Job& job, const uint8_t* payload, int64_t chunk, int64_t source) {
     const Kind kind = Kind(job.header.kind);
     if (kind != Kind::kSync && kind != Kind::kFlush) return;
@@ -139,7 +141,7 @@ void Session::run_chunks(Job& job, const at::Tensor& staging) {
     const Plan& plan = *job.plan;
     const auto depth = static_cast<size_t>(2 * plan.window + 1);
     if (in_flight_.size() < depth) in_flight_.resize(depth);
-    // The last round's result must have left this buffer for the device before it is overwritten.
+    // The previous round's result must be copied to the device before this buffer is overwritten.
     if (job.staging && job.result.defined()) {
         wait_for_mark(job.staging->queue->last_store(job.result));
     }
@@ -199,7 +201,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
     }
 }
 
-// One phase: the whole chunk to every peer.
+// Posts a chunk if num_phases == 1: all its runs go to every peer.
 void Session::post_chunk(Job& job, const Step& step) {
     const Layout& layout = job.plan->layout;
     const int64_t first = step.chunk * transport_.size();
@@ -297,7 +299,8 @@ void Session::vote(Job& job) {
     if (num_peers() > 0 && Clock::now() >= deadline_) {
         throw std::runtime_error("it was too late to vote");
     }
-    // A replica whose group is being changed does not vote: it has told which rounds it voted for.
+    // seal() has aborted this session: the replica has told its group for which rounds it voted,
+    // and must not vote again.
     if (transport_.is_aborted()) throw Aborted();
     vote_out_ = Vote();
     vote_out_.sequence = sequence;
@@ -321,8 +324,8 @@ void Session::vote(Job& job) {
         votes[from] = votes_in_[from];
         if (is_bad(votes[from])) job.standing = Standing::kRejected;
     }
-    // A rank with every vote commits. A rank that lacks one holds the result, and is told of the
-    // round.
+    // A rank that has every vote commits. A rank that lacks a vote still holds the result, and
+    // learns from the others after a change of the group that the round counts.
     wait_for_last_words();
     reject_bad_elements(votes);
     job.standing = Standing::kAgreed;
@@ -335,7 +338,7 @@ void Session::reject_bad_elements(const std::vector<Vote>& votes) {
     failure.kind = "NonFiniteError";
     failure.stage = stage_;
     failure.message = std::move(bad.text);
-    // All replicas, when no wire carries their mean: no replica is worse than the others.
+    // If every replica is named, leaving some out would not help: `missing` stays empty.
     if (bad.replicas.size() < votes.size()) failure.missing = bad.replicas;
     failure.replicas = std::move(bad.replicas);
     throw Rejected(std::move(failure));

@@ -1,8 +1,8 @@
-// One epoch of an engine: its groups, and the protocol that runs a job on them.
+// A session has the process groups of one epoch, and runs jobs on them.
 //
-// Header, chunks, vote. The header exchange completes before anything sized by the model is
-// posted; the result of a job counts only when every rank's vote is here. Lives on the engine
-// thread, except abort().
+// A job sends a header, then the chunks of its payload, then a vote. All headers have arrived and
+// match before a chunk is posted; the result counts only when every rank's vote has arrived. All
+// calls are on the engine thread, except abort() and emulate_link().
 #pragma once
 
 #include <memory>
@@ -39,7 +39,8 @@ class Session {
     Session(Membership membership, std::vector<BackendPtr> groups,
             std::chrono::milliseconds timeout, FaultInjector& faults);
 
-    // `staging` holds window * size * run_bytes. Throws Rejected, TransportError or Aborted.
+    // Runs one job. `staging`, of window * size * run_bytes bytes, is the buffer into which the
+    // peers' runs are received. Throws Rejected, TransportError or Aborted.
     void run(Job& job, const at::Tensor& staging);
 
     void emulate_link(double gbps, double rtt_ms) { transport_.emulate_link(gbps, rtt_ms); }
@@ -49,7 +50,7 @@ class Session {
     const std::string& stage() const { return stage_; }
 
   private:
-    // The messages of one chunk that are under way.
+    // The pending receives and sends of one chunk.
     struct InFlight {
         std::vector<Receipt> exchange_recvs;
         std::vector<Receipt> publish_recvs;
@@ -99,7 +100,7 @@ class Session {
     std::vector<Receipt> vote_recvs_;
     std::vector<Receipt> control_sends_;
     std::vector<InFlight> in_flight_;
-    at::Tensor mean_values_;  // see call_reduce
+    at::Tensor mean_values_;  // the buffer `values` of call_reduce()
 };
 
 }  // namespace diloco

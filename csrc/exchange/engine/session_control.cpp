@@ -1,4 +1,5 @@
-// The parts of a session that carry no payload: headers, the last words, plain bytes.
+// The messages of a session that carry no payload: headers, votes, and bytes that are not encoded.
+// The "last words" are a rank's votes, whose failed sends are ignored.
 #include <cmath>
 #include <sstream>
 #include <utility>
@@ -10,7 +11,8 @@
 namespace diloco {
 
 void Session::post_header_recvs() {
-    // Receives are posted before they are needed: a peer's header arrives without a round trip.
+    // Posts the receives for the next job's headers early, so that a header finds its buffer even
+    // if it arrives before this rank has begun the job.
     for (int i = 1; i <= num_peers(); ++i) {
         const auto from = static_cast<size_t>(peer(i));
         header_recvs_[from] = transport_.recv(kControl, peer(i), header_tag(sequence_),

@@ -1,4 +1,4 @@
-// How the engine's sentences name things.
+// Parts of the engine's messages to people.
 #pragma once
 
 #include <string>
@@ -7,10 +7,10 @@
 
 namespace diloco {
 
-// "1.5".
+// Seconds with one decimal: "1.5".
 std::string rounded(double seconds);
 
-// "sync of fragment 0, round 3".
+// A few words for the job of a header, such as "sync of fragment 0, round 3".
 std::string subject_of(const Header& header);
 
 }  // namespace diloco

@@ -1,8 +1,9 @@
-// An emulated egress link: a token clock that decides when a message may really be posted.
+// An emulated slow link: it holds each outgoing message back for as long as the slow link would
+// take to carry it.
 //
-// A message of b bytes occupies the link for b * 8 / rate after the previous one and arrives half
-// a round trip later. The sender holds the message back until then; over a fast real link it then
-// arrives at once. Occupation is computed on a virtual clock, so late wake-ups do not add up.
+// A message of b bytes occupies the link for b * 8 / rate seconds after the previous message, and
+// arrives half a round trip later. Only then is it posted on the real, fast link. The times are
+// computed from each other, not from when the thread wakes up, so late wake-ups do not add up.
 #pragma once
 
 #include <chrono>
@@ -18,7 +19,8 @@
 
 namespace diloco {
 
-// A message on the emulated link: its Work exists once the link has released the message.
+// A message on the emulated link. `post` sends it over the real link at the time `release`, and its
+// result is `work` or, if it throws, `error`.
 struct DelayedSend {
     std::chrono::steady_clock::time_point release;
     std::function<c10::intrusive_ptr<c10d::Work>()> post;

@@ -17,7 +17,7 @@ struct Field {
     std::function<std::string(const Header&)> value;
 };
 
-// The numbers of 64 bits without a sign are hashes.
+// A number as people read it. The header's uint64_t numbers are hashes, and shown in hexadecimal.
 template <typename Number>
 std::string text_of(Number value) {
     char text[32];

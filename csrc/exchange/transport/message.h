@@ -1,7 +1,7 @@
-// Messages of the ranks around an exchange: fixed-size headers before, votes after.
+// The messages of fixed size that ranks send around a payload: a header before, a vote after.
 //
-// A header exchange completes before anything whose size depends on the model is posted: two ranks
-// that post different sizes would abort the process (gloo) or hang (NCCL). Little endian.
+// All headers are compared before any message is posted whose size depends on the model: if two
+// ranks posted different sizes, gloo would abort the process, and NCCL would hang. Little endian.
 #pragma once
 
 #include <cstdint>
@@ -17,21 +17,21 @@ enum class Kind : uint32_t {
     kSync = 1,
     kFlush,
     kAllReduce,
-    kObjects,    // small blobs, every rank to every rank
-    kBroadcast,  // exact bytes, one to all
+    kObjects,    // every rank sends a small blob to every rank
+    kBroadcast,  // one rank sends bytes, which are not encoded, to all
 };
 
 const char* kind_name(Kind kind);
 Kind kind_from_name(const std::string& name);
 
-// Bit 1 of Header::flags: no wire carries this rank's values, so its payload is zeros of weight 0.
-// Ranks may differ in it.
+// Bit 1 of Header::flags: this rank's values are not finite or out of the wire's range, so that its
+// payload counts with weight 0. Ranks may differ in this bit.
 constexpr uint8_t kReset = 2;
-// Bit 2 of Header::flags: this rank knows of a change of the group that is due after this round.
-// Ranks may differ in it; all see the flags of all, so all act upon the same round.
+// Bit 2 of Header::flags: this rank knows that the group is to change after this round. Ranks may
+// differ in this bit; each receives the flags of all, so all stop after the same round.
 constexpr uint8_t kChange = 4;
 
-// No field is wider than it must be: with eight ranks, headers are a measurable share of a round.
+// Fields are as narrow as possible: with eight ranks, headers are a measurable share of a round.
 struct Header {
     uint32_t magic = kMagic;
     uint16_t protocol = kProtocolVersion;
@@ -57,12 +57,12 @@ struct Header {
     int32_t source_rank = 0;  // kBroadcast
     uint32_t blob_bytes = 0;  // kObjects: length of this rank's blob; else a digest, or 0
 };
-// Another size needs another HANDSHAKE in diloco_comm/base/extension.py, and has no padding.
+// If you change the size, avoid padding and change HANDSHAKE in diloco_comm/base/extension.py.
 static_assert(sizeof(Header) == 120, "the header is a wire format");
 
 // Call visit(name, member, label) for each number that Python may write. Numbers with a label must
-// be equal on all replicas, and the label names the number in an error. The most telling number
-// comes first: a different configuration explains a different size, not the other way round.
+// be equal on all replicas, and the label names the number in an error. An error shows the first
+// number that differs, so causes come before effects: the configuration before the sizes.
 template <typename Visit>
 void visit_numbers(Visit&& visit) {
     visit("block_size", &Header::block_size, "block_size");
@@ -84,18 +84,18 @@ void visit_numbers(Visit&& visit) {
 
 struct Vote {
     uint64_t sequence = 0;
-    int64_t num_bad = 0;       // elements that were NaN, Inf or out of range on this rank
-    int64_t num_bad_mean = 0;  // bad elements of the mean that this rank computed from good terms
+    int64_t num_bad = 0;       // elements of this rank's payload that were NaN, Inf or out of range
+    int64_t num_bad_mean = 0;  // elements out of range in the runs of the mean that it computed
 };
 static_assert(sizeof(Vote) == 24, "the vote is a wire format");
 
 // The bad elements (which no wire carries) of a round, from the votes.
 struct BadElements {
     std::string text;  // one sentence that names replicas and numbers; empty when there are none
-    std::vector<int64_t> replicas;  // with bad elements; all replicas, if the mean has them
+    std::vector<int64_t> replicas;  // that have bad elements; all replicas, if the mean has some
 };
 
-// `votes` and `replicas` in rank order.
+// Finds the bad elements that the votes report. `votes` and `replicas` are in rank order.
 BadElements find_bad_elements(const std::vector<Vote>& votes, const std::vector<int64_t>& replicas);
 
 // The sentence for a round in which only replicas with bad values have a weight.

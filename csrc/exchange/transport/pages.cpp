@@ -23,7 +23,7 @@ at::Tensor empty_pages(int64_t num_bytes) {
     const size_t wanted = std::max<size_t>(static_cast<size_t>(num_bytes), 1);
     const bool huge = wanted >= kHugePage;
     const size_t length = round_up(wanted, page);
-    // A huge page needs an aligned start: map one more and cut the ends off.
+    // A huge page must begin at a multiple of its size: map one page more, and unmap both ends.
     const size_t mapped = huge ? length + kHugePage : length;
     void* memory =
         mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

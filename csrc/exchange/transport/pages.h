@@ -1,4 +1,5 @@
-// Buffers for messages that cost no page fault after they are made.
+// Buffers for messages. All their pages are touched when they are made, so that no exchange pays
+// for page faults.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +8,7 @@
 
 namespace diloco {
 
-// A zeroed uint8 tensor of `num_bytes`, 64-byte aligned, huge pages advised, every page touched.
+// Returns a zeroed uint8 tensor of `num_bytes`, aligned to 64 bytes, on huge pages where possible.
 at::Tensor empty_pages(int64_t num_bytes);
 
 // Minor page faults of the calling thread so far (RUSAGE_THREAD).

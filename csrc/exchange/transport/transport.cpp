@@ -19,7 +19,7 @@ std::chrono::milliseconds remaining(Clock::time_point deadline) {
 
 std::string in_words(const std::string& text) {
     const auto says = [&](const char* part) { return text.find(part) != std::string::npos; };
-    // A link's text goes on with the peer, and with the cause if there is one.
+    // diloco's link writes "connection closed by peer: PEER", and ": CAUSE" if a cause is known.
     const std::string closed = "connection closed by peer: ";
     if (const auto begin = text.find(closed); begin != std::string::npos) {
         const auto cause = text.find(": ", begin + closed.size());
@@ -97,8 +97,8 @@ void Transport::wait(Receipt& receipt, Clock::time_point deadline) {
     if (receipt.delayed) {
         DelayedSend& message = *receipt.delayed;
         std::unique_lock<std::mutex> lock(message.mutex);
-        // The wait is cut into short slices: abort() does not know for which message this thread
-        // waits.
+        // The loop waits in short slices and checks is_aborted_: abort() wakes only waits for a
+        // Work, not for a message that the emulated link still holds.
         while (!message.is_posted) {
             if (is_aborted_) throw Aborted();
             if (Clock::now() >= deadline) throw TransportError(receipt.peer, "timed out");
@@ -136,7 +136,7 @@ void Transport::wait_for_work(c10d::Work& work, Clock::time_point deadline) {
     std::exception_ptr error;
     bool is_complete = false;
     try {
-        // Zero would mean "no timeout".
+        // At least 1 ms: torch takes 0 as "no timeout".
         is_complete = work.wait(std::max(remaining(deadline), std::chrono::milliseconds(1)));
     } catch (...) {
         error = std::current_exception();

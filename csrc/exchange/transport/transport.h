@@ -1,9 +1,9 @@
 // Messages between the ranks of one epoch over c10d backends: tagged send and recv, deadlines,
 // abort from another thread, and an emulated link.
 //
-// A lane is two groups, hence two connections to every peer, one for each direction: gloo's thread
-// cannot read from a connection while another thread writes to it, and polls in vain meanwhile.
-// Every message has its own tag, so nothing depends on the order in which messages arrive.
+// A lane is two process groups, and so two connections to every peer, one for each direction:
+// gloo's thread cannot read from a connection while another thread writes to it, and burns its time
+// polling. Every message has its own tag, so the order in which messages arrive does not matter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,11 +29,11 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 // The text of an error, without the C++ stack that torch adds.
 std::string text_of(const std::exception& error);
 
-// A message was lost: the group is dead from here on.
+// A message could not be sent or received, or not in time. The group cannot be used any more.
 class TransportError : public std::runtime_error {
   public:
     TransportError(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
-    // The message is a few words; `cause` keeps the backend's text, with file names and guesses.
+    // what() is a few plain words; `cause` keeps the backend's full text.
     TransportError(int peer, const std::exception& error);
     bool is_timeout() const { return std::string(what()) == "timed out"; }
     int peer;
@@ -46,7 +46,7 @@ class Aborted : public std::runtime_error {
     Aborted() : std::runtime_error("the exchange was closed") {}
 };
 
-// One posted message. Empty for a message without bytes.
+// One posted message, for which wait() waits. A message of 0 bytes has no `work` and no `delayed`.
 struct Receipt {
     WorkPtr work;
     std::shared_ptr<DelayedSend> delayed;  // with an emulated link
@@ -60,7 +60,7 @@ class Transport {
     int rank() const { return rank_; }
     int size() const { return size_; }
 
-    // The memory must outlive the receipt.
+    // Post one message. The memory at `data` must stay until wait() has returned for the receipt.
     Receipt send(int lane, int peer, int tag, const void* data, size_t num_bytes);
     Receipt recv(int lane, int peer, int tag, void* data, size_t num_bytes);
 
