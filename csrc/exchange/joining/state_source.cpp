@@ -16,10 +16,12 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// Bodies that wait for one connection; further requests wait until the link has sent one of them.
+// The most bodies of one connection that the link has not sent yet; further requests of that
+// connection wait.
 constexpr size_t kMostBodies = 2;
-constexpr size_t kMostWaiting = 1024;  // with more requests, ended connections are looked for
-// So long a replica that has asked counts as one that joins.
+// From this number of waiting requests on, requests of ended connections are removed.
+constexpr size_t kMostWaiting = 1024;
+// How long after its last request a replica counts as one that is joining.
 constexpr milliseconds kRecent{3000};
 
 template <class Items, class Text>
@@ -39,7 +41,7 @@ at::Tensor bytes_of(const std::string& text) {
     return bytes;
 }
 
-// As diloco_comm.ops.digests.digest_of, of one tensor.
+// The digest of one tensor, equal to the result of diloco_comm.ops.digests.digest_of.
 uint64_t digest_of(const at::Tensor& tensor) {
     codec::DigestSums sums;
     const auto num_bytes = static_cast<uint64_t>(tensor.nbytes());
@@ -67,7 +69,7 @@ struct StateSource::UnderWay : link::Responder {
         return true;
     }
 
-    // Nobody waits for answers to requests of connections that have ended.
+    // Removes the requests of connections that have ended.
     void forget_ended() {
         const auto has_ended = [](const link::Request& one) { return one.connection.expired(); };
         waiting.erase(std::remove_if(waiting.begin(), waiting.end(), has_ended), waiting.end());
@@ -76,10 +78,11 @@ struct StateSource::UnderWay : link::Responder {
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<link::Request> waiting;
-    std::map<uint64_t, size_t> num_bodies;  // by connection
+    std::map<uint64_t, size_t> num_bodies;  // unsent bodies by the connection's id
     bool is_closing = false;
 
-    // The link keeps the result until the body has left.
+    // Counts a body as unsent, and returns its owner for the link. When the link has sent the body
+    // and drops the owner, the body does not count any more.
     static std::shared_ptr<const void> keep(const std::shared_ptr<UnderWay>& state,
                                             uint64_t connection, const at::Tensor& body) {
         const std::lock_guard<std::mutex> lock(state->mutex);
@@ -118,7 +121,8 @@ std::shared_ptr<link::Responder> StateSource::responder() const { return under_w
 
 void StateSource::close() {
     if (pid_ != getpid()) {
-        // A forked child has no such thread. Nobody frees what the thread would wait on.
+        // In a forked child the thread does not exist. Leak its handle, and the mutex and condition
+        // variable that it may have been using.
         new std::thread(std::move(thread_));
         new std::shared_ptr<UnderWay>(under_way_);
         return;
@@ -197,7 +201,7 @@ void StateSource::run() {
             const bool is_copy = kind == Kind::kElements || kind == Kind::kPayloads;
             if (is_copy) served_bytes_ += result.body.nbytes();
         } catch (const std::exception&) {
-            // There is no memory: an answer without a head.
+            // There is no memory: send an answer with an empty head.
             head.clear();
             body = {};
         }
@@ -206,7 +210,8 @@ void StateSource::run() {
     }
 }
 
-// Waits for the first request of a connection that has room; null at the end.
+// Waits for the next request to answer: a kStatus, else the first request of a connection with
+// fewer than kMostBodies unsent bodies. Returns null after close().
 std::optional<link::Request> StateSource::next(std::unique_lock<std::mutex>& lock) {
     UnderWay& state = *under_way_;
     while (!state.is_closing) {
@@ -216,7 +221,7 @@ std::optional<link::Request> StateSource::next(std::unique_lock<std::mutex>& loc
             return bodies == state.num_bodies.end() || bodies->second < kMostBodies;
         };
         const auto is_status = [](const auto& one) { return kind_of(one) == Kind::kStatus; };
-        // The rounds that a status tells of are soon gone.
+        // A status goes first, because the rounds that it lists are removed soon.
         auto found = std::find_if(state.waiting.begin(), state.waiting.end(), is_status);
         if (found == state.waiting.end()) {
             found = std::find_if(state.waiting.begin(), state.waiting.end(), has_room);
@@ -265,8 +270,9 @@ StateSource::Result StateSource::result_of(const link::Request& request) {
     return kind == Kind::kRound ? round(wanted) : state(wanted, *parts_[wanted.fragment]);
 }
 
-// The standing of each fragment, and the lowest of its rounds in the log; the rounds in the log
-// that are not known yet, and the place of the last one.
+// Answers kStatus in JSON: the standing of each fragment with its oldest round in the log, the
+// log's entries that the asker does not know, the place of the last entry, and the number of
+// newcomers.
 StateSource::Result StateSource::status(const Wanted& wanted) {
     Result result;
     std::vector<Standing> standings;
@@ -301,7 +307,7 @@ StateSource::Result StateSource::status(const Wanted& wanted) {
     return result;
 }
 
-// Connections over which a replica has asked lately.
+// The number of connections over which a request has come lately; forgets the others.
 size_t StateSource::num_askers(Clock::time_point now) {
     for (auto it = asked_at_.begin(); it != asked_at_.end();) {
         const auto& [at, connection] = it->second;
@@ -331,7 +337,7 @@ StateSource::Result StateSource::state(const Wanted& wanted, Part& part) {
     }
     at::Tensor values;
     if (num_writes % 2 == 0) values = copy(part, written, begin, end);
-    // A write, so that no read of the values moves behind the second look at the number.
+    // fetch_add(0) and no load: a write, so that no read of the values moves behind it.
     if (num_writes % 2 != 0 || part.num_writes.fetch_add(0) != num_writes) {
         result.found.kind = static_cast<uint32_t>(Kind::kLater);
         return result;
@@ -343,7 +349,8 @@ StateSource::Result StateSource::state(const Wanted& wanted, Part& part) {
     return result;
 }
 
-// fp32 [number of tensors, end - begin], in host memory.
+// Copies elements [begin, end) of all tensors: fp32 [number of tensors, end - begin], in host
+// memory.
 at::Tensor StateSource::copy(Part& part, const Mark& written, uint64_t begin, uint64_t end) const {
     const auto count = static_cast<int64_t>(end - begin);
     const auto num_rows = static_cast<int64_t>(part.tensors.size());
@@ -381,7 +388,7 @@ StateSource::Result StateSource::round(const Wanted& wanted) {
     }
     if (found->second.copied) found->second.copied->synchronize();
     at::Tensor bytes = at::empty({static_cast<int64_t>(wanted.end - wanted.begin)}, at::kByte);
-    uint64_t offset = 0;  // of a payload
+    uint64_t offset = 0;  // of the present payload in the round's bytes
     for (const at::Tensor& payload : found->second.payloads) {
         const auto size = static_cast<uint64_t>(payload.nbytes());
         const uint64_t first = std::max(wanted.begin, offset);

@@ -12,7 +12,7 @@ bool is_eager(const Message& message) { return message.num_bytes <= kEagerBytes;
 
 uint64_t key_of(const Frame& frame) { return uint64_t{frame.number} << 32 | frame.tag; }
 
-// Takes a message out of those with its key.
+// Removes a message from the queue of messages that have the same key (group number and tag).
 template <class Waiting>
 void erase(Waiting& waiting, const MessagePtr& message) {
     const auto [first, last] = waiting.equal_range(message->key());
@@ -28,7 +28,7 @@ void erase(std::deque<MessagePtr>& queue, const MessagePtr& message) {
     queue.erase(std::remove(queue.begin(), queue.end(), message), queue.end());
 }
 
-// The first one with the key, or end.
+// The first entry with the key, or end().
 template <class Waiting>
 auto first_of(Waiting& waiting, uint64_t key) {
     const auto it = waiting.lower_bound(key);
@@ -84,7 +84,7 @@ void Channel::put_join(int lane, int num_lanes, bool wants_answer) {
 
 void Channel::answer_join(int lane) {
     const Connection* connection = peer.lanes[static_cast<size_t>(lane)].chosen.get();
-    // A peer that asks again and again, and reads no answer, gets none.
+    // A peer that asks again and again without reading the answers gets no more of them.
     if (connection == nullptr || connection->control.size() >= kMostEarly) return;
     if (dead.empty()) return put_join(lane, own_lanes, false);
     put(FrameKind::kEnd, 2 * lane, 0, 0, 0, 0);
@@ -231,7 +231,8 @@ void Channel::take_eager() {
     give_credit();
 }
 
-// The fuller the store, the sooner its sender must know of room.
+// Sends the credit for received eager messages, not for each one alone: the fuller the store of
+// early messages is, the fewer of them are collected first.
 void Channel::give_credit() {
     if (num_taken_ == 0 || 4 * num_taken_ < kMostEarly - early_.size()) return;
     put(FrameKind::kCredit, 0, 0, 0, 0, std::exchange(num_taken_, 0));
@@ -255,8 +256,8 @@ void Channel::on_eager(const Frame& frame, const uint8_t* bytes) {
     take_eager();
 }
 
-// The peer's send has waited for a while. A grant may be on its way; a receive of a size that needs
-// none never sends one.
+// The peer's send has waited for a grant. Usually the grant is on its way; but a posted receive of
+// at most kEagerBytes never sends a grant, so different sizes must be noticed here.
 void Channel::on_offer(const Frame& frame) {
     const auto it = first_of(recvs_, key_of(frame));
     if (it == recvs_.end() || it->second->num_bytes == frame.total) return;
@@ -264,7 +265,8 @@ void Channel::on_offer(const Frame& frame) {
     refuse(recv, 0, frame.total);
 }
 
-// Tells the peer, too. With a ticket the peer's message is that receive, else the send of this tag.
+// Fails a message because its size differs from the peer's, and tells the peer: with a ticket the
+// peer's receive of that ticket fails, without one its send of this tag.
 void Channel::refuse(const MessagePtr& message, uint32_t ticket, uint64_t theirs) {
     put(FrameKind::kRefuse, message->number, message->tag, ticket, 0, message->num_bytes);
     finish(message, sizes_differ(*message, theirs));
@@ -316,7 +318,7 @@ void Channel::detach(const MessagePtr& message) {
     }
     erase(recvs_, message);
     erase(ungranted_, message);
-    // The ticket stays among the untouched ones: the peer has the grant.
+    // The ticket stays in untouched_, because the peer has the grant and may still use it.
     const auto it = granted_.find(message->ticket);
     if (it != granted_.end() && it->second == message) granted_.erase(it);
 }

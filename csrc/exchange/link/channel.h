@@ -1,9 +1,11 @@
-// The messages between two processes in the groups of one token: which sends meet which receives.
+// A channel carries the messages between two processes in the groups of one Link::connect(), and
+// matches sends with receives. Such groups share a token.
 //
-// A message above kEagerBytes travels after the receiver's grant, straight into the posted memory.
-// A smaller message travels at once; the receiver keeps at most kMostEarly of them, and the sender
-// counts them by the receiver's credit. A receive that is cancelled after its grant keeps one of
-// kMostEarly places until its send begins, or until the channel ends. Used under the link's mutex.
+// A message above kEagerBytes is sent only after the receiver's grant, and is received straight
+// into the posted memory. A smaller, "eager" message is sent at once. If its receive is not posted
+// yet, the receiver stores it; the store has room for kMostEarly messages, and the receiver's
+// credit tells the sender how many it may send. A receive that is cancelled after its grant counts
+// as one of kMostEarly grants until its send begins. Used under the link's mutex.
 #pragma once
 
 #include <map>
@@ -19,15 +21,16 @@
 
 namespace diloco::link {
 
-// Early eager messages, grants without a send, and grants under way: at most so many of each.
+// The most eager messages in the store, received grants without a send, and sent grants whose
+// message has not begun to arrive.
 constexpr size_t kMostEarly = 1024;
 
-// A process, and the key that it has proven; zeros where the link has no keys. A process
-// that claims the nonce with another key is another peer.
+// The nonce of a process, and the key that it has proven; zeros if the link has no keys. A process
+// that claims the same nonce with another key is another peer.
 using PeerId = std::pair<Nonce, PublicKey>;
 
-// The end of a connection of a lane. Messages of later channels, and of channels without that lane,
-// have not travelled over the connection.
+// The time at which a connection of a lane has ended. Only channels that are older and use the lane
+// can have lost messages by it.
 struct End {
     int lane = 0;
     Clock::time_point when{};
@@ -39,9 +42,10 @@ struct Peer {
     std::string name{};  // for people: rank and address
     std::vector<Lane> lanes{};
     std::map<uint64_t, std::shared_ptr<Channel>> channels{};  // by token
-    int num_users = 0;                                        // channels with groups of this side
+    int num_users = 0;  // channels in which this process has groups
     Clock::time_point idle_since{};
-    // Connections that have ended in good order: the others may still bring messages.
+    // Connections that have ended without an error. Until another one ends, or a second has passed,
+    // the peer's other connections may still bring messages.
     std::vector<End> ends{};
     Life life{};
     std::deque<Told> told{};
@@ -50,63 +54,63 @@ struct Peer {
 
 class Channel : public std::enable_shared_from_this<Channel> {
   public:
-    // kUnknown: only the peer has called groups() so far. kForming: groups() waits for the peer.
+    // kUnknown: only the peer has called connect() so far. kForming: connect() waits for the peer.
     enum class State { kUnknown, kForming, kOpen };
 
     Channel(Peer& peer, uint64_t token) : peer(peer), token(token), since(Clock::now()) {}
 
     Peer& peer;
     const uint64_t token;
-    Clock::time_point since;  // this side began to form, or before that: the peer did
+    Clock::time_point since;  // when this process called connect(); before that, when the peer did
     State state = State::kUnknown;
-    int own_lanes = 0;          // while this side is forming or open
-    int num_open = 0;           // groups of this side
+    int own_lanes = 0;          // lanes of this process, from its connect() on
+    int num_open = 0;           // groups that this process has not closed
     std::string dead{};         // why no message can travel any more
-    std::set<int> joined{};     // lanes on which the peer has said that it called groups()
-    uint64_t num_lanes = 0;     // the peer's
+    std::set<int> joined{};     // lanes on which the peer has said that it called connect()
+    uint64_t num_lanes = 0;     // lanes of the peer; 0: not known yet
     std::set<int> ended{};      // numbers of the groups that the peer has closed
-    std::set<int> closed{};     // numbers of the groups that this side has closed
-    std::set<uint64_t> told{};  // ids of the connections on which this side has said it
+    std::set<int> closed{};     // numbers of the groups that this process has closed
+    std::set<uint64_t> told{};  // ids of connections on which this process has sent kJoin
 
-    // Whether the ends of connections may have taken messages of this channel.
+    // Whether messages of this channel may be lost because these connections have ended.
     bool has_lost(const std::vector<End>& ends) const;
-    // Whether the peer has its groups already, and sends or receives in them.
+    // Whether the peer has begun to send or receive messages in this channel.
     bool has_messages() const { return !early_.empty() || !grants_.empty(); }
-    // Forgets that the peer has joined: both say so again.
+    // Forgets that both processes have joined, so that both send kJoin again.
     void forget();
-    // Forgets the early messages of a group of this side that is closed.
+    // Drops the stored eager messages of a group that this process has closed.
     void forget_group(int number);
 
-    // Puts a frame of this channel before the bulk of its lane.
+    // Queues a short frame, which is sent ahead of the large messages of the group's lane.
     void put(FrameKind kind, int number, uint32_t tag, uint32_t ticket, uint64_t offset,
              uint64_t total);
     void put_join(int lane, int num_lanes, bool wants_answer);
-    // Says again that this side has joined, or that its group has come to an end.
+    // Answers the peer's kJoin: this process has joined too, or its groups have come to an end.
     void answer_join(int lane);
 
     void post_send(const MessagePtr& message);
     void post_recv(const MessagePtr& message);
-    // Says again that sends wait, so that receives of other sizes are noticed.
-    // `busy`: connections whose peer does not read, or reads slowly.
+    // Tells the peer the sizes of sends that wait for a grant, so that a receive of another size is
+    // noticed. Connections in `busy`, whose peer reads slowly or not at all, are left out.
     void offer(const std::set<const Connection*>& busy);
 
     void on_grant(const Frame& frame);
     void on_eager(const Frame& frame, const uint8_t* bytes);
-    // Counts a small message that has left the store, or that was not stored.
+    // Counts an eager message that has left the store or was never stored, and so makes room.
     void take_eager();
     void on_credit(const Frame& frame);
     void on_offer(const Frame& frame);
     void on_refuse(const Frame& frame);
-    // The receive for a fragment; null: nobody.
+    // Returns the receive into which a fragment goes; null if it is not wanted any more.
     MessagePtr on_data(const Frame& frame);
-    // The fragment is complete in the message's memory.
+    // Called when the fragment is complete in the message's memory.
     void on_data_end(const MessagePtr& message);
 
-    // No later frame will reach the message.
+    // Removes the message from all queues, so that no later frame reaches it.
     void detach(const MessagePtr& message);
-    // An empty error is success.
+    // Completes a message with an error, or with success if `error` is empty.
     void finish(const MessagePtr& message, const std::string& error);
-    // All messages of one group that are not done; number -1: of all groups.
+    // All messages of one group that are not done, or of all groups if `number` is -1.
     std::vector<MessagePtr> unfinished(int number) const;
     bool has_unfinished() const { return !unfinished_.empty(); }
 
@@ -115,7 +119,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
         uint32_t ticket;
         uint64_t num_bytes;
     };
-    using Waiting = std::multimap<uint64_t, MessagePtr>;  // by number and tag; equals in order
+    // By group number and tag. Messages with the same key keep the order in which they came.
+    using Waiting = std::multimap<uint64_t, MessagePtr>;
 
     std::string obstacle(int number) const;
     void begin(const MessagePtr& send, Grant grant);
@@ -128,18 +133,18 @@ class Channel : public std::enable_shared_from_this<Channel> {
     void refuse(const MessagePtr& message, uint32_t ticket, uint64_t theirs);
     std::string sizes_differ(const Message& message, uint64_t theirs) const;
 
-    Waiting sends_{};                                        // without a grant
-    Waiting recvs_{};                                        // without a first byte
-    std::multimap<uint64_t, Grant> grants_{};                // without a send
-    std::multimap<uint64_t, std::vector<uint8_t>> early_{};  // eager messages without a receive
+    Waiting sends_{};                          // sends that wait for the peer's grant
+    Waiting recvs_{};                          // receives whose first byte has not come
+    std::multimap<uint64_t, Grant> grants_{};  // grants of the peer whose send is not posted
+    std::multimap<uint64_t, std::vector<uint8_t>> early_{};  // the store of eager messages
     std::unordered_map<uint32_t, MessagePtr> granted_{};     // receives by their tickets
-    std::set<uint32_t> untouched_{};                         // tickets without a first byte
-    std::deque<MessagePtr> ungranted_{};                     // too many are granted
-    std::deque<MessagePtr> held_{};                          // eager sends without credit
+    std::set<uint32_t> untouched_{};      // tickets of grants whose first byte has not come
+    std::deque<MessagePtr> ungranted_{};  // receives that wait, since too many are granted
+    std::deque<MessagePtr> held_{};       // eager sends that wait for credit
     std::map<const Message*, MessagePtr> unfinished_{};
     uint32_t last_ticket_ = 0;
-    size_t num_eager_ = 0;  // sent, and not known to have left the peer's store
-    size_t num_taken_ = 0;  // taken from the own store since the last credit
+    size_t num_eager_ = 0;  // eager messages sent for which the peer has given no credit yet
+    size_t num_taken_ = 0;  // eager messages received for which no credit was given yet
 };
 
 }  // namespace diloco::link

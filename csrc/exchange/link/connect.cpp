@@ -1,4 +1,5 @@
-// How the groups of a token come to be: every member says that it has come, on every lane.
+// Link::connect(): forms the groups of a token. Every member sends kJoin to every other member on
+// every lane, and waits for the kJoin of all.
 #include <netdb.h>
 
 #include <algorithm>
@@ -16,7 +17,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// So long an own dial is waited for while the peer's connection is there already.
+// How long connect() waits for its own dial when the peer's connection is there already.
 constexpr milliseconds kOwnDialPatience{1000};
 constexpr milliseconds kShortestShare{200};
 constexpr milliseconds kAskPeriod{250};
@@ -29,7 +30,7 @@ int digit_of(char letter) {
     return -1;
 }
 
-// The bytes of a nonce or of a key.
+// The bytes that a text of hexadecimal digits stands for: a nonce, or a key.
 template <class Bytes>
 Bytes bytes_of(const char* what, const std::string& text) {
     Bytes bytes{};
@@ -80,7 +81,8 @@ std::vector<Link::ChannelPtr> Link::connect(const std::string& token, int rank,
         while (true) {
             const auto now = Clock::now();
             const bool is_asking = now >= next_ask;
-            // are_connected() writes without the lock. News that comes meanwhile raises the number.
+            // are_connected() releases the lock while it writes. num_seen shows the wait below
+            // whether announce() was called in that time.
             const uint64_t num_seen = num_changes_;
             if (is_asking) next_ask = now + kAskPeriod;
             if (are_connected(lock, call, is_asking)) break;
@@ -130,7 +132,7 @@ Link::Call Link::begin_call(const std::string& token, int rank,
         throw std::invalid_argument("a link has 1 to " + std::to_string(link::kMostLanes) +
                                     " lanes, got " + std::to_string(lanes));
     }
-    // The proxy looks the names of the others up.
+    // With a proxy, only the proxy's own name is looked up here: the proxy looks up the peers'.
     const auto of_proxy =
         proxy_ ? look_up(proxy_->host, proxy_->port, AI_NUMERICSERV) : std::vector<Address>();
     std::string apart;
@@ -182,13 +184,14 @@ Link::Call Link::begin_call(const std::string& token, int rank,
 }
 
 std::vector<Address> Link::addresses_of(const std::pair<std::string, std::string>& target) const {
-    // A proxy looks the names of the others up.
+    // With a proxy, this process dials the proxy, which looks up the target's name.
     const auto& [host, port] = target;
     return proxy_ ? look_up(proxy_->host, proxy_->port, AI_NUMERICSERV)
                   : look_up(host, port, AI_NUMERICSERV);
 }
 
-// A host that has just started may have no address under its name yet.
+// Looks up again the hosts that had no address: the name of a host that has just started may not be
+// known yet.
 void Link::look_up_missing(Call& call) const {
     const auto now = Clock::now();
     if (now < call.next_look_up) return;
@@ -199,7 +202,8 @@ void Link::look_up_missing(Call& call) const {
     call.next_look_up = Clock::now() + kLookUpPeriod;
 }
 
-// The key of a process; zeros where the link has no keys. `name`: for an error.
+// The public key of a process from its hexadecimal text; zeros if this link has no key. Errors call
+// the process `name`.
 link::PublicKey Link::key_of(const std::string& name, bool is_own, const std::string& text) const {
     if (!identity_) {
         if (text.empty()) return {};
@@ -217,7 +221,8 @@ link::PublicKey Link::key_of(const std::string& name, bool is_own, const std::st
     return key;
 }
 
-// A process may have said that it is one of the members before this one knew their keys.
+// Closes connections of processes that have claimed the nonce of a member, with another key, before
+// this process knew the members' keys.
 void Link::end_other_keys(Lock& lock, const Call& call) {
     for (const auto& [id, peer] : std::map(peers_)) {
         for (const PeerPtr& wanted : call.peers) {
@@ -231,7 +236,7 @@ void Link::end_other_keys(Lock& lock, const Call& call) {
     }
 }
 
-// Makes the peers and channels known.
+// Registers the call's peers and channels with the link, so that frames reach them.
 void Link::enter(Lock& lock, Call& call) {
     const auto& closed = closed_tokens_;
     bool was_used = std::find(closed.begin(), closed.end(), call.token) != closed.end();
@@ -259,7 +264,7 @@ void Link::enter(Lock& lock, Call& call) {
         if (peer.lanes.size() < num_lanes) peer.lanes.resize(num_lanes);
         ChannelPtr& channel = peer.channels[call.token];
         if (!channel) channel = std::make_shared<Channel>(peer, call.token);
-        // The peer sends no messages before it has heard that this side forms.
+        // `since` may be reset: the peer sends no messages before it has this process's kJoin.
         channel->since = Clock::now();
         channel->state = Channel::State::kForming;
         channel->own_lanes = call.lanes;
@@ -287,7 +292,8 @@ bool Link::are_connected(Lock& lock, Call& call, bool is_asking) {
     return are_all;
 }
 
-// Returns whether a lane is connected, and does what it takes.
+// Returns whether a lane is connected and the peer has joined. If not, takes the next step: chooses
+// a connection, starts a dial, or sends kJoin.
 bool Link::connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_asking) {
     link::Lane& it = call.peers[rank]->lanes[static_cast<size_t>(lane)];
     Channel& channel = *call.channels[rank];
@@ -328,8 +334,8 @@ bool Link::connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_a
     return is_alive && channel.joined.count(lane) > 0;
 }
 
-// Whether a connection has given a sign of life since the call began. One that gives none is
-// closed, and the lane is dialled anew: a router may have forgotten the connection.
+// Whether a byte has come over a connection since the call began. A connection without one is
+// closed after a while, and the lane is dialled anew: a router may have forgotten the connection.
 bool Link::has_answered(Lock& lock, const Call& call, const ConnectionPtr& connection) {
     if (connection->heard_at >= call.begin) return true;
     ping(connection);
@@ -348,12 +354,12 @@ std::string Link::missing(const Call& call) const {
         if (one.empty()) continue;
         text += (text.empty() ? "" : "; ") + one;
     }
-    // It may have come from any of them.
+    // The refused connection may be one of any missing rank.
     if (refused_at_ >= call.begin) text += "; a connection from " + last_refusal_;
     return text;
 }
 
-// Why a rank is not connected; empty where it is.
+// Why a rank is not connected; empty if it is.
 std::string Link::missing_rank(const Call& call, size_t rank) const {
     if (!call.channels[rank]) return "";
     const Channel& channel = *call.channels[rank];
@@ -396,7 +402,7 @@ std::vector<link::LaneFacts> Link::lanes(const std::string& nonce) const {
     return facts;
 }
 
-// The others learn of it at once.
+// Ends a call of connect() that has failed, and tells the other members at once.
 void Link::give_up(Lock& lock, Call& call) {
     for (size_t rank = 0; rank < call.channels.size(); ++rank) {
         if (!call.channels[rank]) continue;

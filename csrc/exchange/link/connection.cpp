@@ -13,14 +13,14 @@
 namespace diloco::link {
 namespace {
 
-// Bytes that may lie unsent in the kernel: what is urgent waits behind them.
+// The most bytes that wait unsent in the kernel: an urgent frame waits behind them.
 constexpr int kMostUnsent = 128 * 1024;
 
 void set_option(int fd, int level, int name, int value) {
     setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// The result of a session's call.
+// The result of a call of a TLS session, as Moved.
 Moved moved_by(const TlsSession& session, TlsSession::Outcome outcome, size_t num_bytes) {
     Moved moved;
     moved.num_bytes = num_bytes;
@@ -35,8 +35,8 @@ Moved moved_by(const TlsSession& session, TlsSession::Outcome outcome, size_t nu
         case TlsSession::Outcome::kFailed: {
             moved.is_over = true;
             moved.trouble = session.trouble();
-            // The sentence about a closed connection says the rest. A process that is killed says
-            // no goodbye, whether its connections end by a reset or not.
+            // An empty `trouble` means that the peer has closed. A killed process sends no closing
+            // alert, so the lack of one says no more than that.
             if (moved.trouble == kPeerHasClosed || moved.trouble == kPeerHasVanished) {
                 moved.trouble.clear();
             }
@@ -46,7 +46,7 @@ Moved moved_by(const TlsSession& session, TlsSession::Outcome outcome, size_t nu
     return moved;
 }
 
-// The result of a system call.
+// The result of a system call, as Moved.
 Moved moved_by(ssize_t result, int error) {
     Moved moved;
     if (result >= 0) {
@@ -216,7 +216,8 @@ Connection::Written Connection::wrote(size_t num_bytes) {
         if (is_last) written.complete.push_back(out.message);
     }
     batch.erase(batch.begin(), batch.begin() + static_cast<std::ptrdiff_t>(num_complete));
-    // Frames that have not begun go back, so that a control frame may overtake a fragment.
+    // Frames without a written byte return to their queues, so that a later control frame can
+    // overtake fragments.
     while (!batch.empty() && batch.back().done == 0) {
         const auto kind = static_cast<FrameKind>(batch.back().frame.kind);
         if (kind != FrameKind::kData && kind != FrameKind::kCopy) {

@@ -1,8 +1,8 @@
 // One TCP connection of a link: the bytes on the wire, and what waits to be written to it.
 //
-// Everything here is used under the link's mutex; only the system calls run without the mutex.
-// While a call is under way, is_in_io of each message is set whose memory the call may touch, and
-// `is_writing` if any thread may make the call: only the link's own thread reads.
+// Everything here is used under the link's mutex, except that the system calls run without it.
+// During a system call, is_in_io is set in each message whose memory the call may touch. Any thread
+// may write, and sets is_writing meanwhile; only the link's own thread reads.
 #pragma once
 
 #include <sys/uio.h>
@@ -30,8 +30,9 @@ using Nonce = std::array<uint8_t, 16>;
 
 constexpr std::array<uint8_t, 8> kGreeting{'D', 'I', 'L', 'O', 'L', 'I', 'N', 'K'};
 constexpr uint32_t kLinkVersion = 3;
-constexpr uint8_t kTlsAlert = 21, kTlsHandshake = 22;  // the first byte, where TLS is spoken
+constexpr uint8_t kTlsAlert = 21, kTlsHandshake = 22;  // possible first bytes of a TLS connection
 
+// The greeting of the process that dials: its own nonce, and the nonce of the process it wants.
 struct Hello {
     std::array<uint8_t, 8> magic = kGreeting;
     uint32_t version = kLinkVersion;
@@ -41,6 +42,7 @@ struct Hello {
 };
 static_assert(sizeof(Hello) == 48, "the greeting is a wire format");
 
+// The answer to a Hello.
 enum class Status : uint32_t {
     kWelcome = 1,
     kOtherProcess,
@@ -59,25 +61,26 @@ struct Answer {
 static_assert(sizeof(Answer) == 32, "the greeting is a wire format");
 
 enum class FrameKind : uint8_t {
-    kJoin = 1,  // the sender has called groups(). tag: lane; total: lanes; offset 1: answer, please
-    kGrant,     // a receive of `total` bytes is posted, and has this ticket
-    kEager,     // a whole message of at most kEagerBytes
-    kData,      // a part of the message for a ticket
-    kCredit,    // `total` eager messages have left the store for early ones
-    kOffer,     // a message of `total` bytes has been waiting for its grant
-    kRefuse,    // sizes differ: `total` is the sender's. With a ticket: that receive fails, else
-                // the send of this tag
+    kJoin = 1,  // the sender has called connect(). tag: lane; total: its number of lanes; offset 1:
+                // the receiver is to answer with a kJoin
+    kGrant,     // a receive of `total` bytes is posted; its data must name this ticket
+    kEager,     // a complete message of at most kEagerBytes
+    kData,      // a fragment of the message for the receive with this ticket
+    kCredit,    // `total` eager messages have left the sender's store: as many more may be sent
+    kOffer,     // a send of `total` bytes has been waiting for its grant
+    kRefuse,    // sizes of send and receive differ; `total` is the size on the frame's sender. With
+                // a ticket that receive fails, without one the send of this tag
     kEnd,       // the sender has closed this group
-    kPing,      // asks for a sign of life
-    kPong,      // the answer, on the same connection
-    kRequest,   // asks the service with this token for an answer with this ticket
-    kAnswer,    // the head of the answer, whose body has `total` bytes
-    kCopy,      // a part of the body
-    kBeat,      // tag: phase; ticket: number; offset: inner step; total: bytes of rounds heard
-    kTell,      // a message to the service with this token
+    kPing,      // asks for a kPong
+    kPong,      // the answer to a kPing, on the same connection
+    kRequest,   // a request to the service whose name has the hash `token`
+    kAnswer,    // the head of the answer to the request `ticket`; its body has `total` bytes
+    kCopy,      // a fragment of the answer's body
+    kBeat,      // tag: phase; ticket: number; offset: inner step; total: bytes of rounds received
+    kTell,      // a message to the service whose name has the hash `token`
 };
 
-// Whether the payload of a frame is short, and comes with its header.
+// Whether the payload of a frame is so short that it is read together with its header.
 constexpr bool is_short(uint8_t kind) {
     return kind == static_cast<uint8_t>(FrameKind::kEager) ||
            kind == static_cast<uint8_t>(FrameKind::kRequest) ||
@@ -87,8 +90,8 @@ constexpr bool is_short(uint8_t kind) {
 struct Frame {
     uint8_t magic = kFrameMagic;
     uint8_t kind = 0;
-    uint16_t number = 0;  // of the group, among the groups of the token
-    uint32_t length = 0;  // bytes that follow
+    uint16_t number = 0;  // the group's index among the groups of the token
+    uint32_t length = 0;  // bytes of payload that follow the header
     uint64_t token = 0;
     uint32_t tag = 0;
     uint32_t ticket = 0;
@@ -101,15 +104,15 @@ static_assert(sizeof(Frame) == 40, "the frame's header is a wire format");
 
 constexpr uint64_t kEagerBytes = 1024;
 constexpr uint64_t kFragmentBytes = 256 * 1024;
-constexpr uint64_t kCopyBytes = 64 * 1024;  // a fragment of a copy: rounds wait for so much of it
-constexpr uint64_t kMostHeadBytes = 64;     // of a request, and of the head of an answer
+constexpr uint64_t kCopyBytes = 64 * 1024;  // a fragment of a copy, for which a round may wait
+constexpr uint64_t kMostHeadBytes = 64;     // the longest request, and head of an answer
 constexpr int kMostLanes = 256;
 constexpr char kHasClosed[] = "it has closed the connection";
 
-// Whether the peer has closed, plain or with TLS, and nothing says why.
+// Whether this error says only that the peer has closed the connection, with TLS or without.
 bool is_just_closed(const std::string& trouble);
 
-// The peer broke the rules; the text says how.
+// The peer has broken the link's protocol; the text says how.
 class ProtocolError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
@@ -129,8 +132,8 @@ static_assert(sizeof(RelayRequest) == 32, "the request is a wire format");
 
 class Channel;
 
-// One posted send or receive. The memory belongs to the poster, who takes it back by
-// Link::cancel() or after is_done. The message of a copy owns its memory.
+// One posted send or receive. Its memory belongs to the caller, who may use it again after is_done
+// or after Link::cancel(). A message of a copy or of tell() owns its memory (`owner`).
 struct Message {
     bool is_send = false;
     uint8_t* data = nullptr;
@@ -138,14 +141,14 @@ struct Message {
     uint64_t token = 0;
     uint16_t number = 0;
     uint32_t tag = 0;
-    Channel* channel = nullptr;  // null once it is done, and for a copy
+    Channel* channel = nullptr;  // null when is_done, and for copies and messages of tell()
     std::shared_ptr<const void> owner{};
 
     uint64_t moved = 0;  // bytes given to the connection, or received
     uint32_t ticket = 0;
-    bool is_told = false;  // of kTell
-    bool is_in_io = false;
-    bool is_arriving = false;  // a connection reads a fragment of it
+    bool is_told = false;      // a message of kTell
+    bool is_in_io = false;     // a system call may touch the memory
+    bool is_arriving = false;  // a connection is reading a fragment of this message
     bool is_cancelled = false;
     bool is_done = false;
     bool is_aborted = false;
@@ -158,14 +161,14 @@ using MessagePtr = std::shared_ptr<Message>;
 
 // ------------------------------------------------------------------------------ connections
 
-// A frame on its way out.
+// A frame that waits to be written, or is partly written.
 struct OutFrame {
     Frame frame{};
-    std::vector<uint8_t> copy{};       // the payload, unless it lies in a message's memory
-    const uint8_t* payload = nullptr;  // there
+    std::vector<uint8_t> copy{};       // the payload, if the frame owns it
+    const uint8_t* payload = nullptr;  // else the payload in the message's memory
     MessagePtr message{};
-    size_t done = 0;  // bytes of header and payload that are written
-    bool ends_request = false;
+    size_t done = 0;            // bytes of header and payload that are written
+    bool ends_request = false;  // this frame is the complete answer to a request
 
     size_t size() const { return sizeof(Frame) + frame.length; }
     const uint8_t* bytes() const { return copy.empty() ? payload : copy.data(); }
@@ -174,12 +177,12 @@ struct OutFrame {
 struct Peer;
 struct Dial;
 
-// The result of a call to the kernel. With a TLS session in between, the bytes are plain text.
+// The result of reading from or writing to a connection. With TLS, num_bytes counts plain text.
 struct Moved {
     size_t num_bytes = 0;
     bool is_blocked = false;  // the kernel has no more room, or no more bytes
-    bool is_over = false;     // nothing will follow
-    std::string trouble{};    // why it is over; empty: the peer has closed
+    bool is_over = false;     // the connection has ended
+    std::string trouble{};    // why it has ended; empty: the peer has closed it
 };
 
 struct Connection {
@@ -189,39 +192,40 @@ struct Connection {
 
     uint64_t id = 0;
     Descriptor fd{};
-    std::shared_ptr<TlsSession> session{};  // of a keyed link, once the handshake has begun
+    std::shared_ptr<TlsSession> session{};  // on a link with a key, once the handshake has begun
     State state = State::kClosed;
-    bool is_ready = false;  // it stands in the list of connections to be served
+    bool is_ready = false;  // this connection is in Link::ready_
     std::shared_ptr<Peer> peer{};
     std::shared_ptr<Dial> dial{};
     std::unique_ptr<ProxyRequest> request{};  // in State::kProxied
     int lane = 0;
-    Clock::time_point deadline{};  // of the greeting
-    bool has_carried = false;      // frames: with it, messages would be lost
-    // A router may forget a connection, and neither end hears of that. The last byte from the
-    // peer, or of bulk that the kernel took; and whether a ping has left since.
+    Clock::time_point deadline{};  // for the end of the greeting
+    bool has_carried = false;      // channels have used it, so its end may lose their messages
+    // A router may forget a connection without telling either end. heard_at: the last byte that
+    // came from the peer, or that the kernel took while large messages waited. is_pinged: a kPing
+    // has been queued since, at pinged_at.
     Clock::time_point heard_at{};
     bool is_pinged = false;
     Clock::time_point pinged_at{};
-    bool is_cut = false;    // a writer has failed; the link's thread closes the connection
-    std::string trouble{};  // why; empty: the peer has closed
+    bool is_cut = false;    // writing has failed; the link's thread closes the connection
+    std::string trouble{};  // why it has failed; empty: the peer has closed
 
     // Output.
     bool can_write = false;
     bool is_writing = false;
     uint64_t num_writable = 0;  // how often the kernel has said that there is room
     std::deque<OutFrame> control{};
-    std::deque<OutFrame> messages{};  // of kTell: after control frames
-    uint64_t told_bytes = 0;          // of messages that have not left
-    std::deque<MessagePtr> bulk{};    // in the order of their grants
-    // Bodies of answers; bodies of one fragment overtake the others.
+    std::deque<OutFrame> messages{};  // kTell frames, which are sent after control frames
+    uint64_t told_bytes = 0;          // bytes of kTell frames that are not sent yet
+    std::deque<MessagePtr> bulk{};    // large messages of rounds, in the order of their grants
+    // Bodies of answers. Bodies of a single fragment (short_copies) overtake the others.
     std::deque<MessagePtr> short_copies{}, copies{};
-    size_t num_requests = 0;       // whose answers have not left
-    Clock::time_point round_at{};  // the last byte of bulk that the kernel took
-    std::vector<OutFrame>
-        batch{};  // between plan_write() and wrote(); else at most one begun frame
+    size_t num_requests = 0;       // requests of the peer whose answers are not sent yet
+    Clock::time_point round_at{};  // when the kernel last took a byte of `bulk`
+    // Frames between plan_write() and wrote(); at other times at most one frame, partly written.
+    std::vector<OutFrame> batch{};
 
-    bool has_unsent = false;  // encrypted bytes wait in the session
+    bool has_unsent = false;  // encrypted bytes wait in the TLS session
 
     bool has_output(bool with_bulk = true) const {
         return has_unsent || !batch.empty() || !control.empty() || !messages.empty() ||
@@ -231,66 +235,71 @@ struct Connection {
         return message.num_bytes <= kCopyBytes ? short_copies : copies;
     }
     bool has_copies() const { return !short_copies.empty() || !copies.empty(); }
-    // Chooses what to write next: control frames, messages, a fragment of a copy if `with_copies`,
-    // then bulk; returns the number of parts.
+    // Chooses what to write next: control frames, then kTell frames, then with `with_copies` one
+    // fragment of a copy, then with `with_bulk` large messages. Fills `parts` for the system call,
+    // and returns their number.
     int plan_write(iovec* parts, int most_parts, size_t most_bytes, bool with_bulk,
                    bool with_copies = false);
-    // A frame of the connection itself; none where the peer does not read.
+    // Queues a frame that belongs to no group, unless 1024 frames wait because the peer does not
+    // read.
     void put(FrameKind kind);
-    // The messages and the bytes that a call to the kernel has written.
+    // Notes that a system call has written `num_bytes` of the planned parts. Returns the messages
+    // that are complete now, the bytes of rounds and of copies, and the number of requests whose
+    // answer is complete.
     struct Written {
         std::vector<MessagePtr> complete{};
         uint64_t round_bytes = 0, copy_bytes = 0;
-        size_t num_answered = 0;  // requests
+        size_t num_answered = 0;
     };
     Written wrote(size_t num_bytes);
-    // The message's memory will be gone: a begun fragment goes on from a copy. Not while it is
-    // written.
+    // Removes a message whose memory will be gone. If one of its frames is partly written, the
+    // frame goes on from a copy of the bytes. Must not be called while is_in_io is set.
     void withdraw(const MessagePtr& message);
 
     // Input.
     bool can_read = false;
-    bool is_hung_up = false;  // the kernel has said so: read up to the end
+    bool is_hung_up = false;  // epoll has reported the end: read all bytes that are left
     std::array<uint8_t, kStagingBytes> staging;
-    size_t begin = 0, end = 0;  // bytes in the staging buffer that are not parsed yet
-    uint64_t left = 0;          // of the payload that is being received
-    MessagePtr target{};        // its receiver; null: nobody
+    size_t begin = 0, end = 0;  // the range of the staging buffer that is not parsed yet
+    uint64_t left = 0;          // bytes that are missing of the payload being received
+    MessagePtr target{};        // receives that payload; null: the payload is dropped
 
     int plan_read(iovec* parts, uint8_t* scratch, size_t scratch_bytes);
-    // Takes bytes of the current payload: those read to its place, then those in the staging
-    // buffer. Returns whether the payload is complete.
+    // took() notes that `num_bytes` were read as plan_read() planned; take_staged() copies bytes
+    // from the staging buffer to the payload. Both return whether the payload is complete now.
     bool took(size_t num_bytes);
     bool take_staged();
     size_t num_staged() const { return end - begin; }
 
-    // The handshake, on the thread for handshakes.
-    bool is_shaking = false;  // it waits for that thread, or is there
+    // The TLS handshake, which runs on a thread of its own.
+    bool is_shaking = false;  // the handshake is queued for that thread, or runs on it
     bool has_heard = false;   // the peer's first byte was looked at
-    bool has_shaken = false;  // both have proven their keys
-    bool has_left = false;    // the peer has closed before that
+    bool has_shaken = false;  // both processes have proven their keys
+    bool has_left = false;    // the peer has closed the connection during the handshake
     bool has_said_bye = false;
 
-    // Calls to the kernel, without the link's mutex.
+    // Write and read by a system call; called without the link's mutex.
     Moved transmit(const iovec* parts, int num_parts) const;
     Moved receive(const iovec* parts, int num_parts) const;
-    // A short greeting, which the kernel has room for; an empty text, or why it could not leave.
+    // Sends a short greeting, for which the kernel has room. Returns an empty text, or the error.
     std::string say(const void* data, size_t num_bytes);
-    // Nothing was cut off: a session says so once.
+    // With TLS, says once that the connection ends here and that nothing was cut off.
     void say_bye();
 };
 using ConnectionPtr = std::shared_ptr<Connection>;
 
-// A lane to a peer. Frames leave on the chosen connection, and are read from both.
+// A lane to a peer. Frames are sent on the chosen connection, and read from both.
 struct Lane {
-    ConnectionPtr own{};     // that this process dialled
-    ConnectionPtr theirs{};  // that the peer dialled
+    ConnectionPtr own{};     // the connection that this process dialled
+    ConnectionPtr theirs{};  // the connection that the peer dialled
     ConnectionPtr chosen{};
     std::shared_ptr<Dial> dial{};
     std::string trouble{};  // why the last dial of this process was given up
     Clock::time_point theirs_since{};
 };
 
-// Keepalive, no delay, an end of connections whose peer's host is gone.
+// Sets the options of a TCP socket: keepalive, no delay, a limit of what waits in the kernel, and
+// an end after 10 minutes if the peer's host is gone.
 void set_options(int fd);
 
 }  // namespace diloco::link

@@ -23,10 +23,10 @@ using State = link::Connection::State;
 namespace link {
 namespace {
 
-// The part of the bytes sent that copies have while rounds send.
+// The copies' share of all bytes while rounds are being sent.
 constexpr double kShare = 0.05;
 constexpr double kMostCredit = 16 * kCopyBytes;
-// A round whose peer reads nothing for so long holds no copy up.
+// If no byte of a round could be sent for this time, copies need not wait for the round.
 constexpr milliseconds kStall{500};
 
 }  // namespace
@@ -111,7 +111,7 @@ void Link::put_answer(const ConnectionPtr& connection, uint32_t ticket, std::vec
     if (body.num_bytes > 0) {
         auto message = std::make_shared<link::Message>();
         message->is_send = true;
-        // The link only reads what it sends.
+        // A message for sending is only read, so the cast is safe.
         message->data = const_cast<uint8_t*>(body.data);
         message->num_bytes = body.num_bytes;
         message->ticket = ticket;
@@ -121,7 +121,7 @@ void Link::put_answer(const ConnectionPtr& connection, uint32_t ticket, std::vec
     mark_ready(connection);
 }
 
-// Whether copies may leave now.
+// Whether fragments of copies may be sent now.
 bool Link::may_copy(Clock::time_point now) {
     const auto has_round = [&](const auto& entry) {
         const link::Connection& it = *entry.second;
@@ -133,7 +133,7 @@ bool Link::may_copy(Clock::time_point now) {
     return share_.is_open(std::any_of(connections_.begin(), connections_.end(), has_round), now);
 }
 
-// Looks again at connections whose copies had to wait.
+// Resumes the connections on which copies wait, if copies may be sent now.
 void Link::resume_copies(Clock::time_point now) {
     is_copying_ = false;
     for (const auto& [id, connection] : connections_) {
@@ -165,7 +165,8 @@ std::vector<std::string> Link::reach(const std::string& service,
         for (size_t i = 0; i < size; ++i) {
             if (!troubles[i].empty()) continue;
             const link::Peer& peer = *reached_peer(ids[i], peers[i].address);
-            // A process that was dialled by the peer alone could not tell that its host refuses.
+            // A peer that can be dialled directly is dialled even if its own connection is there:
+            // only a dial shows later that the peer's host refuses, and so that the peer has ended.
             const bool is_direct = !peers[i].address.empty() && !proxy_;
             const bool is_known = peer.lanes[0].own || peer.life.address() || !is_direct;
             const auto& dial = peer.lanes[0].dial;
@@ -216,7 +217,7 @@ std::vector<std::string> Link::reach(const std::string& service,
     return troubles;
 }
 
-// The peer, which has a lane.
+// The peer of this id, with at least one lane.
 Link::PeerPtr Link::reached_peer(const link::PeerId& id, const std::string& address) {
     PeerPtr peer = peer_of(id, "the process at " + address);
     peer->idle_since = Clock::now();
@@ -224,8 +225,8 @@ Link::PeerPtr Link::reached_peer(const link::PeerId& id, const std::string& addr
     return peer;
 }
 
-// Without the mutex: a name server may take its time. A host that is not known is looked up again
-// after a pause, which is longer than the look-up was.
+// Looks up a target without holding the mutex, since a name server may be slow. An unknown host is
+// looked up again only after a pause, which is ten times as long as the look-up.
 std::vector<Address> Link::known_addresses(const link::PeerId& id,
                                            const std::pair<std::string, std::string>& target) {
     constexpr milliseconds kLeastPause{1000};
@@ -247,13 +248,13 @@ std::vector<Address> Link::known_addresses(const link::PeerId& id,
     return found;
 }
 
-// Whether anybody in this process wants a way to the peer.
+// Whether the peer is in a list that reach() has been given.
 bool Link::is_reached(const link::PeerId& id) const {
     return std::any_of(reached_.begin(), reached_.end(),
                        [&](const auto& entry) { return entry.second.count(id) > 0; });
 }
 
-// The connection over which this process asks a peer; null without one.
+// The connection over which this process sends requests and messages to a peer, or null.
 ConnectionPtr Link::way_to(const link::Peer& peer) {
     if (peer.lanes.empty()) return nullptr;
     const link::Lane& lane = peer.lanes[0];
@@ -360,7 +361,7 @@ void Link::end_inquiry(uint32_t ticket) {
     replied_.notify_all();
 }
 
-// The connection has ended: nothing more comes of what was asked over it.
+// Answers the open requests of a connection that has ended with empty replies.
 void Link::lose_inquiries(uint64_t connection_id) {
     for (auto it = inquiries_.begin(); it != inquiries_.end();) {
         if (it->second.connection_id != connection_id) {

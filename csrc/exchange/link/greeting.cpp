@@ -1,4 +1,4 @@
-// How the connections of a link come to be: strangers, greetings and dials.
+// The beginning of a link's connections (accepting, dialling, greeting), and the link's timers.
 #include <netdb.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -21,7 +21,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// Connections of processes that no group of this process has yet.
+// The most connections of processes that no group of this process has yet.
 constexpr size_t kMostIdle = 256;
 constexpr int kMostAcceptsAPass = 64;
 constexpr milliseconds kAcceptPause{100};
@@ -39,7 +39,7 @@ bool watch(int epoll, int fd, uint64_t id, uint32_t events) {
     return epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-// host:port, or an error.
+// The host and port of a text "host:port"; throws std::invalid_argument for another text.
 std::pair<std::string, std::string> place_of(const char* name, const std::string& text) {
     const auto place = split_place(text);
     if (!place) {
@@ -66,7 +66,7 @@ Descriptor open_listener(const std::string& listen) {
                              std::strerror(error));
 }
 
-// The text of a port 0 replaced by the port that listens.
+// The advertised address, with port 0 replaced by the listening port.
 std::string published(const std::string& advertise, const std::string& listening) {
     if (advertise.empty()) return "";
     const std::string port = place_of("advertise", advertise).second;
@@ -115,7 +115,7 @@ Link::PeerPtr Link::peer_of(const link::PeerId& id, const std::string& name) {
     return peer;
 }
 
-// Null where the kernel cannot watch it.
+// Makes a connection of a socket, and watches it by epoll; returns null if epoll fails.
 Link::ConnectionPtr Link::add_connection(Descriptor fd, State state) {
     auto connection = std::make_shared<link::Connection>();
     connection->id = ++last_id_;
@@ -142,7 +142,7 @@ void Link::accept_some(Lock& lock) {
         if (fd) {
             add_stranger(lock, std::move(fd));
         } else if (link::is_exhausted(error) && !reserve_.release()) {
-            // The next pass has the descriptor of the stranger that ends.
+            // The closed stranger's descriptor is free in the next pass of the link's thread.
             return strangers_.empty() ? pause_accepting() : end_a_stranger(lock);
         }
     }
@@ -157,13 +157,13 @@ void Link::add_stranger(Lock& lock, Descriptor fd) {
     strangers_.add(connection->id, link::origin_of(connection->fd.get()));
 }
 
-// Makes room for a newcomer.
+// Closes one stranger, to make room for a new connection.
 void Link::end_a_stranger(Lock& lock) {
     while (true) {
         const ConnectionPtr chosen = connections_.at(strangers_.choose());
         uint8_t first = 0;
         const bool has_bytes = recv(chosen->fd.get(), &first, 1, MSG_PEEK | MSG_DONTWAIT) > 0;
-        // The first byte of this one may have come in this very pass.
+        // The stranger may have spoken already, although this pass has not read its first byte.
         if (has_bytes && strangers_.hear(chosen->id)) continue;
         return refuse_stranger(lock, chosen);
     }
@@ -177,14 +177,16 @@ void Link::adopt(Descriptor fd) {
     wake();
 }
 
-// Newcomers stay in the kernel's queue: do not ask for them again at once.
+// Stops accepting for a moment, when there is no descriptor. New connections stay in the kernel's
+// queue meanwhile.
 void Link::pause_accepting() {
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
     is_accepting_ = false;
     accept_at_ = Clock::now() + kAcceptPause;
 }
 
-// `why`: a sentence for the user who waits for this connection, unless nobody can know of it.
+// Closes an accepted connection that did not greet properly. A `why` that is not empty is shown to
+// a user whose connect() fails because a member is missing.
 void Link::refuse_stranger(Lock& lock, const ConnectionPtr& connection, const std::string& why) {
     ++num_strangers_;
     if (!why.empty()) {
@@ -194,22 +196,23 @@ void Link::refuse_stranger(Lock& lock, const ConnectionPtr& connection, const st
     disconnect(lock, ConnectionPtr(connection), "");
 }
 
-// A connection that came, or one that this process has dialled.
+// Closes a connection that this process has accepted or dialled, before its greeting is over.
 void Link::refuse(Lock& lock, const ConnectionPtr& connection, const std::string& why) {
     if (!connection->dial) return refuse_stranger(lock, connection, why);
     disconnect(lock, connection, why);
 }
 
-// Tells a link that has keys that this one has none.
+// Tells a dialler that has begun with TLS that this link has no keys.
 void Link::answer_tls(const ConnectionPtr& connection) {
-    // Bytes that nobody has read would take the answer back.
+    // Read what has come first: a socket that is closed with unread bytes resets the connection,
+    // and the peer would lose the answer.
     while (recv(connection->fd.get(), scratch_.data(), scratch_.size(), MSG_DONTWAIT) > 0) continue;
     Answer answer;
     answer.status = static_cast<uint32_t>(Status::kNoKeys);
     connection->say(&answer, sizeof(answer));
 }
 
-// Reads the greeting of either side, and nothing after it.
+// Reads a Hello (if this process was dialled) or the Answer to its own, and no byte beyond.
 void Link::greet(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
     const bool is_asked = it.state == State::kAsked;
@@ -244,12 +247,12 @@ void Link::greet(Lock& lock, const ConnectionPtr& connection) {
 
 namespace {
 
-// The process that greets with this nonce.
+// The id of the process that greets with this nonce on the connection.
 link::PeerId id_of(const link::Connection& connection, const Nonce& nonce) {
     return {nonce, connection.session ? connection.session->peer() : link::PublicKey{}};
 }
 
-// For the user of this process; empty where the user of the other one will know.
+// Why a greeting was refused, for the user of this process; empty if the other process reports it.
 std::string why_refused(Status status, const link::PeerId& id) {
     if (status == Status::kHasKeys) return "it has no keys, and this link has";
     if (status != Status::kOtherKey) return "";
@@ -258,7 +261,7 @@ std::string why_refused(Status status, const link::PeerId& id) {
 
 }  // namespace
 
-// Whether this process knows the nonce by another key.
+// Whether a member of a group has this nonce and another key.
 bool Link::is_other_key(const link::PeerId& id) const {
     const auto first = peers_.lower_bound({id.first, link::PublicKey{}});
     for (auto it = first; it != peers_.end() && it->first.first == id.first; ++it) {
@@ -278,7 +281,7 @@ void Link::on_hello(Lock& lock, const ConnectionPtr& connection) {
     if (hello.version != link::kLinkVersion) status = Status::kOtherVersion;
     if (identity_ && !connection->session) status = Status::kHasKeys;
     answer.status = static_cast<uint32_t>(status);
-    // Whoever does not know this process does not hear its nonce either.
+    // A dialler that does not know this process's nonce is not told the nonce.
     if (status == Status::kWelcome) answer.own = nonce_;
     const bool is_sound = hello.own != nonce_ && hello.lane < link::kMostLanes;
     const std::string trouble = connection->say(&answer, sizeof(answer));
@@ -299,7 +302,7 @@ void Link::on_hello(Lock& lock, const ConnectionPtr& connection) {
     settle(lock, connection, false);
 }
 
-// The greeting is over: frames may travel.
+// Makes a connection a part of its lane after the greeting; from now on it carries frames.
 void Link::settle(Lock& lock, const ConnectionPtr& connection, bool is_own) {
     link::Peer& peer = *connection->peer;
     const auto index = static_cast<size_t>(connection->lane);
@@ -360,7 +363,7 @@ void Link::finish_connect(Lock& lock, const ConnectionPtr& connection) {
     ask_proxy(lock, connection);
 }
 
-// Asks the proxy for the connection, as far as that goes without waiting.
+// Goes on with the request to the proxy until it would have to wait for bytes.
 void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
     while (it.request->trouble().empty()) {
@@ -373,7 +376,7 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
             has_proxy_answered_ = true;
             it.request.reset();
             begin_dialled(lock, connection);
-            // No event may follow for what has come already.
+            // Bytes of the answer may have come already, for which epoll reports no new event.
             if (it.state == State::kAsking) greet(lock, connection);
             return;
         }
@@ -387,7 +390,7 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
     const std::shared_ptr<Dial> dial = it.dial;
     const std::string trouble = it.request->trouble();
     disconnect(lock, connection, trouble);
-    // This dial would get the same answer again.
+    // Do not dial again: the proxy would give the same answer.
     if (it.request->is_final()) dial->retry_at = Clock::time_point::max();
     has_proxy_answered_ = true;
     if (!it.request->is_about_user()) return;
@@ -397,8 +400,9 @@ void Link::ask_proxy(Lock& lock, const ConnectionPtr& connection) {
     }
 }
 
-// Whether one more dial may begin. One dial of a call asks the proxy first, and the other dials
-// wait for its answer, for a moment: a wrong password that all of them try can lock its user out.
+// Whether one more dial may begin. The first dial of a connect() asks the proxy alone, and the
+// other dials wait for the proxy's answer, at most two seconds: if all dials tried a wrong
+// password, the proxy might lock the user out.
 bool Link::may_dial(Clock::time_point now) const {
     constexpr milliseconds kFirstTurn{2000};
     if (!proxy_ || has_proxy_answered_) return true;
@@ -416,7 +420,7 @@ std::string Link::unreachable(const std::string& why) const {
     return proxy_ ? proxy_->unreachable(why) : why;
 }
 
-// Why a dial has come to no end.
+// Why a dial has not ended in time: whose answer is missing.
 std::string Link::silent(const link::Connection& connection) const {
     if (connection.state == State::kConnecting) return unreachable("no answer");
     if (connection.state == State::kProxied) return proxy_->silent();
@@ -429,7 +433,7 @@ std::string Link::trouble_of(const Dial& dial) const {
     const bool has_begun = dial.connection && dial.connection->state != State::kConnecting;
     std::string why = dial.trouble;
     if (why.empty()) why = proxy_ && !dial.connection ? proxy_->silent() : unreachable("no answer");
-    // An attempt that has just begun says less than the one before.
+    // Prefer the error of the attempt before, if the present attempt has only just begun.
     if (has_begun && (dial.trouble.empty() || Clock::now() - dial.begin() > kAnswerPatience)) {
         why = silent(*dial.connection);
     }
@@ -438,7 +442,7 @@ std::string Link::trouble_of(const Dial& dial) const {
            "the relay is full";
 }
 
-// A connection to the peer, or to its relay, is there.
+// Goes on with a dial whose connection to the peer or its relay is there.
 void Link::begin_dialled(Lock& lock, const ConnectionPtr& connection) {
     if (connection->dial->is_relayed) {
         link::RelayRequest request;
@@ -451,7 +455,7 @@ void Link::begin_dialled(Lock& lock, const ConnectionPtr& connection) {
     queue_shake(connection);
 }
 
-// Greets the process that this one has dialled.
+// Sends a Hello to the process that this one has dialled.
 void Link::ask(Lock& lock, const ConnectionPtr& connection) {
     Hello hello;
     hello.own = nonce_;
@@ -500,7 +504,7 @@ void Link::dial_failed(Dial& dial, const std::string& trouble) {
     dial.retry_at = Clock::now();
     if (++dial.next == dial.addresses.size()) {
         dial.next = 0;
-        // One round of attempts is enough where the peer has dialled this process.
+        // If the peer has dialled this process, trying each address once is enough.
         dial.is_over = dial.is_for_copies && way_to(*dial.peer);
         dial.retry_at += dial.pause;
         dial.pause = std::min(2 * dial.pause, kLongestPause);
@@ -559,15 +563,17 @@ void Link::ping(const ConnectionPtr& connection) {
     mark_ready(connection);
 }
 
-// Ends a connection over which nothing travels any more. The peer's process answers a ping also
-// while its program computes.
+// Pings a connection over which no byte has come for a while, and closes it if no answer comes. The
+// peer's link answers a ping even while its program computes.
 void Link::check_life(Lock& lock, const ConnectionPtr& connection, Clock::time_point now) {
     const auto silence = now - connection->heard_at;
-    // After a long time without messages the peer has as long to answer as in the midst of them.
+    // Count from the ping, too: messages may begin after a long silence, and then the peer needs
+    // time to answer.
     const bool is_due =
         connection->is_pinged && now - connection->pinged_at > limits_.silence - kPingPeriod;
     if (silence > limits_.silence && is_due) {
-        // The peer looks after the connection that it sends over: it may have chosen another one.
+        // On a connection that this process does not send over, no message is lost: the peer checks
+        // the connection that it sends over, and may have replaced it.
         const auto lane = static_cast<size_t>(connection->lane);
         if (connection->peer->lanes[lane].chosen != connection) connection->has_carried = false;
         const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(silence).count();
@@ -579,7 +585,8 @@ void Link::check_life(Lock& lock, const ConnectionPtr& connection, Clock::time_p
     }
 }
 
-// Offers what waits for a grant, and forgets who and what nobody has asked for.
+// Runs once a second: offers sends that wait for a grant, checks silent connections, and forgets
+// channels and peers that this process has not asked for.
 void Link::sweep(Lock& lock, Clock::time_point now) {
     for (const auto& [id, peer] : std::map(peers_)) {
         std::set<const link::Connection*> busy{nullptr};

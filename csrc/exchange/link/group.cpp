@@ -16,7 +16,8 @@ class LinkWork : public c10d::Work {
         if (link_->is_own_process()) {
             link_->cancel(message_);
         } else {
-            // A thread of the parent may have waited for it.
+            // In a forked child the message is leaked: a thread of the parent may have been waiting
+            // on its condition variable, which then cannot be destroyed.
             new MessagePtr(std::move(message_));
         }
     }
@@ -41,7 +42,7 @@ class LinkWork : public c10d::Work {
   private:
     std::shared_ptr<Link> link_;
     MessagePtr message_;
-    at::Tensor tensor_;  // keeps the memory
+    at::Tensor tensor_;  // keeps the message's memory alive
 };
 
 }  // namespace

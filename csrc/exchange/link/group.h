@@ -1,4 +1,5 @@
-// A c10d backend over a link: one group of a token. It has send and recv, and no collectives.
+// A c10d backend over a link: one of the groups that a call of Link::connect() makes. It has send
+// and recv, and no collectives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,17 +15,18 @@ namespace diloco {
 
 class LinkGroup : public c10d::Backend {
   public:
-    // `channels`: by rank; null for the own rank.
+    // `number` is the group's index among the groups of its Link::connect(). `channels` are by
+    // rank, null for the own rank.
     LinkGroup(std::shared_ptr<Link> link, int rank, int number,
               std::vector<std::shared_ptr<link::Channel>> channels);
-    // Ends its works, and tells the peers, whose works then fail.
+    // Ends this group's pending works, and tells the peers, whose works of this group then fail.
     ~LinkGroup() override;
 
     const std::string getBackendName() const override { return "link"; }
 
-    // One contiguous tensor on the CPU. A send may overtake another one with a different tag;
-    // messages of one tag that are under way at the same time have one size. The
-    // work of a message that is no longer wanted may be dropped: then the message may not travel.
+    // `tensors` has one contiguous tensor on the CPU. A send may overtake another one with a
+    // different tag; messages of one tag that are pending at the same time must have one size.
+    // Dropping the returned work cancels a message that is not complete.
     c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer,
                                         int tag) override;
     c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer,
@@ -39,7 +41,7 @@ class LinkGroup : public c10d::Backend {
     std::vector<std::shared_ptr<link::Channel>> channels_;
 };
 
-// Two groups for each lane; see Link::connect().
+// Makes two groups for each lane; see Link::connect().
 std::vector<c10::intrusive_ptr<LinkGroup>> connect_groups(
     Link& link, const std::string& token, int rank, const std::vector<link::Place>& peers,
     int lanes, std::chrono::milliseconds limit, const std::function<void()>& check);

@@ -1,6 +1,5 @@
-// How a connection of a link with keys becomes secure. The handshakes have a thread of their own:
-// the arithmetic of one takes as long as many messages, and strangers can ask for as many as they
-// like.
+// The TLS handshakes of a link with a key. They run on a thread of their own: one handshake takes
+// as long to compute as many messages, and strangers can ask for any number of them.
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -23,7 +22,8 @@ void Link::allow(std::set<link::PublicKey> keys) {
     wake();
 }
 
-// Handshakes that are under way are judged in on_secure().
+// Closes connections whose peer's key is not allowed any more. For handshakes that are not over,
+// on_secure() decides.
 void Link::end_removed_keys(Lock& lock) {
     for (const auto& [id, connection] : std::unordered_map(connections_)) {
         if (!connection->has_shaken || allowed_->has(connection->session->peer())) continue;
@@ -40,7 +40,7 @@ void Link::refuse_removed(Lock& lock, const ConnectionPtr& connection) {
 
 // ------------------------------------------------------------------------- the link's own thread
 
-// Something has happened to a connection whose handshake is not over.
+// Called when a connection in State::kSecuring is ready, or its handshake has made a step.
 void Link::secure(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
     if (!it.trouble.empty()) {
@@ -53,8 +53,8 @@ void Link::secure(Lock& lock, const ConnectionPtr& connection) {
     queue_shake(connection);
 }
 
-// Looks at the peer's first byte: what does not speak TLS costs no handshake, and a link without
-// keys can be told so. Returns whether the handshake may go on.
+// Looks at the peer's first byte, so that a peer which does not speak TLS costs no handshake, and a
+// link without keys can be told of the keys. Returns whether the handshake may go on.
 bool Link::hear(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
     uint8_t first = 0;
@@ -96,7 +96,7 @@ void Link::queue_shake(const ConnectionPtr& connection) {
     shake_due_.notify_one();
 }
 
-// Both sides have proven their keys; the greeting follows.
+// Called when both sides have proven their keys: checks the key, and goes on with the greeting.
 void Link::on_secure(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
     const link::PublicKey& key = it.session->peer();
@@ -128,12 +128,12 @@ void Link::shake_hands() {
     shakes_.clear();
 }
 
-// One step of a handshake.
+// Does one step of a handshake, without the lock.
 void Link::shake(Lock& lock, const ConnectionPtr& connection) {
     link::Connection& it = *connection;
     const bool is_dialler = it.dial != nullptr;
     std::shared_ptr<link::TlsSession> session = it.session;
-    // An event from now on may come after the step.
+    // Clear the flags before the step, so that an event during the step sets them again.
     it.can_read = it.can_write = false;
     lock.unlock();
     Outcome outcome = Outcome::kFailed;
@@ -164,7 +164,7 @@ void Link::shake(Lock& lock, const ConnectionPtr& connection) {
             break;
         case Outcome::kDone:
             it.has_shaken = true;
-            // The peer's next bytes may lie in the session already.
+            // The session may hold the peer's next bytes, for which epoll reports no event.
             it.can_read = it.can_write = true;
             break;
         case Outcome::kClosed:

@@ -60,7 +60,7 @@ void Life::hear(Clock::duration at) {
 }
 
 void Life::hear_beat(const Frame& beat, Clock::duration at) {
-    // One of two connections may bring an older beat later.
+    // Beats come over two connections, so an older beat may arrive after a newer one.
     if (static_cast<int32_t>(beat.ticket - last_beat_) <= 0) return;
     last_beat_ = beat.ticket;
     if (beat.offset != inner_step_ || beat.total != num_sent_) moved_at_ = at;
@@ -131,7 +131,7 @@ std::vector<PeerLife> Link::life() const {
     return found;
 }
 
-// Whether this process has a group with the peer, or has asked for a way to it.
+// Whether this process has a group with the peer, or names it in a list of reach().
 bool Link::is_wanted(const link::Peer& peer) const {
     return peer.num_users > 0 || is_reached(peer.id);
 }
@@ -156,7 +156,7 @@ void Link::beat(Lock& lock, Clock::time_point now) {
         for (const ConnectionPtr& connection : {lane.own, lane.theirs}) {
             if (!connection || connection->state != State::kOpen) continue;
             auto& control = connection->control;
-            // A peer that does not read gets no second beat.
+            // A beat that is still waiting, because the peer does not read, is replaced.
             if (control.empty() || control.back().frame.kind != frame.kind) control.emplace_back();
             control.back().frame = frame;
             mark_ready(connection);
@@ -167,7 +167,8 @@ void Link::beat(Lock& lock, Clock::time_point now) {
     for (const PeerPtr& peer : unwanted) stop_dial(lock, peer->lanes[0]);
 }
 
-// The host of a process that has ended refuses.
+// Dials a peer that has lost its connections again, at the address where it was: if its process has
+// ended, its host refuses the connection.
 void Link::redial(const PeerPtr& peer) {
     auto dial = std::make_shared<link::Dial>();
     dial->peer = peer;
@@ -178,7 +179,7 @@ void Link::redial(const PeerPtr& peer) {
     dials_.push_back(dial);
 }
 
-// A proxy, or a relay, answers for itself.
+// Whether the peer's own host answers this dial, and not a proxy or a relay.
 bool Link::is_direct(const link::Dial& dial) const { return !proxy_ && !dial.is_relayed; }
 
 // -------------------------------------------------------------------------------- messages
@@ -194,7 +195,8 @@ bool Link::tell(const std::string& nonce, const std::string& service,
     const link::Nonce wanted = link::nonce_of(nonce);
     Lock lock(mutex_);
     PeerPtr peer;
-    // On a keyed link, a process of another key may claim the nonce.
+    // On a link with keys, another process may claim the same nonce: prefer the peer that this
+    // process wants.
     for (auto it = peers_.lower_bound({wanted, {}}); it != peers_.end(); ++it) {
         if (it->first.first != wanted) break;
         if (!peer || is_wanted(*it->second)) peer = it->second;
@@ -254,7 +256,7 @@ void Link::forget_told(link::Peer& peer) {
 void Link::on_tell(const ConnectionPtr& connection, const Frame& frame) {
     connection->left = frame.length;
     connection->peer->idle_since = Clock::now();
-    // No part of the program has ever asked for messages of this name.
+    // Drop the message if this program has never called told() for its service.
     if (num_told_.count(frame.token) == 0) {
         ++num_dropped_;
         return;
@@ -270,7 +272,8 @@ void Link::on_tell(const ConnectionPtr& connection, const Frame& frame) {
     if (frame.length == 0) end_payload(connection);
 }
 
-// A peer that tells more than this process takes loses its oldest messages.
+// Stores a message for told(). If the peer's messages need more room than allowed, its oldest
+// messages are dropped.
 void Link::end_tell(link::Peer& peer, const link::Message& message) {
     const auto& bytes = *static_cast<const std::vector<uint8_t>*>(message.owner.get());
     peer.told.push_back({message.token, bytes});

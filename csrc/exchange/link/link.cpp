@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// So much of one connection, before the others have their turn.
+// The most bytes of one connection before the other connections are served.
 constexpr size_t kBytesARead = 1024 * 1024;
 constexpr size_t kBytesAWrite = 512 * 1024;
 constexpr size_t kScratchBytes = 64 * 1024;
@@ -32,7 +32,7 @@ constexpr size_t kMostUnknown = 16;
 constexpr uint64_t kWakeup = 0;
 constexpr uint64_t kListener = 1;
 
-thread_local const Link* served_link = nullptr;  // by this thread
+thread_local const Link* served_link = nullptr;  // the link whose thread this is
 
 std::string closed_by(const Peer& peer, const std::string& text) {
     const bool has_cause = !text.empty() && !link::is_just_closed(text);
@@ -44,7 +44,7 @@ std::string closed_by(const Peer& peer, const std::string& text) {
 std::shared_ptr<Link> Link::open(const std::string& listen, const std::string& advertise,
                                  Limits limits, const std::optional<link::Seed>& seed,
                                  const std::optional<link::Proxy>& proxy) {
-    // In a forked child neither the thread nor the state of the mutexes is ours.
+    // A forked child leaks the link: there its thread does not run, and its mutexes may be locked.
     return std::shared_ptr<Link>(new Link(listen, advertise, limits, seed, proxy), [](Link* link) {
         if (link->is_own_process()) delete link;
     });
@@ -178,14 +178,14 @@ void Link::close() {
     }
     if (shake_thread_.joinable()) shake_thread_.join();
     if (thread_.joinable()) thread_.join();
-    // Whoever holds a closed link, holds no descriptor: Python may collect an object late.
+    // Free the descriptors now: Python may keep the closed link for long.
     const Lock lock(mutex_);
     reserve_.clear();
     epoll_.reset();
     wakeup_.reset();
 }
 
-// Ends a message, whatever its state; returns when nobody touches its memory.
+// Ends a message in any state. Waits until no system call touches the message's memory.
 void Link::end(Lock& lock, const MessagePtr& message, const std::string& error, bool is_aborted) {
     if (message->is_done) return;
     message->is_cancelled = true;
@@ -218,7 +218,7 @@ void Link::loop() {
     linger(lock);
 }
 
-// Waits for something to do, and does it.
+// One pass of the link's thread: waits for events, serves ready connections, and runs the timers.
 void Link::pass(Lock& lock) {
     std::array<epoll_event, 64> events;
     const int timeout = next_timeout(Clock::now());
@@ -230,7 +230,7 @@ void Link::pass(Lock& lock) {
         const epoll_event& event = events[static_cast<size_t>(i)];
         handle_event(lock, event.data.u64, event.events);
     }
-    // Connections that are ready again afterwards have their turn in the next pass.
+    // A connection that becomes ready again while it is served waits for the next pass.
     for (size_t i = ready_.size(); i > 0; --i) {
         const ConnectionPtr connection = ready_.front();
         ready_.pop_front();
@@ -307,7 +307,7 @@ void Link::serve(Lock& lock, const ConnectionPtr& connection) {
             break;
     }
     if (connection->state != State::kOpen) return;
-    // Bytes that arrived before the peer closed the connection still count.
+    // After a failed write, read the bytes that the peer sent before it closed the connection.
     if (connection->is_cut) connection->can_read = true;
     flush(lock, connection, true);
     read(lock, connection);
@@ -318,8 +318,9 @@ void Link::serve(Lock& lock, const ConnectionPtr& connection) {
 
 // ------------------------------------------------------------------------------------- writing
 
-// From any thread: what is small is written by the thread that has it, without a wake-up. Bulk is
-// left to the link's thread.
+// Writes what waits on a connection. Any thread may call it, so that a short message needs no
+// wake-up of the link's thread; only that thread calls it `with_bulk`, for large messages and
+// copies.
 void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
     Connection& it = *connection;
     size_t budget = kBytesAWrite;
@@ -360,7 +361,8 @@ void Link::flush(Lock& lock, const ConnectionPtr& connection, bool with_bulk) {
             it.is_cut = true;
             it.trouble = moved.trouble;
         }
-        // Meanwhile the kernel may have said that there is room again.
+        // If the kernel has reported room during the call (num_writable has changed), can_write
+        // stays set.
         const bool is_full = moved.is_blocked || (!it.session && done > 0 && done < planned);
         if (is_full && it.num_writable == num_writable) {
             it.can_write = false;
@@ -398,7 +400,8 @@ void Link::read(Lock& lock, const ConnectionPtr& connection) {
         const size_t num_bytes = moved.num_bytes;
         received_bytes_ += static_cast<int64_t>(num_bytes);
         budget -= std::min(budget, num_bytes);
-        // A session has read on until the kernel had no more.
+        // Without TLS, a read that is shorter than planned means that the kernel has no more bytes.
+        // A TLS session reports that itself (is_blocked).
         const bool is_short = !it.session && num_bytes > 0 && num_bytes < planned;
         if (moved.is_blocked || (is_short && !it.is_hung_up)) it.can_read = false;
         if (num_bytes > 0) {
@@ -491,14 +494,15 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
     if (kind == FrameKind::kCopy) return on_copy(connection, frame);
     if (kind == FrameKind::kTell) return on_tell(connection, frame);
     if (kind == FrameKind::kBeat) {
-        // The peer wants the connection.
+        // The peer wants this connection, so it does not count as idle.
         connection->peer->idle_since = Clock::now();
         return connection->peer->life.hear_beat(frame, own_clock_.at(Clock::now()));
     }
     connection->has_carried = true;
     if (kind == FrameKind::kData) connection->left = frame.length;
     const ChannelPtr channel = channel_of(*connection->peer, frame);
-    // Credit is for all groups of the channel.
+    // Frames of a group that this process has closed are dropped, but for credit, which is for all
+    // groups of the channel.
     const bool is_wanted =
         channel && (kind == FrameKind::kCredit || channel->closed.count(frame.number) == 0);
     if (!is_wanted) {
@@ -555,8 +559,8 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
     }
 }
 
-// The channel of a frame; null where there is none. A peer may have called groups() before this
-// process: what it says is kept until then.
+// The channel of a frame, or null. If the peer has called connect() before this process, a channel
+// is made here, which keeps the peer's frames until then.
 Link::ChannelPtr Link::channel_of(Peer& peer, const Frame& frame) {
     const auto it = peer.channels.find(frame.token);
     if (it != peer.channels.end()) return it->second;
@@ -591,7 +595,7 @@ bool Link::is_connected(const Peer& peer) {
                        [](const link::Lane& lane) { return lane.own || lane.theirs; });
 }
 
-// Connections have ended, and messages may be lost with them.
+// Fails the channels of a peer that may have lost messages with its ended connections.
 void Link::lose(Lock& lock, Peer& peer, const std::string& text) {
     const std::vector<link::End> ends = std::exchange(peer.ends, {});
     announce();
@@ -602,7 +606,7 @@ void Link::lose(Lock& lock, Peer& peer, const std::string& text) {
                 peer.channels.erase(token);
                 break;
             case Channel::State::kForming:
-                // connect() fails, and tells the peer.
+                // `dead` lets the waiting connect() fail, which tells the peer.
                 if (channel->has_messages()) channel->dead = closed_by(peer, text);
                 channel->forget();
                 break;
@@ -639,7 +643,8 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
     }
     it.target.reset();
     lose_inquiries(it.id);
-    // A caller that writes has its own reference, and closes the descriptor afterwards.
+    // A thread that is writing has its own reference to the connection: the queues must stay as
+    // they are, and the descriptor is closed when it drops the reference.
     if (!it.is_writing) {
         it.control.clear();
         it.messages.clear();
@@ -651,12 +656,13 @@ void Link::disconnect(Lock& lock, const ConnectionPtr& connection, const std::st
     announce();
 }
 
-// Writes what waits, says that no more will come, and reads until the peers have heard it: a socket
-// that is closed with bytes to be read takes back what the peer has not read yet.
+// Writes what waits, shuts the sending side down, and reads until the peers close, for at most a
+// second. A socket that is closed with unread bytes resets its connection, and the peer would lose
+// bytes that it has not read yet.
 void Link::linger(Lock& lock) {
     const auto deadline = Clock::now() + kLinger;
     listener_.reset();
-    // A peer and its dial name each other.
+    // A peer and its dial hold references to each other; stop_dial() breaks the cycle.
     for (const auto& dial : std::vector(dials_)) {
         stop_dial(lock, dial->peer->lanes[static_cast<size_t>(dial->lane)]);
     }

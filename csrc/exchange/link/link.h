@@ -1,13 +1,13 @@
 // One TCP port for all messages of a process: the link to the other members of an exchange.
 //
 // A link has one listening socket, one thread, and for each lane to a peer one or two connections.
-// The connections belong to the peer's process (its nonce) and not to a group: a change of the
-// group opens connections to newcomers only. Both processes dial where both have an address, and
-// each sends over the connection that it dialled; a process that cannot dial sends over the
-// connection that its peer dialled. Two processes that cannot be dialled each dial a relay, which
-// copies bytes. A process with a proxy dials peers and relays through the proxy.
+// A connection belongs to the peer's process, known by its random nonce, and not to a group, so a
+// change of the group opens connections to newcomers only. If both processes have an address, each
+// dials the other, and sends over the connection that it dialled; a process that cannot dial sends
+// over the connection that its peer dialled. Two processes that cannot be dialled both dial a
+// relay, which copies bytes. A process with a proxy dials peers and relays through the proxy.
 //
-// A link with a key speaks TLS only: below the greeting each process proves that it holds an
+// A link with a key speaks TLS only: before the greeting each process proves that it holds an
 // allowed key, and a peer is known by its nonce and its key.
 #pragma once
 
@@ -39,28 +39,28 @@ namespace diloco {
 
 namespace link {
 
-// The attempts to connect a lane.
+// The attempts of this process to connect one lane to a peer. Each address is tried in turn.
 struct Dial {
     std::shared_ptr<Peer> peer{};
     int lane = 0;
     std::vector<Address> addresses{};  // of the peer, of its relay, or of the proxy
     bool is_relayed = false;
     bool is_for_copies = false;
-    bool is_redial = false;  // to learn whether the host refuses; other dials take its place
+    bool is_redial = false;  // made only to learn whether the host refuses; other dials replace it
     std::pair<std::string, std::string> target{};  // host and port of the peer or its relay
-    size_t next = 0;
-    Clock::duration share{};  // for one attempt
+    size_t next = 0;                               // index of the next address to try
+    Clock::duration share{};                       // the longest time of one attempt
     Clock::time_point retry_at{};
-    bool is_over = false;  // there will be no further attempt
-    std::chrono::milliseconds pause{100};
-    ConnectionPtr connection{};
-    std::string trouble{};  // of the last attempt
+    bool is_over = false;                  // there will be no further attempt
+    std::chrono::milliseconds pause{100};  // after all addresses have failed
+    ConnectionPtr connection{};            // of the present attempt; null between attempts
+    std::string trouble{};                 // why the last attempt failed
 
-    // When the attempt under way began.
+    // When the present attempt began.
     Clock::time_point begin() const { return connection->deadline - share; }
 };
 
-// The public keys that may connect. Threads share it.
+// The public keys that may connect. Threads may use a keyring at the same time.
 class Keyring {
   public:
     void replace(std::set<PublicKey> keys) {
@@ -81,16 +81,15 @@ class Keyring {
 struct LaneFacts {
     bool is_own = false;    // this process has dialled the connection
     std::string trouble{};  // why the dial of this process has failed
-    TcpFacts tcp{};         // of the connection
+    TcpFacts tcp{};         // of the connection over which this process sends
 };
 
-// How the others find a process: 32 hexadecimal digits, host:port or "", the public key as 64
-// hexadecimal digits or "", and host:port of the relay where a process without an address waits.
+// How other processes find a process.
 struct Place {
-    std::string nonce{};
-    std::string address{};
-    std::string key{};
-    std::string relay{};
+    std::string nonce{};    // 32 hexadecimal digits
+    std::string address{};  // "host:port", or "" if the process cannot be dialled
+    std::string key{};      // the public key as 64 hexadecimal digits, or ""
+    std::string relay{};    // "host:port" of the relay where a process without an address waits
 };
 
 }  // namespace link
@@ -100,19 +99,20 @@ class Link : public std::enable_shared_from_this<Link> {
     using Clock = link::Clock;
 
     struct Limits {
-        // Connections to processes with which no group has messages live so long.
+        // How long a connection to a process that no group needs stays open.
         std::chrono::milliseconds grace{60000};
+        // How long a new connection may take for its greeting.
         std::chrono::milliseconds greeting{5000};
-        // A connection that messages wait for, and that gives no sign of life, lives so long.
+        // How long messages wait for a connection over which no byte comes, before it is closed.
         std::chrono::milliseconds silence{30000};
-        // connect() looks so often whether the caller has given up, and at clocks of its own.
+        // How often connect() calls `check` and looks at its deadline.
         std::chrono::milliseconds check{100};
     };
 
-    // `listen`: host:port, with brackets around an IPv6 address; port 0 is any free one; "" does
-    // not listen. `advertise`: where the others can dial this process; port 0 is the port that
-    // listens; "": they cannot. `seed`: the private key of this process; without it all is plain.
-    // `proxy`: makes all connections that this process dials.
+    // `listen` is "host:port" with brackets around an IPv6 address; port 0 takes any free port, and
+    // with "" the link does not listen. `advertise` is the address at which others can dial this
+    // process; port 0 means the listening port, and "" that others cannot. `seed` is the private
+    // key of this process; without a seed there is no TLS. All dials go through `proxy`.
     static std::shared_ptr<Link> open(const std::string& listen, const std::string& advertise,
                                       Limits limits,
                                       const std::optional<link::Seed>& seed = std::nullopt,
@@ -124,73 +124,76 @@ class Link : public std::enable_shared_from_this<Link> {
     Link(const Link&) = delete;
     Link& operator=(const Link&) = delete;
 
-    // The others need to know: host:port, and 128 random bits as hexadecimal digits.
+    // Other processes find this one by its address, "host:port" or "", and by its nonce, 128 random
+    // bits as hexadecimal digits.
     const std::string& address() const { return address_; }
     const std::string& nonce() const { return nonce_text_; }
     bool has_key() const { return identity_ != nullptr; }
-    // Only where has_key().
+    // Call only if has_key().
     const link::PublicKey& public_key() const { return identity_->public_key(); }
 
     // Replaces the keys that may connect; at first there are none. Connections of other keys end.
     void allow(std::set<link::PublicKey> keys);
 
-    // Connects the groups of a token, two for each lane: returns the channels to all peers by rank,
-    // null for the own rank. `token` is the same on all members and was never used before. Returns
-    // once every member has called it, else throws one sentence that names each rank that is not
-    // connected at the limit. `check` is called again and again meanwhile, and may throw. Then
-    // close_group() must be called for each group.
+    // Makes 2 * lanes groups of the processes in `peers` (by rank), and returns this process's
+    // channels by rank, null for its own. `token` is equal on all members and was never used
+    // before. Returns once every member has called connect(); after `limit` it throws a sentence
+    // that names each rank which is missing. `check` is called again and again meanwhile, and may
+    // throw. After success, close_group() must be called for each group.
     std::vector<std::shared_ptr<link::Channel>> connect(
         const std::string& token, int rank, const std::vector<link::Place>& peers, int lanes,
         std::chrono::milliseconds limit, const std::function<void()>& check = [] {});
 
-    // Sets the responder to requests of a name; null: none any more. Requests that nothing answers
-    // get an answer without a head.
+    // Sets the responder that answers requests to the service of this name, or removes it (null).
+    // A request without a responder gets an answer with an empty head.
     void set_responder(const std::string& service,
                        const std::shared_ptr<link::Responder>& responder);
     void answer(const link::Request& request, std::vector<uint8_t> head, link::Body body);
 
-    // Connects this process to others outside of groups, and keeps dialling until the next call for
-    // this name, which has others. Returns at once: for each peer why it is not connected so far,
-    // empty where it is. A call redials what has ended. A peer that cannot be dialled may dial.
+    // Connects this process to `peers` outside of groups, on behalf of `service`. The link keeps
+    // dialling until the next call for this service, which replaces the list. Returns at once: for
+    // each peer the reason why it is not connected yet, or "". A call redials connections that have
+    // ended. A peer that cannot be dialled may dial this process.
     std::vector<std::string> reach(const std::string& service,
                                    const std::vector<link::Place>& peers);
-    // Asks a process that is connected; returns the number of the request, 0 without a connection.
-    // An answer with a longer body counts as none.
+    // Sends a request to a connected process. Returns the request's number, its ticket, or 0
+    // without a connection. If the answer's body has more than `most_bytes`, the reply is empty.
     uint32_t request(const link::Place& peer, const std::string& service,
                      const std::vector<uint8_t>& bytes, uint64_t most_bytes);
-    // Waits for the first answer of this name, then returns all that have come.
+    // Waits until a reply to a request of this service is there, then returns all such replies.
     std::vector<link::Reply> replies(const std::string& service, std::chrono::milliseconds timeout);
-    // Bytes that have come so far of the bodies of open requests.
+    // The number of bytes that have arrived so far of the bodies of these requests' answers.
     uint64_t arrived(const std::vector<uint32_t>& tickets) const;
-    // No answer is wanted any more.
+    // Drops these requests: their answers are not wanted any more.
     void forget(const std::vector<uint32_t>& tickets);
 
-    // Says to the others, in its next beats, how far this process is. From any thread; waits for
-    // nothing.
+    // Sets the progress of this process that its next beats tell the others. Any thread may call
+    // it; it never waits.
     void set_progress(uint64_t inner_step, link::Phase phase);
-    // The life of each process that a group has, or that reach() has asked for.
+    // The signs of life of each process that is in a group with this one or in a list of reach().
     std::vector<link::PeerLife> life() const;
 
-    // Sends a message of at most 64 KiB, ahead of all bulk; false without a connection, or where a
-    // MiB of messages waits for that process. Messages over one connection keep their order, and
-    // are lost with the connection.
+    // Sends a message of at most 64 KiB to the process, ahead of payloads. Returns false without a
+    // connection, or if 1 MiB of messages waits for that process already. Messages over one
+    // connection keep their order, and are lost with the connection.
     bool tell(const std::string& nonce, const std::string& service,
               const std::vector<uint8_t>& bytes);
-    // Waits for the first message of this name, then returns all: who has sent it, and its bytes.
-    // Messages that have come before the first call are lost; so are the oldest messages of a
-    // process that has a MiB of them waiting here.
+    // Waits until a message to this service is there, then returns all such messages: the nonce of
+    // the sender and the bytes. Messages that arrive before the first call are lost. At most 1 MiB
+    // of messages of one sender wait here; then the oldest are lost.
     std::vector<std::pair<std::string, std::vector<uint8_t>>> told(
         const std::string& service, std::chrono::milliseconds timeout);
 
-    // Takes a connection that a process has dialled elsewhere for this one: at a relay.
+    // Accepts a connection that another process has dialled to this one at a relay.
     void adopt(Descriptor fd);
 
-    // Ends all works and connections. Messages that are written already still arrive.
+    // Ends all messages and connections. Bytes that are with the kernel already still arrive.
     void close();
 
-    // "rtt_us": the longest round trip, and "retransmits": all that TCP has sent again.
+    // Counters by name. "rtt_us" is the longest TCP round trip of the open connections, and
+    // "retransmits" the number of TCP segments sent again.
     std::map<std::string, int64_t> counters() const;
-    // By lane; empty where this process knows none of the nonce.
+    // The connections to the process of this nonce, by lane; empty if the process is unknown.
     std::vector<link::LaneFacts> lanes(const std::string& nonce) const;
 
     // False in a forked child, where the link's thread does not exist and its descriptors are
@@ -198,11 +201,11 @@ class Link : public std::enable_shared_from_this<Link> {
     bool is_own_process() const;
     void check_process() const;
 
-    // For groups and their works.
+    // The functions below are for LinkGroup and its c10d works.
     void post(link::Channel& channel, const link::MessagePtr& message);
     bool wait(const link::MessagePtr& message, std::chrono::milliseconds timeout);
     bool is_done(const link::Message& message) const;
-    // After the return nobody touches the message's memory.
+    // Cancels a message. After the return the link does not touch the message's memory.
     void cancel(const link::MessagePtr& message);
     void close_group(int number, const std::vector<std::shared_ptr<link::Channel>>& channels);
 
@@ -222,15 +225,15 @@ class Link : public std::enable_shared_from_this<Link> {
         std::vector<PeerPtr> peers{};     // null for the own rank
         std::vector<ChannelPtr> channels{};
         std::vector<std::string> addresses{};
-        std::vector<std::pair<std::string, std::string>> targets{};  // whom this process dials
-        std::vector<std::vector<Address>> found{};                   // there, or the proxy's
-        std::vector<bool> are_relayed{};  // no address of this pair can be dialled
+        std::vector<std::pair<std::string, std::string>> targets{};  // host and port to dial
+        std::vector<std::vector<Address>> found{};  // addresses of the target, or of the proxy
+        std::vector<bool> are_relayed{};            // both processes of the pair dial a relay
     };
 
     Link(const std::string& listen, const std::string& advertise, Limits limits,
          const std::optional<link::Seed>& seed, const std::optional<link::Proxy>& proxy);
 
-    // link.cpp: the thread, and bytes.
+    // link.cpp: the link's thread, reading and writing.
     void loop();
     int next_timeout(Clock::time_point now) const;
     void handle_event(Lock& lock, uint64_t id, uint32_t events);
@@ -241,7 +244,7 @@ class Link : public std::enable_shared_from_this<Link> {
     void read(Lock& lock, const ConnectionPtr& connection);
     void parse(Lock& lock, const ConnectionPtr& connection);
     void begin_frame(Lock& lock, const ConnectionPtr& connection);
-    // Asks for a sign of life.
+    // Sends a kPing, which the peer's link answers.
     void ping(const ConnectionPtr& connection);
     void on_frame(Lock& lock, const ConnectionPtr& connection, const link::Frame& frame,
                   const uint8_t* payload);
@@ -249,7 +252,7 @@ class Link : public std::enable_shared_from_this<Link> {
     ChannelPtr channel_of(link::Peer& peer, const link::Frame& frame);
     void mark_ready(const ConnectionPtr& connection);
     void wake();
-    // Lets connect() look again.
+    // Wakes connect(), which checks again whether all members are connected.
     void announce();
     void end(Lock& lock, const link::MessagePtr& message, const std::string& error,
              bool is_aborted = false);
@@ -353,7 +356,7 @@ class Link : public std::enable_shared_from_this<Link> {
     link::Nonce nonce_{};
     std::string nonce_text_;
     std::string address_;
-    std::shared_ptr<link::Identity> identity_;  // null: all is plain
+    std::shared_ptr<link::Identity> identity_;  // null: this link has no key, and uses no TLS
     const std::optional<link::Proxy> proxy_;
     const std::shared_ptr<link::Keyring> allowed_ = std::make_shared<link::Keyring>();
     Descriptor epoll_, wakeup_, listener_;
@@ -361,37 +364,38 @@ class Link : public std::enable_shared_from_this<Link> {
     std::mutex call_mutex_;   // connect() runs once at a time
     std::mutex close_mutex_;  // and close()
     mutable std::mutex mutex_;
-    std::condition_variable changed_;  // for connect()
+    std::condition_variable changed_;  // wakes connect()
     uint64_t num_changes_ = 0;         // calls of announce()
-    std::condition_variable io_done_;  // for cancel()
+    std::condition_variable io_done_;  // wakes cancel()
     int num_cancelling_ = 0;
     bool is_closing_ = false;
     bool is_woken_ = false;
     uint64_t last_id_ = 1;
     std::unordered_map<uint64_t, ConnectionPtr> connections_;
-    std::deque<ConnectionPtr> ready_;
-    link::Strangers strangers_;  // that have not greeted yet
+    std::deque<ConnectionPtr> ready_;  // connections that may be read or written now
+    link::Strangers strangers_;        // accepted connections that have not greeted yet
     const size_t most_strangers_ = link::most_strangers();
     link::Reserve reserve_;
     std::map<link::PeerId, PeerPtr> peers_;
-    std::condition_variable shake_due_;  // for the thread for handshakes
-    std::deque<ConnectionPtr> shakes_;   // own dials before strangers
+    std::condition_variable shake_due_;  // wakes shake_thread_
+    std::deque<ConnectionPtr> shakes_;   // waiting for shake_thread_; own dials before strangers
     bool has_new_keys_ = false;
     std::string last_refusal_;  // why a connection that came was refused
     Clock::time_point refused_at_{};
     std::vector<std::shared_ptr<link::Dial>> dials_;
-    bool has_proxy_answered_ = false;  // in this call
+    bool has_proxy_answered_ = false;  // since the present call of connect() began
     std::deque<uint64_t> closed_tokens_;
-    Clock::time_point accept_at_{};  // no descriptor was left: accept again then
+    Clock::time_point accept_at_{};  // when to accept again after no descriptor was left
     bool is_accepting_ = true;
     Clock::time_point next_sweep_{};
-    std::vector<uint8_t> scratch_;  // what nobody wants is read into it
+    std::vector<uint8_t> scratch_;  // payloads that nobody wants are read into it
 
-    std::map<uint64_t, std::weak_ptr<link::Responder>> responders_;  // by the hash of the name
-    std::map<link::PeerId, Clock::time_point> unknown_hosts_;        // when to look them up again
-    std::map<uint64_t, std::set<link::PeerId>> reached_;             // by the same
-    std::map<uint64_t, std::vector<link::Reply>> replies_;           // by the same
-    std::map<uint32_t, link::Inquiry> inquiries_;                    // by ticket
+    // Keys of 64 bits are hashes of the service's name.
+    std::map<uint64_t, std::weak_ptr<link::Responder>> responders_;
+    std::map<link::PeerId, Clock::time_point> unknown_hosts_;  // when to look them up again
+    std::map<uint64_t, std::set<link::PeerId>> reached_;
+    std::map<uint64_t, std::vector<link::Reply>> replies_;
+    std::map<uint32_t, link::Inquiry> inquiries_;  // by ticket
     std::condition_variable replied_;
     uint32_t last_ticket_ = 0;
     link::CopyShare share_;
@@ -401,7 +405,8 @@ class Link : public std::enable_shared_from_this<Link> {
     link::OwnClock own_clock_{Clock::now()};
     Clock::time_point next_beat_{};
     uint32_t num_beats_ = 0;
-    std::map<uint64_t, size_t> num_told_;  // messages that wait, by the hashes of known names
+    // The number of waiting messages by the hash of the service's name, once told() has asked.
+    std::map<uint64_t, size_t> num_told_;
 
     int64_t num_strangers_ = 0;
     int64_t num_dropped_ = 0;
@@ -410,7 +415,8 @@ class Link : public std::enable_shared_from_this<Link> {
     int64_t sent_bytes_ = 0;
     int64_t received_bytes_ = 0;
     std::thread thread_;
-    std::thread shake_thread_;  // of a link with keys: a handshake takes the time of many messages
+    // Runs the TLS handshakes of a link with a key: one takes as long as many messages.
+    std::thread shake_thread_;
 };
 
 }  // namespace diloco

@@ -18,8 +18,8 @@ std::atomic<uint64_t> forks{0};
 std::atomic<bool> cleans_up{false};
 std::atomic<int> num_uses{0};
 
-// OpenSSL calls this function before it frees anything. The time is bounded, because the thread
-// that ends the process may stand within a call itself, in a handler of a signal.
+// OpenSSL calls this function at the end of the process, before it frees anything. The wait is
+// bounded: a signal handler may end the process on a thread that holds a Use itself.
 void wait_for_uses() {
     cleans_up.store(true);
     for (int i = 0; i < 1000 && num_uses.load() != 0; ++i) {
@@ -27,7 +27,7 @@ void wait_for_uses() {
     }
 }
 
-// The threads of the parent that were within are not in the child.
+// Resets the count in a forked child, where the parent's threads that held a Use do not exist.
 void enter_child() {
     forks.fetch_add(1);
     num_uses.store(0);
@@ -41,8 +41,8 @@ Functions load() {
     const auto find_in = [](void* library) {
         return [library](const char* name) { return dlsym(library, name); };
     };
-    // A Python may contain OpenSSL itself; what shows there of an OpenSSL that is not whole, or of
-    // another library with such names, does not count.
+    // OpenSSL may be linked into the Python program itself. If some functions are missing there, or
+    // belong to another library, the shared library is used.
     void* const program = dlopen(nullptr, RTLD_NOW);
     if (program != nullptr && dlsym(program, "SSL_new") != nullptr) {
         try {
@@ -69,7 +69,8 @@ struct Loaded {
     }
 };
 
-// The numbers of <openssl/sslerr.h>. 1000 and above: an alert by which the peer has ended it.
+// Error numbers of <openssl/sslerr.h> in plain words. Numbers from 1000 on are 1000 plus the number
+// of the TLS alert with which the peer has ended the connection.
 struct Reason {
     unsigned long number;
     const char* sentence;
@@ -98,7 +99,7 @@ constexpr std::array<Reason, 21> kReasons{{
     {1120, "the peer speaks TLS, but no link"},
 }};
 
-// How OpenSSL 3 packs an error.
+// The fields of an OpenSSL 3 error code.
 constexpr unsigned long kLibraryOfSsl = 20;
 constexpr unsigned long library_of(unsigned long error) { return (error >> 23) & 0xff; }
 constexpr unsigned long reason_of(unsigned long error) { return error & 0x7fffff; }
@@ -116,7 +117,8 @@ Functions find_functions(const std::string& library,
         }
         return function;
     };
-    // The version first: it says more than a missing name.
+    // Check the version first: an error about an old version says more than one about a missing
+    // function.
     found.OpenSSL_version_num =
         reinterpret_cast<unsigned long (*)()>(find_one("OpenSSL_version_num"));
     const unsigned long version = found.OpenSSL_version_num();
@@ -146,8 +148,8 @@ struct OwnContext {
 }  // namespace
 
 OSSL_LIB_CTX* own_context() {
-    // No mutex: another thread may hold it when this process forks. A child does not use what its
-    // parent has made, because OpenSSL's locks may be held there for ever.
+    // An atomic pointer and no mutex, which another thread could hold while this process forks. A
+    // child makes its own context, because locks in the parent's may stay held for ever.
     static std::atomic<OwnContext*> own{nullptr};
     OwnContext* known = own.load(std::memory_order_acquire);
     if (known != nullptr && known->num_forks == num_forks()) return known->context;
@@ -156,7 +158,7 @@ OSSL_LIB_CTX* own_context() {
     if (made == nullptr) return nullptr;
     auto* const mine = new OwnContext{num_forks(), made};
     if (own.compare_exchange_strong(known, mine, std::memory_order_acq_rel)) return made;
-    // Another thread was faster. No thread has used this one.
+    // Another thread has made the context first. This one was never used, so it may be freed.
     ssl.OSSL_LIB_CTX_free(made);
     delete mine;
     return known->context;
@@ -164,8 +166,9 @@ OSSL_LIB_CTX* own_context() {
 
 uint64_t num_forks() { return forks.load(std::memory_order_relaxed); }
 
-// Sequentially consistent, as are all accesses to these two: a thread counts itself before it asks,
-// and the end of the process is told before the count is read.
+// All accesses to cleans_up and num_uses are sequentially consistent: a thread raises num_uses
+// before it reads cleans_up, and wait_for_uses() sets cleans_up before it reads num_uses. So no
+// thread goes on unseen.
 bool is_over() { return cleans_up.load(); }
 
 Use::Use() { num_uses.fetch_add(1); }

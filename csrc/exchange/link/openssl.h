@@ -10,7 +10,7 @@
 
 namespace diloco::link {
 
-// The text is one plain sentence.
+// An error of TLS or OpenSSL. The text is one plain sentence.
 class TlsError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
@@ -37,7 +37,8 @@ struct X509_STORE_CTX;
 using AlpnChoice = int (*)(SSL*, const unsigned char** out, unsigned char* out_length,
                            const unsigned char* in, unsigned in_length, void*);
 
-// DO(result, name, parameters) for each function: what <openssl/ssl.h> of version 3.0 declares.
+// Calls DO(result, name, parameters) for each OpenSSL function that is used, with the types of
+// <openssl/ssl.h> of version 3.0.
 #define DILOCO_OPENSSL_FUNCTIONS(DO)                                                               \
     DO(unsigned long, OpenSSL_version_num, ())                                                     \
     DO(int, OPENSSL_atexit, (void (*)()))                                                          \
@@ -119,29 +120,29 @@ struct Functions {
 #undef DILOCO_DECLARE
 };
 
-// All functions by `find`, which returns null for an unknown name; throws TlsError where a function
-// is missing or the version is older than 3.0. `library`: for the message.
+// Looks up all functions by `find`, which returns null for an unknown name. Throws TlsError if a
+// function is missing or the version is older than 3.0; the error names `library`.
 Functions find_functions(const std::string& library, const std::function<void*(const char*)>& find);
 
-// The functions of this process's library, which is loaded at the first call; throws TlsError.
-// Where Python has a libssl of its own, `import ssl` must come first: this finds what is loaded.
+// The functions of this process's OpenSSL, which is loaded at the first call; throws TlsError. If
+// Python brings a libssl of its own, `import ssl` must come first, so that this libssl is found.
 const Functions& functions();
 
-// The context of OpenSSL for all links of this process, apart from what else uses OpenSSL in it: no
-// file of settings, no other provider; null where OpenSSL makes none. The context is never freed:
-// OpenSSL keeps a state of each thread that has used it, and looks into the context when the thread
-// ends, also where another thread has freed it meanwhile.
+// OpenSSL's library context for all links of this process, separate from other users of OpenSSL:
+// without their configuration file and providers. Null if OpenSSL cannot make one. The context is
+// never freed: when a thread that has used it ends, OpenSSL looks into the context again, even if
+// another thread had freed it.
 OSSL_LIB_CTX* own_context();
 
-// Counts the forks between the first process and this one: what OpenSSL has made before a fork
-// must not be used after it.
+// The number of forks between the first process and this one. Objects that OpenSSL has made before
+// a fork must not be used after it.
 uint64_t num_forks();
 
-// Whether OpenSSL cleans up, because the process ends: nothing of it may be called any more.
+// Whether OpenSSL cleans up because the process ends: none of its functions may be called any more.
 bool is_over();
 
-// A thread that calls OpenSSL holds a Use meanwhile, and asks is_over() after it has one: at the
-// end of the process OpenSSL cleans up when no other thread is within, or after a second.
+// A thread holds a Use while it calls OpenSSL, and checks is_over() after it has made the Use. At
+// the end of the process OpenSSL's clean-up waits until no Use is left, for at most a second.
 class Use {
   public:
     Use();

@@ -15,9 +15,10 @@ namespace diloco::link {
 namespace {
 
 constexpr char kHttpBegin[] = "HTTP/1.";
-constexpr size_t kStatusAt = 9, kStatusEnd = 12;  // in "HTTP/1.1 200 Connection established"
+// Where the status stands in "HTTP/1.1 200 Connection established".
+constexpr size_t kStatusAt = 9, kStatusEnd = 12;
 constexpr size_t kMostShown = 120;
-constexpr size_t kMostField = 255;  // bytes of a SOCKS field whose length is one byte
+constexpr size_t kMostField = 255;  // the longest SOCKS field: its length is one byte
 
 constexpr char kSocks = 5, kSignInVersion = 1;
 constexpr char kNoSignIn = 0, kByPassword = 2;
@@ -41,7 +42,7 @@ std::string base64(const std::string& bytes) {
     return text;
 }
 
-// A name with its length before.
+// A SOCKS field: one byte with the length, then the text.
 std::string field(const std::string& text) { return static_cast<char>(text.size()) + text; }
 
 // Whether a text has no white space, no control character and no byte beyond ASCII.
@@ -50,7 +51,7 @@ bool is_plain(const std::string& text) {
            std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c < 0x7f; });
 }
 
-// Where the head of an HTTP answer ends, behind its empty line; 0 where that has not come.
+// Where the head of an HTTP answer ends, behind its empty line; 0 if that line has not come.
 size_t end_of_head(const std::string& text) {
     size_t end = 0;
     for (size_t at = 0; (end = text.find('\n', at)) != std::string::npos; at = end + 1) {
@@ -82,7 +83,7 @@ std::string words_of(uint8_t reply) {
     }
 }
 
-// Whether another attempt may have another end.
+// Whether another attempt may succeed after this SOCKS reply code.
 bool may_pass(uint8_t reply) { return reply == 1 || (reply >= 3 && reply <= 6); }
 
 }  // namespace
@@ -202,7 +203,7 @@ void ProxyRequest::read_http() {
         if (head > 0) grant(head);
         return;
     }
-    // The reason is a text of the proxy's: it may be anything, also what this process has sent.
+    // The proxy chooses the text of the reason. If it echoes the password, only the status is kept.
     const bool is_echo = !proxy_.password.empty() && line.find(proxy_.password) != line.npos;
     line.resize(is_echo ? kStatusEnd : std::min(line.size(), kMostShown));
     std::replace_if(line.begin(), line.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
@@ -244,7 +245,7 @@ void ProxyRequest::read_reply() {
     if (const uint8_t reply = byte_of(input_, 1); reply != 0) {
         return fail(proxy_.name() + " refused: " + words_of(reply), !may_pass(reply));
     }
-    // The address at which the proxy has dialled is of no use here, but for its length.
+    // The address in the proxy's reply is not needed, only its length.
     if (input_.size() <= kHead) return;
     size_t num_bytes = kHead + kPort;
     switch (input_[kHead - 1]) {
@@ -268,7 +269,7 @@ void ProxyRequest::grant(size_t num_bytes) {
     step_ = Step::kGranted;
 }
 
-// Takes the whole of an answer; returns whether nothing came behind.
+// Removes a complete answer from the input; returns whether no further bytes follow it.
 bool ProxyRequest::take(size_t num_bytes) {
     input_.erase(0, num_bytes);
     if (input_.empty()) return true;
@@ -300,7 +301,7 @@ Dialled dial_through(const Proxy& proxy, const std::string& host, const std::str
     result.trouble = "its host has no address";
     const auto addresses = look_up(proxy.host, proxy.port, AI_NUMERICSERV);
     for (size_t i = 0; i < addresses.size() && !result.fd; ++i) {
-        // An address that is silent leaves the others their share of the time.
+        // Each address gets an equal share of the time that is left, in case it does not answer.
         const auto now = std::chrono::steady_clock::now();
         const auto share = (end - now) / static_cast<int64_t>(addresses.size() - i);
         result.fd = dial(addresses[i], now + share, result.trouble);

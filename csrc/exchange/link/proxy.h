@@ -1,6 +1,6 @@
-// A proxy on the way out of a site, which makes the connections that a process asks for: HTTP
-// CONNECT (RFC 9110, section 9.3.6, and RFC 7617) and SOCKS5 (RFC 1928 and RFC 1929). The names of
-// targets are looked up by the proxy.
+// A proxy that connects a process to targets outside of its site, by HTTP CONNECT (RFC 9110,
+// section 9.3.6, and RFC 7617) or SOCKS5 (RFC 1928 and RFC 1929). The proxy looks up the names of
+// the targets.
 #pragma once
 
 #include <chrono>
@@ -19,15 +19,15 @@ struct Proxy {
     std::optional<std::string> user{};
     std::string password{};
 
-    // For messages, which never have the password.
+    // Texts for errors; they never contain the password.
     std::string name() const;
     std::string unreachable(const std::string& why) const;
     std::string silent() const;
 };
 
-// The request for one connection to a target. The caller has the connection to the proxy: it sends
-// what is due, and feeds what the proxy has answered. Until the request is granted, nobody but the
-// proxy can speak, because all protocols behind begin with the dialler.
+// The request for one connection to a target. The caller owns the connection to the proxy: it sends
+// the bytes of take_due(), and passes the proxy's answers to feed(). Until the request is granted,
+// all bytes that arrive are the proxy's, because the link's protocols let the dialler speak first.
 class ProxyRequest {
   public:
     // An answer with more bytes is refused.
@@ -35,19 +35,19 @@ class ProxyRequest {
 
     ProxyRequest(const Proxy& proxy, const std::string& host, const std::string& port);
 
-    // The bytes to be sent now; each call returns other bytes.
+    // Returns the bytes to be sent now, and removes them.
     std::string take_due();
     void feed(const void* data, size_t num_bytes);
-    // The proxy has closed the connection.
+    // Call when the proxy has closed the connection.
     void end();
 
     // From now on the bytes travel to the target and back.
     bool is_granted() const { return step_ == Step::kGranted; }
     // Why the request has failed, in one sentence; empty while it has not.
     const std::string& trouble() const { return trouble_; }
-    // Whether the proxy would answer the same again, whatever becomes of the target.
+    // Whether another attempt would fail in the same way, even if the target changes.
     bool is_final() const { return is_final_; }
-    // Whether the proxy has refused the user or the password, and so every request.
+    // Whether the proxy has refused the user or the password, so that every request would fail.
     bool is_about_user() const { return is_about_user_; }
 
   private:
@@ -74,9 +74,9 @@ class ProxyRequest {
     bool is_about_user_ = false;
 };
 
-// The result of a dial that waits.
+// The result of dial_through(), which blocks.
 struct Dialled {
-    Descriptor fd{};  // connected, and non-blocking; none where there is trouble
+    Descriptor fd{};  // connected and non-blocking; empty after an error, which `trouble` names
     std::string trouble{};
     bool is_final = false;
 };

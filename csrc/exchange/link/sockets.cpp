@@ -25,7 +25,7 @@ Address copy_of(const sockaddr* address, socklen_t length) {
     return copy;
 }
 
-// Null where the interface has no address, or there is no such interface.
+// The address of a network interface; null if it has none or does not exist.
 std::optional<Address> address_of_interface(const std::string& name) {
     ifaddrs* all = nullptr;
     if (getifaddrs(&all) != 0) return std::nullopt;
@@ -42,7 +42,7 @@ std::optional<Address> address_of_interface(const std::string& name) {
     return found;
 }
 
-// Host and port as numbers; empty where the address is none of the internet's.
+// Host and port of an address as texts of numbers; empty if it is no internet address.
 std::pair<std::string, std::string> numbers_of(const Address& address) {
     char host[NI_MAXHOST];
     char port[NI_MAXSERV];
@@ -166,7 +166,7 @@ std::optional<std::pair<std::string, std::string>> split_place(const std::string
 int listen_at(const Address& address) {
     const int fd = socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) return -1;
-    // The port of a process that has just ended can be used again.
+    // SO_REUSEADDR: the port of a process that has just ended can be used again at once.
     const int yes = 1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
     if (bind(fd, address.get(), address.length) == 0 && listen(fd, kBacklog) == 0) return fd;
@@ -205,7 +205,7 @@ bool is_ready(int fd, short event, std::chrono::steady_clock::time_point end) {
         const auto left =
             std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
         if (left.count() <= 0) return false;
-        // poll() takes an int; a longer time comes in several parts.
+        // poll() takes an int of milliseconds, so a longer time needs several calls.
         const int most = static_cast<int>(std::min<int64_t>(left.count(), 1 << 30));
         const int num_ready = poll(&one, 1, most);
         if (num_ready > 0 || (num_ready < 0 && errno != EINTR)) return num_ready > 0;

@@ -1,5 +1,5 @@
-// Addresses and sockets: where this host listens, how an address is written, and descriptors that
-// forked children do not keep.
+// Addresses and sockets: the addresses of this host, their text, and descriptors that forked
+// children do not keep open.
 #pragma once
 
 #include <netinet/in.h>
@@ -23,33 +23,34 @@ struct Address {
     const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
 };
 
-// All addresses of a host; empty where it has none.
+// All addresses of a host; empty if the host is unknown. `flags` are AI_ flags of getaddrinfo().
 std::vector<Address> look_up(const std::string& host, const std::string& port, int flags);
 
-// Where gloo would listen, best first: on `interface` (the first of a comma-separated list), else
-// at the address of the host's name, else on loopback. The ports are 0.
+// The addresses at which gloo would listen, best first: at `interface` (the first of a
+// comma-separated list), else at the address of the host's name, else at loopback. The ports are 0.
 std::vector<Address> own_addresses(const std::string& interface);
 
-// The first of the above on which this process can listen, without a port and without brackets.
+// The first of own_addresses() at which this process can listen, without port and brackets.
 std::string own_host(const std::string& interface);
 
-// "host:port", and "[host]:port" where the host has colons of its own.
+// "host:port", or "[host]:port" if the host contains colons, as IPv6 addresses do.
 std::string name_of_place(const std::string& host, const std::string& port);
 std::string name_of_address(const Address& address);
 std::string name_of_socket(int fd);
 std::string name_of_peer(int fd);
 
-// Whether the peer has closed a connection with bytes unread: an end like any other.
+// Whether an errno says that the peer has closed the connection before it has read all bytes. Such
+// an end counts as any other end.
 inline bool is_reset(int error) { return error == ECONNRESET || error == EPIPE; }
 
-// Host (without brackets) and port; null where the text is no "host:port".
+// Host (without brackets) and port; null if the text is not "host:port".
 std::optional<std::pair<std::string, std::string>> split_place(const std::string& text);
 
-// A non-blocking socket that listens; -1 and errno where it cannot.
+// Returns a non-blocking socket that listens at the address, or -1 and errno.
 int listen_at(const Address& address);
 
-// An open descriptor. A child of fork() does not keep it: what else lives on in a child, such as a
-// loader's worker, would keep the connections of a killed process alive.
+// An open descriptor, which is closed in a child of fork(). Else a child that outlives its parent,
+// such as a DataLoader's worker, would keep the connections of a killed process open.
 class Descriptor {
   public:
     Descriptor() = default;
@@ -78,19 +79,21 @@ class Descriptor {
     pid_t pid_ = -1;
 };
 
-// The kernel's view of a TCP connection; empty and 0 where the kernel does not know.
+// The kernel's view of a TCP connection; empty and 0 if the kernel does not tell.
 struct TcpFacts {
-    std::string congestion{};   // the name of its congestion control
-    uint32_t num_segments = 0;  // with data, that were sent
+    std::string congestion{};   // the name of the congestion control
+    uint32_t num_segments = 0;  // segments with data that were sent
     uint32_t num_sent_again = 0;
-    uint32_t round_trip_us = 0;  // smoothed
+    uint32_t round_trip_us = 0;  // smoothed round-trip time in microseconds
 };
 TcpFacts tcp_facts_of(int fd);
 
-// Waits until a descriptor is ready for an event of poll(); false where `end` comes first.
+// Waits until a descriptor is ready for an event of poll(), at most until `end`. Returns whether it
+// is ready.
 bool is_ready(int fd, short event, std::chrono::steady_clock::time_point end);
 
-// A non-blocking socket that is connected, until `end`; none and the reason where that fails.
+// Connects to an address until `end`. Returns a non-blocking socket, or none and the error in
+// `trouble`.
 Descriptor dial(const Address& address, std::chrono::steady_clock::time_point end,
                 std::string& trouble);
 

@@ -9,7 +9,8 @@
 namespace diloco::link {
 namespace {
 
-// Some programs close all numbers up to the limit when they start, so no child gets a larger limit.
+// The limit stays below this number, because children inherit it, and some programs close all
+// descriptors up to the limit when they start.
 constexpr rlim_t kMostDescriptors = 1 << 20;
 constexpr size_t kReserve = 16;
 

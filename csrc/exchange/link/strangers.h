@@ -1,5 +1,5 @@
-// Strangers: connections that came, and whose peers have not shown yet that they may come in. And
-// the descriptors of a process that listens, which strangers take.
+// Strangers are accepted connections whose peers have not yet shown that they are allowed. They use
+// up file descriptors, so this file limits both.
 #pragma once
 
 #include <cerrno>
@@ -13,9 +13,9 @@
 
 namespace diloco::link {
 
-// Where strangers wait. Newcomers are accepted at once; when there are too many, choose() names the
-// stranger that has to go. The host with most strangers loses one, so no host keeps the others out.
-// An allowed peer speaks as soon as its connection is there, so silent strangers go first.
+// The list of strangers. New connections are accepted at once; when there are too many strangers,
+// choose() names the one to be closed. It belongs to the host with the most strangers, so that no
+// host can keep others out. Silent strangers go first: an allowed peer speaks at once.
 //
 // The caller numbers the strangers from 1 in the order in which they came.
 class Strangers {
@@ -24,17 +24,17 @@ class Strangers {
     void add(uint64_t id, std::string origin);
     void remove(uint64_t id) { all_.erase(id); }
 
-    // A byte of this stranger has come. Returns whether the stranger counted as silent before.
+    // Notes that a stranger has sent a byte. Returns whether it was silent before.
     bool hear(uint64_t id);
 
     bool empty() const { return all_.empty(); }
     size_t size() const { return all_.size(); }
-    // 0 where there is no stranger.
+    // The id of the oldest stranger, or 0 without strangers.
     uint64_t oldest() const { return all_.empty() ? 0 : all_.begin()->first; }
 
-    // The host with most strangers loses its oldest silent one, or its oldest one where all of them
-    // have spoken; where several hosts have most, a host with a silent one. 0 where there is no
-    // stranger.
+    // The id of the stranger to close, or 0 without strangers: the oldest silent stranger of the
+    // host with the most strangers, or its oldest if all of them have spoken. Among several such
+    // hosts, hosts with a silent stranger come first.
     uint64_t choose() const;
 
   private:
@@ -45,16 +45,16 @@ class Strangers {
 
     struct Host {
         size_t count = 0;
-        uint64_t silent = 0, spoken = 0;  // the oldest of each; 0 where there is none
+        uint64_t silent = 0, spoken = 0;  // ids of the oldest silent and spoken stranger, or 0
 
         uint64_t chosen() const { return silent != 0 ? silent : spoken; }
         bool is_worse_than(const Host& other) const;
     };
 
-    std::map<uint64_t, Stranger> all_;  // by age
+    std::map<uint64_t, Stranger> all_;  // by id, so the oldest comes first
 };
 
-// The address of a connection's peer, without port and brackets; "" where the peer is gone.
+// The address of a connection's peer, without port and brackets; "" if the peer is gone.
 std::string origin_of(int fd);
 
 // Whether a call has failed because this process, or this machine, has no descriptor or no memory
@@ -66,18 +66,18 @@ inline bool is_exhausted(int error) {
 // Raises the number of descriptors that this process may have as far as allowed, and returns the
 // number.
 int64_t raise_descriptors();
-// A quarter of the descriptors may belong to strangers, at most 256: the program needs some, too.
+// The most strangers: a quarter of the descriptors, from 16 to 256. The program needs the others.
 size_t most_strangers();
 
-// Descriptors for the time when no other descriptor is left. A process that listens still takes
-// some connections then, and so sees which of the strangers speak.
+// Descriptors that are kept back for the time when no other is left. Then a listening process
+// can still accept some connections, and so learn which strangers speak.
 class Reserve {
   public:
-    // Opens what is missing, as far as this process may.
+    // Opens descriptors until the reserve is full, or none is left.
     void fill();
-    // Gives one descriptor back to the kernel; false where the reserve is empty.
+    // Closes one descriptor of the reserve; false if the reserve is empty.
     bool release();
-    // Gives all of them back.
+    // Closes all descriptors of the reserve.
     void clear() { kept_.clear(); }
 
   private:

@@ -22,7 +22,7 @@ namespace {
 
 using Outcome = TlsSession::Outcome;
 
-// Names of <openssl/ssl.h>, <openssl/bio.h> and <openssl/x509_vfy.h>.
+// Values of macros in <openssl/ssl.h>, <openssl/bio.h> and <openssl/x509_vfy.h>, under own names.
 constexpr long kTls13 = 0x0304;
 constexpr int kSetMode = 33, kSetReadAhead = 41, kSetSessionCache = 44, kSetMostCertificate = 51;
 constexpr int kSetGroups = 92, kSetSignatures = 98, kSetClientSignatures = 102;
@@ -41,7 +41,8 @@ constexpr int kBioRead = 1, kBioWrite = 2, kBioRetry = 8, kBioAll = 15;
 // A certificate with one key has about 250 bytes.
 constexpr long kMostCertificate = 4096;
 constexpr size_t kReadBytes = 64 * 1024;
-// A key of another TLS service must not open a link: what the handshake signs has this name in it.
+// The ALPN name of the protocol. The handshake signs it, so that a signature made for another TLS
+// service cannot be used to open a link.
 constexpr const char* kProtocol = "diloco-link/1";
 constexpr const char* kIsOver = "the process ends, and OpenSSL with it";
 
@@ -55,10 +56,10 @@ bool has_fast_aes() {
 #endif
 }
 
-// The name with its length before it, as the extension has it.
+// The name with its length in front, as the ALPN extension has it.
 std::string alpn() { return static_cast<char>(std::strlen(kProtocol)) + std::string(kProtocol); }
 
-// Frees at the end of a scope.
+// An OpenSSL object that is freed at the end of a scope.
 template <typename T>
 using Owned = std::unique_ptr<T, void (*)(T*)>;
 
@@ -76,14 +77,14 @@ std::pair<Seed, PublicKey> make_key() {
 
 // -------------------------------------------------------------------------------- callbacks
 
-// OpenSSL calls these functions. Nothing is thrown through it.
+// The functions that OpenSSL calls. They throw nothing, because OpenSSL is written in C.
 struct Callbacks {
     static TlsSession& session_of(const openssl::BIO* bio) {
         const Functions& ssl = openssl::functions();
         return *static_cast<TlsSession*>(ssl.BIO_get_data(const_cast<openssl::BIO*>(bio)));
     }
 
-    // Takes a whole record or nothing: write() has made room for it.
+    // Takes a complete record or nothing; TlsSession::write() has made room for one.
     static int write(openssl::BIO* bio, const char* data, int size) {
         TlsSession& it = session_of(bio);
         it.ssl_.BIO_clear_flags(bio, kBioAll);
@@ -145,7 +146,7 @@ struct Callbacks {
         return 0;
     }
 
-    // The dialler's list must contain our name.
+    // Accepts the connection only if the dialler's list of protocols contains kProtocol.
     static int choose_protocol(openssl::SSL*, const unsigned char** out, unsigned char* out_length,
                                const unsigned char* in, unsigned in_length, void*) {
         const size_t length = std::strlen(kProtocol);
@@ -198,7 +199,7 @@ Identity::Identity(const Seed& seed, uint64_t rekey_bytes)
     const auto set = [&](int command, long value, const char* text = nullptr) {
         return ssl_.SSL_CTX_ctrl(context, command, value, const_cast<char*>(text));
     };
-    // All that the system's file of settings may have put here is overwritten.
+    // Overwrite all settings that the system's OpenSSL configuration may have made.
     check(set(kSetOldest, kTls13) == 1 && set(kSetNewest, kTls13) == 1);
     ssl_.SSL_CTX_set_security_level(context, 2);
     const char* const aes_first = "TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256";
@@ -227,7 +228,7 @@ Identity::Identity(const Seed& seed, uint64_t rekey_bytes)
 }
 
 Identity::~Identity() {
-    // OpenSSL's locks may be held for ever in a child; the memory is the parent's loss, not ours.
+    // Do not free in a forked child, where OpenSSL's locks may stay held for ever.
     const openssl::Use use;
     if (openssl::is_over() || openssl::num_forks() != num_forks_) return;
     ssl_.SSL_CTX_free(context_);
@@ -369,7 +370,7 @@ Outcome TlsSession::judge(int result) {
     if (error == kWantWrite) return Outcome::kWantsWrite;
     const bool is_greeting = state_ == State::kGreeting;
     const std::string trouble = openssl::take_trouble(ssl_);
-    // An alert may tell the peer why; whether it leaves does not matter any more.
+    // Try to send a pending alert, which tells the peer why; whether that works does not matter.
     if (begin_ != end_of_out_) {
         send(fd_, out_.get() + begin_, end_of_out_ - begin_, MSG_NOSIGNAL | MSG_DONTWAIT);
         begin_ = end_of_out_;
@@ -394,7 +395,8 @@ Outcome TlsSession::cut(int error) {
     begin_ = end_of_out_ = 0;
     const bool is_closed = is_reset(error);
     if (state_ == State::kOpen) {
-        // The peer may have said why, or may have sent more before it closed, which read() gives.
+        // The peer may have sent an alert that says why, or data before it closed. If there is
+        // data, the session stays open for read().
         uint8_t byte = 0;
         size_t num_bytes = 0;
         ssl_.ERR_clear_error();
@@ -476,11 +478,11 @@ Outcome TlsSession::read(const iovec* parts, int num_parts, size_t& done) {
     return Outcome::kDone;
 }
 
-// A place in the parts.
+// A position in a list of parts.
 struct TlsSession::Parts {
     const iovec* parts;
     int num_parts;
-    size_t at = 0;  // bytes of the first part that are taken
+    size_t at = 0;  // offset in the first part: the bytes before it are taken
 
     void skip(size_t num_bytes) {
         at += num_bytes;
@@ -527,7 +529,7 @@ Outcome TlsSession::write(const iovec* parts, int num_parts, size_t& done) {
             done += step;
             since_rekey_ += step;
             if (since_rekey_ >= identity_->rekey_bytes_) {
-                // It leaves with the next record.
+                // The message about the new key is sent with the next record.
                 if (ssl_.SSL_key_update(session_, kKeyUpdateNotRequested) != 1) return judge(0);
                 since_rekey_ = 0;
             }
@@ -555,7 +557,7 @@ Outcome TlsSession::close() {
     if (is_cut_) return Outcome::kClosed;
     ssl_.ERR_clear_error();
     const int result = ssl_.SSL_shutdown(session_);
-    // 0: the goodbye has been said, and the peer's has not come.
+    // A result of 0 is no error: this side's closing alert is ready, and the peer's has not come.
     if (result < 0) {
         const Outcome outcome = judge(result);
         if (state_ == State::kEnded) return outcome;

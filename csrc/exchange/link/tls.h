@@ -1,5 +1,5 @@
 // TLS 1.3 on a connection of a link. Each side shows a certificate that holds only its ed25519 key,
-// and the other side decides by that key. There is no authority, no name and no date to check.
+// and the other side decides by that key. No authority, name or date is checked.
 #pragma once
 
 #include <sys/random.h>
@@ -44,19 +44,20 @@ std::string to_hex(const std::array<uint8_t, kSize>& bytes) {
     return text;
 }
 
-// Sentences of trouble(): after the peer's goodbye, and without it.
+// Texts of TlsSession::trouble() for a connection that the peer has closed, with TLS's closing
+// alert ("goodbye") and without.
 constexpr char kPeerHasClosed[] = "connection closed by the peer";
 constexpr char kPeerHasVanished[] = "connection closed by the peer without a goodbye";
 
 // The private key of this process, and the settings of all its connections.
 class Identity {
   public:
-    // After so many bytes each side changes the key that it writes with: AES-GCM is good for 2^24
-    // full records, which are 2^38 bytes (RFC 8446, 5.5).
+    // The bytes after which each side changes its key for writing. AES-GCM allows 2^24 full
+    // records, which are 2^38 bytes (RFC 8446, 5.5).
     static constexpr uint64_t kRekeyBytes = uint64_t{1} << 35;
 
-    // Loads OpenSSL at the first call and tests that two sessions understand each other; throws
-    // TlsError.
+    // Makes the identity of a private key. The first call loads OpenSSL, and tests that two
+    // sessions understand each other. Throws TlsError.
     static std::shared_ptr<Identity> open(const Seed& seed, uint64_t rekey_bytes = kRekeyBytes);
 
     // A child of fork() must open an identity of its own, and may destroy the parent's.
@@ -78,8 +79,8 @@ class Identity {
     PublicKey public_key_{};
 };
 
-// One connection over a non-blocking socket that the caller owns, and closes after the session.
-// Threads may call at the same time; calls take turns.
+// TLS over a non-blocking socket, which the caller owns and closes after the session. Threads may
+// call at the same time; a mutex lets one call run after the other.
 class TlsSession {
   public:
     enum class Outcome {
@@ -97,57 +98,59 @@ class TlsSession {
     TlsSession(const TlsSession&) = delete;
     TlsSession& operator=(const TlsSession&) = delete;
 
-    // Call until kDone. Then the peer has proven that it holds an allowed key. The acceptor judges
-    // last: a dialler learns of a refusal by the first read().
+    // Call again until it returns kDone: then the peer has proven that it holds an allowed key. The
+    // acceptor decides last, so a dialler learns from its first read() that it was refused.
     Outcome handshake();
 
-    // Fills the parts in turn. `done`: the bytes that came, with every outcome. kDone: the parts
-    // are full, and more may wait here, which the kernel does not tell: call again, or look at
-    // has_pending().
+    // Reads into the parts in turn, and sets `done` to the bytes read, whatever the outcome. kDone:
+    // the parts are full. The session may hold more bytes, which poll() does not report: call
+    // again, or ask has_pending().
     Outcome read(const iovec* parts, int num_parts, size_t& done);
 
-    // Takes the first `done` bytes of the parts, with every outcome: these need not be passed
-    // again, and their memory is free. kDone: all is taken and given to the kernel. kWantsWrite:
-    // encrypted bytes wait in the session (and `done` may be the whole). With no parts it only
-    // gives the kernel what waits.
+    // Writes the parts, and sets `done` to the bytes taken, whatever the outcome: do not pass these
+    // again; their memory is free. kDone: the kernel has all bytes. kWantsWrite: encrypted bytes
+    // wait in the session, even if `done` covers all parts. A call without parts only gives the
+    // kernel the waiting bytes.
     Outcome write(const iovec* parts, int num_parts, size_t& done);
 
-    // One part.
+    // The same for a single part.
     Outcome read(void* data, size_t size, size_t& done);
     Outcome write(const void* data, size_t size, size_t& done);
 
-    // Says goodbye, so that the peer knows that nothing was cut off. kWantsWrite: see write().
+    // Sends TLS's closing alert, so that the peer knows that nothing was cut off. kWantsWrite: see
+    // write().
     Outcome close();
 
-    // Whether read() has more without the kernel: false after it has returned kWantsRead.
+    // Whether the session may hold bytes for read(): false after read() has returned kWantsRead.
     bool has_pending() const;
     // Whether encrypted bytes wait for write().
     bool has_unsent() const;
 
-    // After handshake(): the peer's key, and such as "TLS_AES_256_GCM_SHA384".
+    // After handshake(): the peer's key, and the cipher, such as "TLS_AES_256_GCM_SHA384".
     const PublicKey& peer() const { return peer_; }
     std::string cipher() const;
-    // One plain sentence, after kClosed and kFailed.
+    // The error in one plain sentence, after kClosed and kFailed.
     std::string trouble() const;
 
   private:
     friend struct Callbacks;
     enum class State { kGreeting, kOpen, kEnded };
 
-    // Whether this process may touch OpenSSL and the mutex: not in a child of fork(), where both
-    // are as another thread left them, and not after OpenSSL has cleaned up.
+    // Whether this process may use OpenSSL and the mutex: not in a child of fork(), where another
+    // thread may have left both locked, and not after OpenSSL has cleaned up.
     bool is_alive() const;
-    // Whether the session may be used so; else end_ says what came of it.
+    // Whether the session allows a call that needs `state`; if not, the call returns end_.
     bool may_go_on(State state);
+    // Ends the session with this outcome and this text of trouble().
     Outcome end(Outcome outcome, const std::string& sentence);
-    // Says how a call of OpenSSL failed.
+    // Turns the result of a failed call of OpenSSL into an outcome.
     Outcome judge(int result);
-    // Gives the kernel what was encrypted; kDone, kWantsWrite, kClosed or kFailed.
+    // Gives the kernel the encrypted bytes; kDone, kWantsWrite, kClosed or kFailed.
     Outcome flush();
-    // The kernel takes no more.
+    // Called when sending has failed with this errno.
     Outcome cut(int error);
     bool is_peer_welcome(openssl::X509_STORE_CTX* store);
-    // The next bytes for one record, from the parts' memory or gathered.
+    // The next bytes for one TLS record: in a part's memory, or gathered from several parts.
     struct Parts;
     iovec next_record(const Parts& parts);
 
@@ -162,16 +165,16 @@ class TlsSession {
     Outcome end_ = Outcome::kDone;
     PublicKey peer_{};
     std::string trouble_;
-    std::string refusal_;      // why this side refused the peer
-    bool is_at_end_ = false;   // the kernel has no more bytes of the peer
-    bool is_cut_ = false;      // the kernel takes no more bytes
-    int error_ = 0;            // errno of the socket
-    bool has_nothing_ = true;  // since the last read, the kernel may have bytes
-    uint64_t since_rekey_ = 0;
+    std::string refusal_;       // why this side refused the peer
+    bool is_at_end_ = false;    // the peer has closed, and all its bytes are read
+    bool is_cut_ = false;       // sending has failed
+    int error_ = 0;             // errno of the failed receive
+    bool has_nothing_ = true;   // the session holds no bytes: the last read() returned kWantsRead
+    uint64_t since_rekey_ = 0;  // bytes written with the present key
 
-    // Records on their way to the kernel, several with one call.
+    // The buffer of encrypted records. One system call sends several records.
     static constexpr size_t kRecordBytes = 16384;
-    static constexpr size_t kRoomOfRecord = kRecordBytes + 512;  // and for a change of keys
+    static constexpr size_t kRoomOfRecord = kRecordBytes + 512;  // with a possible change of keys
     static constexpr size_t kOutBytes = 4 * kRoomOfRecord;
     std::unique_ptr<uint8_t[]> out_;
     size_t begin_ = 0, end_of_out_ = 0;
