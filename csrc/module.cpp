@@ -7,8 +7,8 @@
 
 namespace {
 
-// extension.py looks for these words in the file before loading it: under another torch the load
-// may fail.
+// extension.py searches the extension's file for this text before loading it: built for another
+// version of torch, the extension may fail to load.
 [[gnu::used]] constexpr char kBuiltFor[] = "diloco_comm is built for torch " TORCH_VERSION;
 
 }  // namespace

@@ -13,7 +13,8 @@ namespace py = pybind11;
 namespace diloco {
 namespace {
 
-// A tensor of the same storage without a Python object; undefined for None.
+// A tensor with the same storage and without a Python object, so that its last reference can be
+// dropped without the GIL; undefined for None.
 at::Tensor alias(const std::optional<at::Tensor>& tensor) {
     return tensor.has_value() ? tensor->detach() : at::Tensor();
 }
@@ -41,7 +42,8 @@ void set_reduce_residuals(Job& job, const std::optional<at::Tensor>& residual,
     job.new_reduce_residual = alias(new_residual);
 }
 
-// The device's twins of payload, result and count: (queue, payload, result, bad, loader or None).
+// The arguments for Staging (see job.h): queue, and on the device payload, result and the count of
+// bad elements; then the loader or None.
 using StagingArguments =
     std::tuple<std::shared_ptr<DeviceQueue>, at::Tensor, std::optional<at::Tensor>, at::Tensor,
                std::shared_ptr<ChunkLoader>>;

@@ -47,7 +47,7 @@ void check_signals() {
 
 namespace {
 
-// (nonce, address) or (nonce, address, key) of each rank.
+// For each rank (nonce, address), then if known the key and the relay.
 using Places = std::vector<std::vector<std::string>>;
 
 std::vector<link::Place> places_of(const Places& peers) {
@@ -93,7 +93,7 @@ py::bytes bytes_of(const link::PublicKey& key) {
     return {reinterpret_cast<const char*>(key.data()), key.size()};
 }
 
-// Null without a seed.
+// The identity of the private key `seed`; null if the text is empty.
 std::shared_ptr<link::Identity> open_identity(const std::string& seed) {
     if (seed.empty()) return nullptr;
     // OpenSSL is the library that Python has loaded for this module.
@@ -118,7 +118,7 @@ std::optional<link::Proxy> proxy_of(const std::optional<ProxyParts>& parts) {
     return link::Proxy{scheme == "socks5", host, std::to_string(port), user, password};
 }
 
-// A descriptor that is the caller's.
+// Connects through a proxy, and returns a descriptor that the caller must close.
 int dial_through(const ProxyParts& proxy, const std::string& host, int port, double limit_s) {
     const auto end = std::chrono::steady_clock::now() + from_seconds(limit_s);
     link::Dialled dialled;
@@ -140,7 +140,7 @@ std::shared_ptr<Link> open_link(const std::string& listen, const std::string& ad
         own = key_of("a seed", seed);
         py::module_::import("ssl");
     }
-    // The name of a host may be looked up.
+    // Release the GIL, because looking up a host's name may take long.
     const WithoutGil no_gil;
     return Link::open(listen, advertise, Link::Limits(), own, proxy_of(proxy));
 }
@@ -177,7 +177,7 @@ py::list replies(Link& link, const std::string& service, double limit_s) {
     for (link::Reply& reply :
          without_gil([&] { return link.replies(service, from_seconds(limit_s)); })) {
         const auto& [owner, data, num_bytes] = reply.body;
-        // An uint8 tensor that keeps the bytes.
+        // A uint8 tensor that keeps the body's bytes alive.
         const at::Tensor body = at::from_blob(
             const_cast<uint8_t*>(data), {static_cast<int64_t>(num_bytes)},
             [owner = owner](void*) {}, at::kByte);

@@ -40,8 +40,9 @@ std::shared_ptr<Plan> make_plan(const Layout& layout, const Layout& mean_layout,
     return plan;
 }
 
-// Waits at most `seconds` for `is_there`, which is asked under the job's mutex when `changed` is
-// notified; whether it is. Holds the GIL between slices, so that Ctrl-C ends the wait.
+// Waits at most `seconds` until `is_there` is true, which is called under the job's mutex whenever
+// `changed` is notified. Returns whether it was true. Takes the GIL ten times a second, so that
+// Ctrl-C ends the wait.
 template <class Condition>
 bool wait_for(Job& job, std::condition_variable& changed, double seconds, Condition is_there) {
     check_process(job.pid);
@@ -63,7 +64,7 @@ bool wait_job(Job& job, double seconds) {
 }
 
 // Waits at most `seconds` until more than `runs` runs of the result are complete, or the job is
-// done; how many are.
+// done. Returns the number of complete runs.
 int64_t wait_landed(Job& job, int64_t runs, double seconds) {
     int64_t num_landed = runs;
     wait_for(job, job.landed, seconds, [&] {
@@ -73,7 +74,8 @@ int64_t wait_landed(Job& job, int64_t runs, double seconds) {
     return num_landed;
 }
 
-// For a job that is done: its copies are enqueued.
+// Makes the caller's stream wait for the copies of a job to the device. The job must be done, so
+// that all its copies are enqueued.
 void block_caller(Job& job) {
     if (!job.staging.has_value() || !job.staging->stored) return;
     job.staging->queue->block_caller(job.staging->stored);
@@ -109,7 +111,7 @@ std::optional<int64_t> num_bad_encoded(Job& job) {
     return job.encode_bad.item<int64_t>();
 }
 
-// A member of a job, copied under its mutex.
+// A getter for Python: copies a member of a job under the job's mutex.
 template <class T>
 auto guarded(T Job::* member) {
     return [member](Job& job) {
@@ -119,7 +121,8 @@ auto guarded(T Job::* member) {
     };
 }
 
-// One that the engine thread writes without the mutex: empty until the job is done.
+// A getter for Python of a member that the engine thread writes without the mutex. It returns an
+// empty value until the job is done.
 template <class T>
 auto outcome(T Job::* member) {
     return [member](Job& job) {
@@ -137,7 +140,7 @@ std::string waiting_words(Job& job) {
     return "replica " + std::to_string(*awaited) + " to begin " + subject;
 }
 
-// How far the vote was when the job ended.
+// The name of job.standing: how far the vote was when the job ended.
 std::string standing_name(Job& job) {
     switch (outcome(&Job::standing)(job)) {
         case Standing::kNone:

@@ -1,4 +1,4 @@
-// What the files of the bindings share.
+// Functions that several files of the bindings use.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,16 +8,17 @@
 
 namespace diloco {
 
-// Rounded up. At most ten years: a clock that counts nanoseconds ends after three hundred.
+// Converts seconds to milliseconds, rounded up, and at most ten years: a clock that counts
+// nanoseconds overflows after three hundred.
 std::chrono::milliseconds from_seconds(double seconds);
 
 // Throws what the handler of a signal raised, such as KeyboardInterrupt.
 void check_signals();
 
-// While one exists, this thread runs without the GIL. A thread of Python that wants the GIL back
-// after the interpreter has begun to end does not come back, and ends with the process, as from
-// Python 3.14 on. Before, Python throws an exception of its own through the thread, which ends the
-// process by SIGABRT where the exception leaves a destructor.
+// Releases the GIL while an object of this class exists. If the interpreter has begun to end, the
+// destructor never returns, and the thread ends with the process, as in Python 3.14 and newer.
+// Older versions throw an exception through the thread, which must not leave the destructor: that
+// would abort the process.
 class WithoutGil {
   public:
     WithoutGil() : state_(PyEval_SaveThread()) {}

@@ -13,11 +13,11 @@ namespace {
 using Outcome = Channel::Outcome;
 
 constexpr size_t kHeadBytes = sizeof(uint64_t);
-// Kind and number of a packet without parts.
+// The size of a packet without parts: its kind and its number.
 constexpr uint64_t kLeastBody = sizeof(uint8_t) + sizeof(int64_t);
 constexpr size_t kReadStep = 64 * 1024;
 
-// Numbers are as this processor has them: little endian.
+// Appends a number in this processor's byte order, which is little endian.
 template <typename Number>
 void put(std::string& bytes, Number number) {
     bytes.append(reinterpret_cast<const char*>(&number), sizeof(number));
@@ -215,7 +215,7 @@ Outgoing::Outgoing(const Packet& packet) {
 Outcome Outgoing::write(Channel& channel) {
     while (true) {
         size_t done = 0;
-        // Also with nothing left: encrypted bytes may wait in a session.
+        // Write even if no byte of the packet is left: encrypted bytes may wait in a TLS session.
         const Outcome outcome = channel.write(bytes_.data() + at_, bytes_.size() - at_, done);
         at_ += done;
         if (outcome != Outcome::kDone || at_ == bytes_.size()) return outcome;

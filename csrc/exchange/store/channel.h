@@ -1,4 +1,4 @@
-// Requests and answers of a store, and the connection that carries them: plain, or with TLS.
+// The requests and answers of a store, and the connection that carries them, with TLS or without.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,16 @@
 namespace diloco::store {
 
 using Clock = std::chrono::steady_clock;
-// The longest wait: a limit of more years would overflow the clock.
+// The longest wait: a limit of hundreds of years would overflow the clock.
 constexpr std::chrono::hours kForever{87600};
 inline Clock::time_point after(std::chrono::milliseconds time) {
     return Clock::now() + std::clamp<std::chrono::milliseconds>(time, {}, kForever);
 }
 
-// A request or an answer.
+// A request or an answer. The meaning of `number` and `parts` depends on `kind`.
 struct Packet {
     static constexpr uint64_t kMostBytes = uint64_t{64} << 20;
-    // A host ends the connection of a client whose request has more.
+    // The most parts of a request; a host closes the connection of a client that sends more.
     static constexpr size_t kMostParts = 1 << 16;
 
     uint8_t kind = 0;
@@ -33,17 +33,18 @@ struct Packet {
     std::vector<std::string> parts{};
 };
 
-// A request that changes values has a last part more: the number that its client has given it, as
-// text. The host answers a number that it knows as before, and does nothing.
+// A request that changes values has one more part at the end: a number, as text, that the client
+// counts up. If a request comes again with the number of the last one, the host does nothing and
+// gives the same answer.
 enum class Request : uint8_t {
     kHello,       // both sides begin with it; parts: kProtocol, random name of the client
     kSet,         // parts: key, value
     kCompareSet,  // parts: key, expected, desired
-    kGet,         // parts: keys; number: milliseconds for them to come
-    kAdd,         // parts: key; number: what is added
+    kGet,         // parts: keys; number: milliseconds to wait until all keys are set
+    kAdd,         // parts: key; number: the amount that is added
     kDelete,      // parts: key
     kCheck,       // parts: keys
-    kWait,        // parts: keys; number: milliseconds
+    kWait,        // as kGet, but the answer has no values
     kCount,       // no parts
     kAppend,      // parts: key, value
     kMultiSet,    // parts: key, value, key, value, ...
@@ -51,24 +52,25 @@ enum class Request : uint8_t {
     kRead,        // parts: run
     kSwap,        // parts: run, expected record, new record
     kBeat,        // parts: run, member or "", text, known version of beats, known revision
-    kWatch,       // parts: run, known revision as text; number: milliseconds for another one
-    kPost,        // parts: run, member, text; has no answer, and needs a host that says kPosts
+    kWatch,       // parts: run, known revision as text; number: milliseconds to wait for another
+                  // revision
+    kPost,        // parts: run, member, text; has no answer; only for hosts that say kPosts
 };
 
 bool changes_values(Request request);
 
 enum class Answer : uint8_t {
-    kDone,    // number or parts
-    kLate,    // a key did not come in time
-    kFailed,  // parts: a sentence
+    kDone,    // number and parts have the result
+    kLate,    // a key was not set in time
+    kFailed,  // parts: a sentence that says why
 };
 
-// The answer to a hello: kProtocol, the table's id, the name of the host's process, and kPosts
-// where the host knows that request; number: 1 where swaps are in a journal. A host of another
-// version answers with its own protocol.
+// The parts of the answer to kHello: kProtocol, the table's id, the name of the host's process, and
+// kPosts if the host knows kPost. Its number is 1 if swaps are written to a journal. A host of
+// another version answers with its own protocol only.
 constexpr char kProtocol[] = "diloco store 3", kPosts[] = "posts";
 
-// Values are bytes to c10d and text here.
+// Conversions of values: vectors of bytes in c10d, and strings here.
 inline std::string text_of(const std::vector<uint8_t>& bytes) {
     return {bytes.begin(), bytes.end()};
 }
@@ -77,11 +79,12 @@ inline std::vector<uint8_t> bytes_of(const std::string& text) { return {text.beg
 // 32 random hexadecimal digits.
 std::string random_name();
 
-// Key, value, key, value, ...; throws std::invalid_argument where the numbers differ.
+// Returns key, value, key, value, ...; throws std::invalid_argument if there are more keys than
+// values or the reverse.
 std::vector<std::string> pairs_of(const std::vector<std::string>& keys,
                                   const std::vector<std::vector<uint8_t>>& values);
 
-// Says that keys did not come within a time.
+// The sentence of an error: these keys were not set within this time.
 std::string words_of_late(const std::vector<std::string>& keys, int64_t milliseconds);
 
 // One connection over a non-blocking socket; used by one thread at a time.
@@ -89,22 +92,22 @@ class Channel {
   public:
     using Outcome = link::TlsSession::Outcome;
 
-    // Without an identity the connection is plain, and everybody is allowed.
+    // Without an identity the connection has no TLS, and every peer is allowed.
     Channel(Descriptor fd, std::shared_ptr<link::Identity> identity, bool is_dialler,
             link::TlsSession::IsAllowed is_allowed);
     ~Channel();
     Channel(const Channel&) = delete;
     Channel& operator=(const Channel&) = delete;
 
-    // As the functions of TlsSession; a plain connection shakes no hands.
+    // As the functions of TlsSession. Without TLS, handshake() returns kDone at once.
     Outcome handshake();
     Outcome read(char* data, size_t size, size_t& done);
     Outcome write(const char* data, size_t size, size_t& done);
-    // Whether the peer has ended the connection, or speaks although nothing was asked.
+    // Whether the peer has closed the connection, or has sent bytes while no answer is expected.
     bool is_over() const;
 
     bool has_keys() const { return session_ != nullptr; }
-    // With keys, after handshake().
+    // The peer's key. Call only if has_keys(), and after handshake().
     const link::PublicKey& peer() const { return session_->peer(); }
     std::string trouble() const { return session_ ? session_->trouble() : trouble_; }
     int fd() const { return fd_.get(); }
@@ -113,23 +116,24 @@ class Channel {
     Outcome end(const std::string& trouble);
 
     const Descriptor fd_;
-    std::unique_ptr<link::TlsSession> session_;  // null: plain
+    std::unique_ptr<link::TlsSession> session_;  // null: no TLS
     std::string trouble_;
 };
 
-// The packet that is being received. Memory grows with the bytes that come, not with the bytes that
-// the other side announces.
+// The packet that is being received. Its memory grows with the bytes that arrive, not with the size
+// that the other side announces.
 class Incoming {
   public:
-    // kDone: take() returns the packet. Throws std::runtime_error for bytes that are no packet, and
-    // for a packet of more than `most` bytes.
+    // Reads what has arrived. After kDone, take() returns the packet. Throws std::runtime_error for
+    // bytes that are no packet, and for a packet of more than `most` bytes.
     Channel::Outcome read(Channel& channel, uint64_t most = Packet::kMostBytes);
-    // Throws std::runtime_error for what is no packet, or has more parts.
+    // Returns the packet. Throws std::runtime_error for bytes that are no packet, and for a packet
+    // of more than `most_parts` parts.
     Packet take(size_t most_parts);
-    // The bytes of this packet that have come so far.
+    // The number of bytes of this packet that have arrived so far.
     size_t num_bytes() const { return at_; }
     size_t capacity() const { return bytes_.capacity(); }
-    // Frees the memory, too: a string keeps its own when another one is assigned to it.
+    // Empties the packet and frees its memory, which an assignment to the string would not do.
     void clear() {
         std::string().swap(bytes_);
         at_ = 0;
@@ -150,7 +154,7 @@ class Outgoing {
     explicit Outgoing(const Packet& packet);
     Channel::Outcome write(Channel& channel);
     size_t num_bytes() const { return bytes_.size(); }
-    // Frees the memory, too.
+    // Empties the packet and frees its memory.
     void clear() {
         std::string().swap(bytes_);
         at_ = 0;

@@ -28,26 +28,28 @@ using store::kForever;
 using store::Packet;
 using store::Request;
 
-// Between two attempts to connect.
+// The pause between two attempts to connect.
 constexpr milliseconds kPause{100};
-// A host that has accepted a connection shakes hands so soon; one of another kind never does. It
-// may stand still, be full or be started again: so long is it tried again.
+// kMostHandshake: the longest handshake; a server of another kind never ends one. kPatience: how
+// long a host that accepts connections but does not answer is dialled again: it may be stopped,
+// full or being started.
 constexpr std::chrono::seconds kMostHandshake{10}, kPatience{30};
 constexpr char kNoTls[] = "does not speak TLS as a store with keys does: ";
 constexpr char kNoStore[] =
     "does not answer as a store of diloco_comm does (a TCPStore is given as an object, not by its "
     "address): ";
-// Where nobody listens any more, a call tries for so long.
+// How long a call dials again if nobody listens at the address any more.
 constexpr milliseconds kRefused{1000};
-// A wait is asked for in parts, each at most as long as all parts before it. Another caller waits
-// for the end of a part, since a connection carries one question at a time.
+// A long wait is sent as several requests, each at most as long as all before it together. Between
+// them other callers get the connection, which carries one request at a time.
 constexpr milliseconds kShortestPart{10}, kLongestPart{250};
-// A post that the connection has not taken after so long is given up, with the connection.
+// If a post cannot be written within this time, it is given up, and the connection closed.
 constexpr milliseconds kPosted{1000};
-// A host without any byte of an answer for so long is asked once more, over another connection.
+// If no byte of an answer comes for a time between these two, the request is repeated over a new
+// connection.
 constexpr milliseconds kLeastSilence{1000}, kMostSilence{20000};
 
-// The other side has refused this one, or speaks something else: another attempt is of no use.
+// The host has refused this client, or speaks another protocol: another attempt would fail, too.
 class Refused : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
@@ -55,17 +57,18 @@ class Refused : public std::runtime_error {
 
 Clock::time_point halfway(Clock::time_point end) { return Clock::now() + (end - Clock::now()) / 2; }
 
-// Waits for what the channel wants. Throws std::runtime_error, with one sentence, where that is
-// nothing any more, or `end` comes first; the class is Refused where the session has failed.
+// Waits until the socket is ready for what the channel's outcome asks for. Throws
+// std::runtime_error with one sentence if the connection has ended or `end` comes first, and
+// Refused if TLS has failed.
 void wait_for(const Channel& channel, Channel::Outcome outcome, Clock::time_point end) {
     if (outcome == Channel::Outcome::kFailed) throw Refused(channel.trouble());
     if (outcome == Channel::Outcome::kClosed) throw std::runtime_error(channel.trouble());
     const bool reads = outcome == Channel::Outcome::kWantsRead;
     pollfd one{channel.fd(), static_cast<short>(reads ? POLLIN : POLLOUT), 0};
     while (true) {
-        // Also after `end`: this process may have stood still, and the answer may be there.
+        // Poll even after `end`: this process may have been stopped, and the answer may be there.
         const auto left = std::chrono::ceil<milliseconds>(end - Clock::now()).count();
-        // poll() takes an int; a longer time comes in several parts.
+        // poll() takes an int of milliseconds, so a longer time needs several calls.
         const int ready =
             poll(&one, 1, static_cast<int>(std::clamp<int64_t>(left, 0, int64_t{1} << 30)));
         if (ready > 0) return;
@@ -90,7 +93,7 @@ void send(Channel& channel, store::Outgoing packet, Clock::time_point end) {
     }
 }
 
-// Until `end`; throws once no byte has come for `silence`.
+// Receives a packet until `end`; throws if no byte comes for the time `silence`.
 Packet receive(Channel& channel, Clock::time_point end, milliseconds silence) {
     store::Incoming packet;
     size_t num_bytes = 0;
@@ -105,7 +108,7 @@ Packet receive(Channel& channel, Clock::time_point end, milliseconds silence) {
     }
 }
 
-// Whether the first byte of a host is ZeroMQ's, as a registry of another version speaks.
+// Whether the first byte of a host is ZeroMQ's: registries of older versions spoke ZeroMQ.
 bool speaks_zeromq(const Channel& channel, Clock::time_point end) {
     constexpr uint8_t kZeroMq = 0xff;
     wait_for(channel, Channel::Outcome::kWantsRead, end);
@@ -158,11 +161,11 @@ void StoreClient::lose(const std::string& why) {
     C10_THROW_ERROR(DistNetworkError, name_of_host() + " " + why);
 }
 
-// Until `end`, and until `refused_end` where nobody listens.
+// Dials and greets the host again and again until `end`, or until `refused_end` if nobody listens.
 void StoreClient::connect(Clock::time_point end, Clock::time_point refused_end) {
     const auto begin = Clock::now();
     std::string trouble = "the host has no address";
-    std::optional<Clock::time_point> patience;  // since somebody has accepted a connection
+    std::optional<Clock::time_point> patience;  // the end, once somebody has accepted a connection
     while (!wire_->channel) {
         Descriptor fd = dial_host(end, trouble);
         if (fd) {
@@ -184,20 +187,21 @@ void StoreClient::connect(Clock::time_point end, Clock::time_point refused_end) 
     }
 }
 
-// One attempt; returns no descriptor, and the reason, where it has failed.
+// Makes one attempt to dial the host. After a failure the descriptor is empty, and `trouble` says
+// why.
 Descriptor StoreClient::dial_host(Clock::time_point end, std::string& trouble) {
     const Place& place = wire_->place;
     const std::string port = std::to_string(place.port);
     Descriptor fd;
     if (place.proxy) {
-        // A proxy may wait for a host that is not there yet.
+        // Limit the attempt: a proxy may wait long for a host that is not there yet.
         end = std::min<Clock::time_point>(end, Clock::now() + kPatience);
         link::Dialled dialled = link::dial_through(*place.proxy, place.host, port, end);
         if (dialled.is_final) give_up("cannot be reached: " + dialled.trouble);
         trouble = dialled.trouble;
         return std::move(dialled.fd);
     }
-    // A name server may be slow: the address of the last connection goes first.
+    // Try the address of the last connection first, because a name server may be slow.
     if (wire_->address) fd = dial(*wire_->address, halfway(end), trouble);
     if (fd) return fd;
     const std::vector<Address> addresses = look_up(place.host, port, AI_NUMERICSERV);
@@ -210,7 +214,8 @@ Descriptor StoreClient::dial_host(Clock::time_point end, std::string& trouble) {
     return fd;
 }
 
-// Returns why the connection is of no use, where another attempt may be.
+// Does the handshake and sends kHello. Returns an empty text, or the error if another attempt may
+// succeed; throws if none can.
 std::string StoreClient::greet(Descriptor fd, Clock::time_point end) {
     const Place& place = wire_->place;
     link::set_options(fd.get());
@@ -262,7 +267,7 @@ std::string StoreClient::greet(Descriptor fd, Clock::time_point end) {
     }
 }
 
-// Compares what a host says of itself.
+// Checks the host's answer to kHello, and keeps the facts in it.
 void StoreClient::take_facts(const Packet& hello) {
     const auto& parts = hello.parts;
     if (hello.kind == static_cast<uint8_t>(Answer::kFailed) && !parts.empty()) give_up(parts[0]);
@@ -302,7 +307,8 @@ std::shared_ptr<void> StoreClient::take_turn(Clock::time_point end) {
             }};
 }
 
-// The keys of a host are in the memory of its process, also where the host's records are not.
+// Throws if the host was started again since this client has first used values there: they are only
+// in the memory of the host's process, even if its records are in a journal.
 void StoreClient::check_memory() {
     std::string process;
     {
@@ -343,7 +349,7 @@ Packet StoreClient::ask(Question question, milliseconds limit) {
     } catch (const std::invalid_argument& error) {
         C10_THROW_ERROR(DistStoreError, error.what());
     }
-    // A host waits for keys, and says nothing meanwhile.
+    // While a host waits for keys or a record, it sends nothing; add that time below.
     milliseconds silence =
         std::clamp<milliseconds>(std::min(limit, own_limit()) / 3, kLeastSilence, kMostSilence);
     const bool waits = question.request == Request::kGet || question.request == Request::kWait ||
@@ -383,7 +389,7 @@ Packet StoreClient::ask_until(Question question, milliseconds time, IsThere is_t
         question.number = std::min(left, std::clamp(waited, kShortestPart, kLongestPart)).count();
         Packet answer = ask(question, left + own_limit());
         if (is_there(answer) || Clock::now() >= end) return answer;
-        // The turn of the other callers.
+        // Let other callers of this client use the connection.
         std::this_thread::sleep_for(milliseconds(1));
     }
 }

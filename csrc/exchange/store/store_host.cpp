@@ -38,20 +38,20 @@ using store::changes_values;
 using store::Channel;
 using store::Request;
 
-// At most so many clients.
 constexpr size_t kMostClients = 4096;
 constexpr std::chrono::seconds kHandshake{5};
-// A client that has not taken its answer after so long is gone.
+// How long a client may take to receive an answer.
 constexpr std::chrono::seconds kTaken{60};
-// Bytes of requests and answers that are under way, of all clients.
+// The most bytes of unfinished requests and answers of all clients together.
 constexpr size_t kMostHeld = size_t{512} << 20;
-// Things that are done for one client before the others have their turn, and callers at a time.
+// kMostTurns: steps for one client before others are served. kMostCallers: connections that are
+// accepted in one pass.
 constexpr int kMostTurns = 16, kMostCallers = 256;
 constexpr size_t kMostRemembered = 16384, kMostRememberedBytes = 4096;
 constexpr milliseconds kDeaf{100}, kLook{1000};
 constexpr size_t kMostClientName = 64;
-constexpr uint64_t kMostGreeting = 1024;  // bytes of a hello
-// The names under which epoll reports the listener and poke(); the clients' numbers lie between.
+constexpr uint64_t kMostGreeting = 1024;  // the largest kHello in bytes
+// The ids by which epoll reports the listener and poke(). The ids of clients lie between.
 constexpr uint64_t kListener = 0, kWake = UINT64_MAX;
 
 store::Packet done(int64_t number, store::Keys parts = {}) {
@@ -76,12 +76,12 @@ size_t bytes_in(const store::Keys& parts) {
 
 }  // namespace
 
-// The thread of the host: one epoll loop for all clients.
+// The state and functions of the host's thread: one epoll loop for all clients.
 class StoreHost::Server {
   public:
     explicit Server(Options options);
 
-    // Until stop().
+    // The loop, which runs until stop().
     void run();
     void stop();
     void poke();
@@ -103,9 +103,9 @@ class StoreHost::Server {
 
     enum class Stage {
         kShaking,
-        kReading,  // the next request
-        kWaiting,  // the client waits for keys, a record or the journal
-        kWriting,  // the answer
+        kReading,  // the host reads the next request
+        kWaiting,  // the answer waits for keys, a record or the journal
+        kWriting,  // the host writes the answer
         kEnded,
     };
 
@@ -117,16 +117,16 @@ class StoreHost::Server {
         const std::unique_ptr<store::Channel> channel;
         Stage stage = Stage::kShaking;
         bool has_spoken = false;
-        bool is_stranger = true;  // until its hello
-        std::string name{};       // that it gives itself
-        uint32_t events = 0;      // that epoll looks for
+        bool is_stranger = true;  // until its kHello
+        std::string name{};       // the random name in its kHello
+        uint32_t events = 0;      // the events for which epoll watches the socket
         Clock::time_point deadline = Clock::time_point::max();
         store::Incoming in{};
         store::Outgoing out{};
-        size_t held = 0;  // bytes, as counted in held_
+        size_t held = 0;  // this client's share of held_
 
-        // The client waits for keys, and the host watches one of them, or for another revision of a
-        // run's record.
+        // For kGet and kWait: the keys, and the missing key that the host watches. For kWatch: the
+        // run, and the revision that the client knows.
         Keys keys{};
         bool wants_values = false;
         std::optional<std::string> watched{};
@@ -135,7 +135,7 @@ class StoreHost::Server {
     };
     using Waiting = std::unordered_map<std::string, std::set<int>>;
 
-    // The last answer to a client that changes values.
+    // The answer to the last request of a client that has changed values.
     struct Remembered {
         int64_t number = 0;
         Packet answer{};
@@ -145,10 +145,12 @@ class StoreHost::Server {
     void accept_all();
     void admit(Descriptor fd);
     void end_a_stranger();
-    // While no descriptor is left, callers wait in the kernel's queue.
+    // Stops or resumes accepting. While no descriptor is left, new connections wait in the kernel's
+    // queue.
     void be_deaf(bool is_deaf);
+    // Takes up to kMostTurns steps for a client.
     void pump(Client& client);
-    // Does one thing; returns whether there may be more to do.
+    // Takes one step for a client; returns whether there may be more to do.
     bool turn(Client& client);
     static bool speaks_alike(Client& client);
     void heard(Client& client);
@@ -187,13 +189,13 @@ class StoreHost::Server {
     std::atomic<int64_t> num_clients_ = 0, num_open_ = 0, num_requests_ = 0, received_bytes_ = 0,
                          sent_bytes_ = 0, num_refused_posts_ = 0;
 
-    // The rest is the thread's.
+    // Only the host's thread uses the members below.
     int last_id_ = 0;
     std::map<int, std::unique_ptr<Client>> clients_;
     link::Strangers strangers_;
     const size_t most_strangers_ = link::most_strangers();
     link::Reserve reserve_;
-    std::set<int> ready_;  // with more to do than one turn
+    std::set<int> ready_;  // clients that have more to do than pump() did at once
     std::vector<int> ended_;
     std::set<std::pair<Clock::time_point, int>> deadlines_;
     std::optional<Clock::time_point> deaf_until_;
@@ -215,7 +217,7 @@ StoreHost::Server::Server(Options options)
       wake_([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); }),
       identity_(std::move(options.identity)) {
     allowed_.replace(std::move(options.allowed));
-    // A caller may hang up before accept4(), which must not wait for the next one.
+    // A connection may be gone before accept4() takes it, which then must not wait for another one.
     fcntl(listener_.get(), F_SETFL, fcntl(listener_.get(), F_GETFL) | O_NONBLOCK);
     const auto add = [this](int fd, uint64_t id) {
         epoll_event event{};
@@ -233,7 +235,7 @@ StoreHost::Server::Server(Options options)
 
 void StoreHost::Server::run() {
     pthread_setname_np(pthread_self(), "diloco-host");
-    // Signals are for the program's threads.
+    // Signals are handled by the program's own threads.
     sigset_t all;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
@@ -277,7 +279,8 @@ void StoreHost::Server::stop() {
 }
 
 void StoreHost::Server::poke() {
-    // A child of fork() has no thread to wake, and the descriptor may be another one there.
+    // A child of fork() has no thread to wake, and the descriptor's number may belong to another
+    // file there.
     if (getpid() != owner_) return;
     constexpr uint64_t kOnce = 1;
     [[maybe_unused]] const auto sent = ::write(wake_.get(), &kOnce, sizeof(kOnce));
@@ -326,8 +329,8 @@ void StoreHost::Server::accept_all() {
         const int error = fd ? 0 : errno;
         if (link::is_exhausted(error)) {
             if (reserve_.release()) continue;
-            // A stranger's descriptor is free at the next look. Without strangers the caller waits
-            // in the kernel's queue until this process has room.
+            // The closed stranger's descriptor is free in the next pass. Without strangers the new
+            // connection waits in the kernel's queue until this process has a descriptor.
             end_a_stranger();
             if (ended_.empty()) be_deaf(true);
             return;
@@ -336,13 +339,14 @@ void StoreHost::Server::accept_all() {
         try {
             admit(std::move(fd));
         } catch (const std::exception&) {
-            // There is no memory, or OpenSSL is over: the connection ends.
+            // There is no memory, or OpenSSL has ended with the process: drop the connection.
         }
     }
 }
 
 void StoreHost::Server::admit(Descriptor fd) {
-    // One of too many strangers goes: an allowed client shows its key at once.
+    // Close strangers if there are too many: an allowed client shows its key at once, and does not
+    // stay a stranger.
     while (strangers_.size() >= most_strangers_) end_a_stranger();
     remove_ended();
     if (clients_.size() >= kMostClients) return;
@@ -375,7 +379,7 @@ void StoreHost::Server::end_a_stranger() {
     while (const uint64_t id = strangers_.choose()) {
         Client& client = *clients_.at(static_cast<int>(id));
         char byte = 0;
-        // A byte may have come since the last look.
+        // A byte may have arrived since this client's socket was read last.
         const bool speaks = recv(client.channel->fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0;
         if (speaks && strangers_.hear(id)) continue;
         end(client);
@@ -386,7 +390,8 @@ void StoreHost::Server::end_a_stranger() {
 void StoreHost::Server::end(Client& client) {
     if (client.stage == Stage::kEnded) return;
     if (client.stage == Stage::kWriting) {
-        // The kernel would keep the rest for a client that reads nothing.
+        // Close at once: the kernel would keep the rest of the answer for a client that does not
+        // read.
         const linger at_once{1, 0};
         setsockopt(client.channel->fd(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
     }
@@ -399,7 +404,7 @@ void StoreHost::Server::end(Client& client) {
     const auto named = by_name_.find(client.name);
     if (named != by_name_.end() && named->second == client.id) by_name_.erase(named);
     held_ -= std::exchange(client.held, 0);
-    // The client itself lives until the host has looked at all that has come.
+    // The Client object stays until remove_ended(), because callers may still hold references.
     client.in.clear();
     client.out.clear();
     ready_.erase(client.id);
@@ -464,7 +469,8 @@ void StoreHost::Server::pump(Client& client) {
         }
         if (client.stage != Stage::kEnded) charge(client);
     } catch (const std::exception&) {
-        // The client has ended, or is a stranger. Its own side says why.
+        // The connection has failed, or the client has broken the protocol. Its own process reports
+        // the error.
         end(client);
     }
 }
@@ -493,7 +499,7 @@ bool StoreHost::Server::turn(Client& client) {
             if (!client.is_stranger) set_deadline(client, Clock::time_point::max());
             break;
         case Stage::kWaiting:
-            break;  // The client has hung up, or speaks although it waits for an answer.
+            break;  // checked below: the client may have closed, or sent bytes out of turn
         case Stage::kEnded:
             return false;
     }
@@ -519,7 +525,8 @@ bool StoreHost::Server::turn(Client& client) {
     return false;
 }
 
-// Tells a client with keys of a host without, and the reverse, in the words that each understands.
+// Whether client and host both use TLS, or both do not. If not, sends an error that the client
+// understands: a plain packet or a TLS alert.
 bool StoreHost::Server::speaks_alike(Client& client) {
     constexpr std::array<char, 7> kAlert{link::kTlsAlert, 3, 3, 0, 2, 2, 40};  // handshake_failure
     const int fd = client.channel->fd();
@@ -547,7 +554,7 @@ void StoreHost::Server::heard(Client& client) {
     if (client.is_stranger && kind != Request::kHello) {
         throw std::runtime_error("a client of a store begins with its hello");
     }
-    // The key may have been removed since the last look at all clients.
+    // The key may have been removed since the last end_disallowed().
     if (client.channel->has_keys() && !is_allowed(client.channel->peer())) {
         throw std::runtime_error("the key of this client was removed");
     }
@@ -570,7 +577,7 @@ void StoreHost::Server::heard(Client& client) {
             reply(client, answer(client, request));
         }
     } catch (const std::logic_error& error) {
-        // A client that posts reads no answer.
+        // kPost has no answer, not even an error.
         kind == Request::kPost ? void(++num_refused_posts_) : reply(client, failed(error.what()));
     }
 }
@@ -590,8 +597,8 @@ store::Packet StoreHost::Server::answer(Client& client, Packet& request) {
     }
 }
 
-// Parts: the record or "" where the client knows the record, its revision, the counts of beats, "1"
-// where the rest has all beats; then member, text and age of beats.
+// Answers kBeat. The parts of the answer: the record, or "" if the client knows it; its revision;
+// the counts of beats; "1" if all beats follow; then member, text and age of each beat.
 store::Packet StoreHost::Server::look(const Packet& request) {
     const Keys& parts = request.parts;
     const uint64_t known = std::stoull(parts.at(3)), revision = std::stoull(parts.at(4));
@@ -606,7 +613,7 @@ store::Packet StoreHost::Server::look(const Packet& request) {
 }
 
 store::Packet StoreHost::Server::welcome(Client& client, const Packet& request) {
-    // A client of another version goes by itself.
+    // A client of another version will close the connection itself.
     if (request.parts.at(0) != store::kProtocol) return done(0, {store::kProtocol});
     const std::string& name = request.parts.at(1);
     if (name.empty() || name.size() > kMostClientName) {
@@ -615,7 +622,7 @@ store::Packet StoreHost::Server::welcome(Client& client, const Packet& request) 
     if (std::exchange(client.is_stranger, false)) {
         strangers_.remove(static_cast<uint64_t>(client.id));
         ++num_clients_;
-        // The client has dialled anew: nothing may come out of the old connection any more.
+        // If the client has dialled anew, requests over its old connection must not count any more.
         const auto former = by_name_.find(name);
         if (former != by_name_.end()) end(*clients_.at(former->second));
         by_name_[client.name = name] = client.id;
@@ -624,7 +631,8 @@ store::Packet StoreHost::Server::welcome(Client& client, const Packet& request) 
                 {store::kProtocol, table_id, process_, store::kPosts});
 }
 
-// Does what changes values once, however often the client asks.
+// Carries out a request that changes values, or repeats the last answer if the client repeats its
+// last request.
 store::Packet StoreHost::Server::change(Client& client, Packet& request) {
     const int64_t number = std::stoll(request.parts.at(request.parts.size() - 1));
     request.parts.pop_back();
@@ -675,7 +683,7 @@ void StoreHost::Server::start_wait(Client& client, Packet& request) {
     reply_values(client);
 }
 
-// Answers if all keys are there; else waits for one that is missing.
+// Answers kGet or kWait if all keys are set; else waits for a missing key.
 void StoreHost::Server::reply_values(Client& client) {
     std::string missing;
     auto values = table.find(client.keys, missing);
@@ -702,7 +710,7 @@ void StoreHost::Server::go_on(const Keys& fresh) {
     }
 }
 
-// Does something for a client that waits. An error is the client's, and ends nothing else.
+// Calls `body` for a waiting client. An exception fails this client's request only.
 template <typename Body>
 void StoreHost::Server::with_waiting(int id, Body body) {
     const auto found = clients_.find(id);
@@ -740,7 +748,7 @@ void StoreHost::Server::reply_record(Client& client) {
 void StoreHost::Server::swap(Client& client, const Packet& request) {
     records.swap(client.id, request.parts);
     client.stage = Stage::kWaiting;
-    poke();  // finish_swaps() may be under way
+    poke();  // run the loop again, because finish_swaps() may be running already
 }
 
 void StoreHost::Server::finish_swaps() {

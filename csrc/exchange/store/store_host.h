@@ -1,7 +1,8 @@
-// The host of stores: holds the values, records, beats and posts, and lets in clients.
+// The host of a store: holds values, records, beats and posts (see table.h), and serves clients.
 //
-// With keys, connections are encrypted, and clients with an allowed key are let in; without keys
-// everybody is. This process reads and writes the values directly. One thread serves all clients.
+// With keys, connections are encrypted, and only clients with an allowed key are served; without
+// keys all clients are. The host's own process uses the values directly, without a connection. One
+// thread serves all clients.
 #pragma once
 
 #include <unistd.h>
@@ -28,14 +29,14 @@ class StoreHost : public store::Values {
     struct Options {
         Descriptor listener{};                       // a socket that listens
         std::shared_ptr<link::Identity> identity{};  // null: without keys
-        PublicKeys allowed{};                        // beside the own key
-        milliseconds timeout{};                      // of this process's own waits
-        std::string table_id{};                      // empty: a random one
-        bool is_journalled = false;                  // swaps wait for settle()
+        PublicKeys allowed{};                        // keys of clients, beside the own key
+        milliseconds timeout{};                      // limit of waits by this process itself
+        std::string table_id{};                      // empty: a random id
+        bool is_journalled = false;                  // swaps wait for settle(), see Records
         std::map<std::string, std::string> records{};
         milliseconds drop_after{};  // the age at which a beat or a post is dropped
     };
-    // Sums since the host began, but for the connections, which are open now.
+    // The number of open connections, and sums since the host began.
     struct Facts {
         int64_t connections = 0, requests = 0, received_bytes = 0, sent_bytes = 0,
                 refused_posts = 0;
@@ -44,24 +45,25 @@ class StoreHost : public store::Values {
     explicit StoreHost(Options options);
     ~StoreHost() override;
 
-    // Replaces the keys that are let in; connections of other keys end. Clients with a key of
-    // `readers` alone change nothing.
+    // Replaces the allowed keys, and closes connections of other keys. Clients whose key is only in
+    // `readers` may read, and change nothing.
     void allow(PublicKeys keys, PublicKeys readers);
     // Ends all connections; idempotent.
     void close();
-    // Clients that were let in.
+    // The number of connected clients, without strangers.
     int64_t num_clients() const;
     const std::string& table_id() const;
 
-    // The last texts of all members, and the records of all runs; from any thread.
+    // The last beats and posts of all members, and the records of all runs. Any thread may call.
     std::vector<store::Beats::Last> beats() const;
     std::vector<store::Beats::Last> posted() const;
     std::map<std::string, std::string> all_records() const;
     Facts facts() const;
-    // Keeps a text of a member of this process. Throws std::invalid_argument for what does not fit.
+    // Keeps a post of a member that runs in this process. Throws std::invalid_argument if it does
+    // not fit.
     void post(const std::string& run, const std::string& member, const std::string& text);
 
-    // For the thread of the journal, see store::Records.
+    // For the thread that writes the journal; see Records::take() and Records::settle().
     std::vector<store::Change> take_changes(milliseconds time);
     void settle(const std::string& sentence, bool is_doubtful);
 

@@ -14,12 +14,13 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr size_t kMostName = 400;
-// A longer gap between two looks at the clock is a time in which this process stood still.
+// In a longer gap between two calls of pass_time() this process was stopped.
 constexpr milliseconds kMostGap{1000};
-// Where no beat fits, all runs are searched for late beats once in so long: a refusal costs little.
+// While no more beats fit, all runs are searched for late beats at most once in this time, so that
+// refusing a beat costs little.
 constexpr milliseconds kSweep{2000};
 
-// The bytes of the character at `at`; 0 where that is no UTF-8.
+// The number of bytes of the UTF-8 character at `at`; 0 if the bytes are not UTF-8.
 size_t bytes_of_character(const std::string& text, size_t at) {
     const auto first = static_cast<uint8_t>(text[at]);
     const size_t size = first < 0x80                     ? 1
@@ -32,7 +33,7 @@ size_t bytes_of_character(const std::string& text, size_t at) {
         if ((static_cast<uint8_t>(text[at + i]) & 0xc0) != 0x80) return 0;
     }
     const auto second = size > 1 ? static_cast<uint8_t>(text[at + 1]) : uint8_t{0};
-    // Too long a form, a surrogate, or beyond the last character.
+    // These are no UTF-8 either: overlong forms, surrogates, and numbers above U+10FFFF.
     const bool is_none = (first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
                          (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f);
     return is_none ? 0 : size;
@@ -124,7 +125,7 @@ const std::string* Table::missing_of(const Keys& keys) const {
 
 Keys Table::values_of(const Keys& keys) const {
     size_t size = 0;
-    // A key may stand there many times.
+    // The size is checked first: a request may name the same key many times.
     for (const std::string& key : keys) size += values_.at(key).size();
     if (size > Packet::kMostBytes) {
         refuse("a store gives at most 64 MiB at a time, and these keys hold " +
@@ -260,7 +261,7 @@ Records::Records(bool is_journalled, std::map<std::string, std::string> records,
                  std::function<void()> poke)
     : is_journalled_(is_journalled),
       poke_(std::move(poke)),
-      // Another process of the same table has other revisions.
+      // A random start, so that another process with the same table has other revisions.
       revision_(std::stoull(random_name().substr(0, 15), nullptr, 16) + 1) {
     for (auto& [run, bytes] : records) records_[run] = {std::move(bytes), ++revision_};
 }
@@ -297,7 +298,8 @@ void Records::forget(int client) {
                    waiting_.end());
 }
 
-// Adds a swap to the group, or answers where the registry is full.
+// Compares a swap with the present record, and adds it to the batch. Answers at once if the
+// registry has no room for another run.
 void Records::judge(const Swap& swap, std::vector<Done>& done) {
     const auto changed = std::find_if(changes_.begin(), changes_.end(),
                                       [&](const Change& one) { return one.first == swap.run; });
@@ -399,7 +401,7 @@ std::string_view first_line(std::string_view text) { return text.substr(0, text.
 
 }  // namespace
 
-// Another process of the same table has other versions.
+// The first version is random, so that another process with the same table has other versions.
 Beats::Beats(Clock::duration drop_after, size_t most_bytes)
     : drop_after_(drop_after),
       most_bytes_(most_bytes),

@@ -1,8 +1,8 @@
 // The contents of a store's host: values by key, the record of each run, and the members' beats and
 // posts.
 //
-// Values are for c10d. Records change by compare-and-swap alone, and with a journal a swap counts
-// when the journal holds it. Beats and posts are in memory.
+// Values serve as a c10d store. A record changes by compare-and-swap only; with a journal, a swap
+// takes effect when the journal holds it. Beats and posts are in memory only.
 #pragma once
 
 #include <chrono>
@@ -28,33 +28,34 @@ using Keys = std::vector<std::string>;
 
 // ------------------------------------------------------------------------------------ values
 
-// The values by key. Threads share it.
+// The values by key. Threads may use a table at the same time.
 class Table {
   public:
-    // `poke` is called when a watched key has got a value, under the table's mutex.
+    // `poke` is called, under the table's mutex, when a watched key has been set.
     explicit Table(std::function<void()> poke) : poke_(std::move(poke)) {}
 
     // Writes pairs of key and value.
     void set(const Keys& pairs);
-    // As TCPStore does: a missing key counts as an empty value, and stays missing where something
-    // was expected, which is then returned.
+    // As TCPStore does: a missing key counts as an empty value. If it is missing and `expected` is
+    // not empty, nothing is set, and `expected` is returned.
     std::string compare_set(const std::string& key, const std::string& expected,
                             const std::string& desired);
-    // Throws std::invalid_argument where the value is no number.
+    // Throws std::invalid_argument if the value is no number.
     int64_t add(const std::string& key, int64_t amount);
     void append(const std::string& key, const std::string& value);
     bool remove(const std::string& key);
     bool has(const Keys& keys) const;
     Keys list() const;
-    // Does what a request asks for that waits for nothing.
+    // Carries out a request that need not wait, and returns the answer.
     Packet answer(const Packet& request);
-    // Returns the values once all are there; null when `end` has passed.
+    // Waits until all keys are set, and returns their values; null if `end` comes first.
     std::optional<Keys> wait(const Keys& keys, Clock::time_point end);
 
-    // Returns the values if all are there; else watches the first missing key and names it.
+    // Returns the values if all keys are set. Else returns null, and watches the first missing key,
+    // which `missing` names.
     std::optional<Keys> find(const Keys& keys, std::string& missing);
     void unwatch(const std::string& key);
-    // The watched keys that have got a value since the last call; they are watched no more.
+    // The watched keys that were set since the last call; they are not watched any more.
     Keys take_fresh();
 
   private:
@@ -72,20 +73,21 @@ class Table {
 
 // ----------------------------------------------------------------------------------- records
 
-// A run and its new record; empty: the run has none any more.
+// A run and its new record; an empty record means that the run has none any more.
 using Change = std::pair<std::string, std::string>;
 
-// The record of each run. The host's thread adds swaps and advances; the journal's thread takes the
-// changes of one group after another, writes them and settles them.
+// The record of each run. The host's thread calls swap() and advance(), which collects waiting
+// swaps in a batch. With a journal, the journal's thread takes the changes of a batch by take(),
+// writes them, and calls settle(); then advance() answers the swaps.
 class Records {
   public:
-    // kMostChanges: of a group; kMostWaiting: swaps that no group has taken yet.
+    // The limits: bytes of a record, runs, changes of a batch, and swaps that wait for a batch.
     static constexpr size_t kMostBytes = 61440, kMostRuns = 1024, kMostChanges = 64,
                             kMostWaiting = 512;
 
     struct Record {
         std::string bytes{};
-        uint64_t revision = 0;  // another one after each change; 0: there is no record
+        uint64_t revision = 0;  // differs after each change; 0: there is no record
     };
     // The answer to a swap of a client.
     struct Done {
@@ -98,21 +100,22 @@ class Records {
             std::function<void()> poke);
 
     bool is_journalled() const { return is_journalled_; }
-    // The record that a crash would leave.
+    // The record of a run, without swaps that the journal does not hold yet.
     Record read(const std::string& run) const;
-    // All of them, by run.
+    // The records of all runs.
     std::map<std::string, std::string> all() const;
-    // advance() answers.
+    // Queues a swap of a client; advance() will return its answer. `parts` are run, expected record
+    // and new record.
     void swap(int client, const Keys& parts);
-    // The client has gone: its swap does not happen, unless it is under way.
+    // Drops the swap of a client that has gone, unless it is in a batch already.
     void forget(int client);
     // Returns the answers that are due, and adds the runs that have changed to `changed`.
     std::vector<Done> advance(Keys& changed);
 
-    // On the journal's thread: the next group, or nothing when the time has passed.
+    // The journal's thread: waits for the next batch of changes; empty if the time has passed.
     std::vector<Change> take(std::chrono::milliseconds time);
-    // Whether the journal holds the taken group: an empty sentence, or why not. `is_doubtful`: the
-    // disk has not said whether a crash would leave it.
+    // The journal's thread: ends the batch. `sentence` is empty if the journal holds it, else the
+    // error. `is_doubtful`: it is unknown whether the journal would have it after a crash.
     void settle(const std::string& sentence, bool is_doubtful);
 
   private:
@@ -121,7 +124,8 @@ class Records {
         int client = 0;
         std::string run{}, old{}, next{};
     };
-    // The outcome if the group can be written; a certain one holds in any case.
+    // The outcome of a swap if the batch can be written. It holds in any case if is_certain: the
+    // swap has failed, and does not depend on another swap of the batch.
     struct Outcome {
         int client = 0;
         bool is_swapped = false, is_certain = false;
@@ -138,7 +142,7 @@ class Records {
     uint64_t revision_;
     std::map<std::string, Record> records_;
     std::deque<Swap> waiting_;
-    // The group.
+    // The present batch.
     Stage stage_ = Stage::kOpen;
     std::vector<Change> changes_;
     std::vector<Outcome> outcomes_;
@@ -147,22 +151,22 @@ class Records {
 
 // ------------------------------------------------------------------------------------- beats
 
-// The last beat of each member of each run. The first line of a text is what other members need;
-// the rest may be another one in each beat. A second object of this class has the members' posts,
-// which no other member reads. Threads share an object.
+// The last beat of each member of each run. Other members need only the first line of a beat's
+// text, and are told of a beat only if its first line has changed. A second object of this class
+// has the members' posts, which no other member reads. Threads may use an object at the same time.
 class Beats {
   public:
-    // kMostBytes and kMostPosted: of a beat, and of a post; kMostMembers: of a run; kMostBeats and
-    // kMostSum: of all runs.
+    // The limits: bytes of a beat and of a post, members of a run, and of all runs together the
+    // beats and their bytes.
     static constexpr size_t kMostBytes = 16384, kMostPosted = 2048, kMostMembers = 1024,
                             kMostBeats = 16384, kMostSum = size_t{64} << 20;
 
     // The beats that a member has not seen yet.
     struct Seen {
-        uint64_t version = 0;  // rises with each first line that is another one
-        bool is_whole = true;  // `changed` has all beats
-        std::string counts{};  // the last byte of the number of each member's beats, by name
-        Keys changed{};        // member, text and age in milliseconds
+        uint64_t version = 0;  // rises whenever the first line of some beat changes
+        bool is_whole = true;  // `changed` has the beats of all members, not only changed ones
+        std::string counts{};  // one byte for each member, by name: its number of beats mod 256
+        Keys changed{};        // for each beat: member, text and age in milliseconds
     };
 
     struct Last {
@@ -170,16 +174,16 @@ class Beats {
         Clock::duration age{};
     };
 
-    // Beats that no other has followed for `drop_after` are dropped.
+    // A beat is dropped if the member has sent no other for the time `drop_after`.
     explicit Beats(Clock::duration drop_after, size_t most_bytes = kMostBytes);
 
-    // The time since the last call passes, but for a gap in which this process stood still: then no
-    // member could beat.
+    // Advances the clock of the beats' ages by the time since the last call, at most by a second:
+    // after a longer gap this process was stopped, and no member could beat.
     void pass_time();
-    // Keeps a member's beat, an empty text takes the beat back, and an empty name does neither.
-    // Throws std::invalid_argument for what does not fit.
+    // Keeps a member's beat. With an empty text the member's beat is removed, and with an empty
+    // member nothing is kept. Throws std::invalid_argument if the beat does not fit.
     void put(const std::string& run, const std::string& member, const std::string& text);
-    // As put(); returns what has changed since the version `known`, or all.
+    // As put(). Returns the beats that have changed since the version `known`, or all beats.
     Seen beat(const std::string& run, const std::string& member, const std::string& text,
               uint64_t known = 0);
     std::vector<Last> all() const;
@@ -189,12 +193,12 @@ class Beats {
     struct Beat {
         std::string text{};
         Time at{};
-        uint64_t version = 0;  // of the first line
+        uint64_t version = 0;  // the version at which the first line changed last
         uint8_t count = 0;
     };
     struct Run {
         std::map<std::string, Beat> beats{};
-        uint64_t since = 0;  // the version after which no beat has gone
+        uint64_t since = 0;  // the version at which the run began, or a beat was removed last
     };
 
     bool is_late(const Beat& beat) const { return now_ - beat.at > drop_after_; }
@@ -212,11 +216,11 @@ class Beats {
     std::optional<Clock::time_point> looked_at_;
 };
 
-// Throws std::invalid_argument unless a text has 1 to 400 bytes of UTF-8 without space and control
-// characters; the name of a run has no slash either.
+// Throws std::invalid_argument unless `name` has 1 to 400 bytes of UTF-8 without space and control
+// characters. If `what` is "run", slashes are not allowed either.
 void check_name(const char* what, const std::string& name);
 
-// Values as torch's stores have them: each call is a request.
+// The functions of a c10d store. Each function makes a request, which a subclass carries out.
 class Values : public c10d::Store {
   public:
     using Bytes = std::vector<uint8_t>;
@@ -239,11 +243,12 @@ class Values : public c10d::Store {
     std::vector<Bytes> multiGet(const Keys& keys) override;
     void multiSet(const Keys& keys, const std::vector<Bytes>& values) override;
     bool hasExtendedApi() const override { return true; }
-    // A function of c10d::Store in newer versions of torch.
+    // Newer versions of torch have this function in c10d::Store.
     Keys listKeys();
 
   protected:
-    // Both return the answer kDone, or throw.
+    // Carry out a request, wait_for() one that may wait. Both return an answer of kind kDone, or
+    // throw.
     virtual Packet ask(Request request, Keys parts, int64_t number = 0) = 0;
     virtual Packet wait_for(Request request, const Keys& keys, milliseconds time) = 0;
 };
