@@ -27,8 +27,8 @@ bool is_aligned(const void* pointer, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-// A stretch of a fragment inside one run: whole blocks of one segment, or (data is null) one block
-// that straddles segments or is cut short by the end.
+// A range of a fragment inside one run. It has complete blocks of one segment, at `data`; or if
+// data is null, one block that has elements of several segments or is cut short by the end.
 struct Piece {
     int64_t begin;
     int64_t size;
@@ -86,8 +86,7 @@ void store(uint8_t* data, DType dtype, float value) {
     std::memcpy(data, &code, sizeof(code));
 }
 
-// Calls body(data, dtype, position in the piece) for each element of a piece without data of its
-// own: a block that lies in several segments, or that the end cuts short.
+// Calls body(data, dtype, index in the piece) for each element of a piece whose `data` is null.
 template <class Body>
 void for_each_element(const Fragment& fragment, const Piece& piece, Body&& body) {
     int64_t idx = piece.segment_idx;
@@ -99,7 +98,7 @@ void for_each_element(const Fragment& fragment, const Piece& piece, Body&& body)
     }
 }
 
-// A block on the stack, filled up with zeros.
+// A block copied to the stack. If it is short, zeros follow its elements.
 struct alignas(64) StackBlock {
     float value[wire::kLargestBlock];
     const int64_t block_size;
@@ -112,7 +111,7 @@ struct alignas(64) StackBlock {
         });
         clear_from(piece.size);
     }
-    // c(outer): outer values of the piece, each in the dtype of its element.
+    // Copies the outer values of the piece, each rounded to the dtype of its parameter.
     void gather_outer(const Fragment& fragment, const Piece& piece, const float* outer) {
         for_each_element(fragment, piece, [&](const uint8_t*, DType dtype, int64_t i) {
             value[i] = as_written(dtype, outer[piece.begin + i]);
@@ -124,7 +123,8 @@ struct alignas(64) StackBlock {
             store(data, dtype, value[i]);
         });
     }
-    // Rounded toward c(outer), for outer values of the piece.
+    // Writes the values to the parameters, each rounded toward its outer value. outer[0] belongs to
+    // the first element of the piece.
     void scatter_toward(const Fragment& fragment, const Piece& piece, const float* outer) const {
         for_each_element(fragment, piece, [&](uint8_t* data, DType dtype, int64_t i) {
             store(data, dtype, rounded_toward(dtype, value[i], as_written(dtype, outer[i])));
@@ -147,7 +147,8 @@ int64_t blocks_of(int64_t elements, int block_size) {
     return (elements + block_size - 1) / block_size;
 }
 
-// A short block is encoded on the stack, so that padding is never written.
+// Encodes a block that is cut short into a buffer on the stack, and copies only the bytes of its
+// elements to the payload.
 int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece) {
     const int64_t size = span.block_size;
     StackBlock sum(size), residual(size), new_residual(size);
@@ -156,7 +157,8 @@ int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece
     span.codes = codes;
     span.streams_codes = span.streams_residual = false;
     if (span.num_terms > 0) {
-        // What follows the last code in a received run may be anything.
+        // The bytes behind the last code of a received run are arbitrary, so zero what they decode
+        // to.
         args.kernels->decode({span.format, span.block_size, 1, span.terms, span.num_terms,
                               sum.value, DType::kFp32, false});
         sum.clear_from(piece.size);
@@ -232,7 +234,7 @@ int64_t encode(const EncodeArgs& args, int64_t begin, int64_t end) {
     if (wire::is_rotated(args.layout.format)) own.fill(args.key, args.layout.block_size);
     int64_t bad = 0;
     if (args.num_terms > 0) {
-        // A run that is reduced is one stretch of whole blocks and a short one.
+        // A weighted sum is encoded for a single run: complete blocks, then perhaps a short block.
         const int64_t whole = (end - begin) / args.layout.block_size * args.layout.block_size;
         if (whole > 0)
             bad += encode_piece(args, terms, own.bits, {begin, whole, nullptr, DType::kFp32, 0});
@@ -269,8 +271,8 @@ void decode(const DecodeArgs& args, int64_t begin, int64_t end) {
 
 namespace {
 
-// A block that straddles tensors is gathered and scattered; one that is cut short takes its outer
-// state along.
+// Takes the step of one block of several segments: copies its parameters to the stack and back. If
+// the block is cut short, its outer state is copied, too.
 void step_block(const StepArgs& args, StepSpan span, const Piece& piece) {
     const int64_t size = args.layout.block_size;
     StackBlock params(size), outer(size), momentum(size), second(size);

@@ -1,8 +1,8 @@
-// The CPU codec: operators over ranges of a fragment, torch-free.
-// A fragment is a list of tensors, virtually concatenated. Each function works on elements [begin,
-// end), where begin is a multiple of the block size and end is one too or the fragment's end, on
-// the calling thread; ranges that do not overlap may run on different threads at the same time.
-// Nothing is allocated.
+// The CPU codec: operators over ranges of a fragment, without torch.
+// A fragment is a list of tensors, taken as one concatenated tensor. Each function works on
+// elements [begin, end) on the calling thread; begin is a multiple of the block size, and so is end
+// unless it is the fragment's end. Different threads may work on ranges that do not overlap at the
+// same time.
 #pragma once
 
 #include <cstdint>
@@ -36,10 +36,10 @@ struct RunLayout {
 
 struct EncodeArgs {
     const Kernels* kernels;
-    bool is_large;  // more than the caches hold: results are stored past them
+    bool is_large;  // the data exceeds the caches: results are written by non-temporal stores
     RunLayout layout;
     const float* outer;  // or null
-    Fragment params;     // no segments: the weighted sum of `terms`' runs is encoded
+    Fragment params;     // if num_terms > 0, the weighted sum of the payloads is encoded instead
     const uint8_t* const* term_payloads;
     const float* coefficients;
     int num_terms;
@@ -48,8 +48,8 @@ struct EncodeArgs {
     void* new_residual;    // or null
     DType residual_dtype;
     bool is_stochastic;
-    uint64_t index_begin;  // index in the fragment of element 0
-    uint64_t key;
+    uint64_t index_begin;  // the index of element 0 in the fragment, for random bits
+    uint64_t key;          // for random bits or random signs
 };
 
 struct DecodeArgs {
@@ -96,7 +96,7 @@ struct GramArgs {
     RunLayout layout;
     const uint8_t* const* term_payloads;
     int num_terms;  // at most kMaxGramTerms
-    int first_row;  // the products of the payloads before it are left out
+    int first_row;  // products whose both payloads come before this one are left out
 };
 
 struct Norms {
@@ -106,9 +106,9 @@ struct Norms {
 
 constexpr int kMaxTerms = 1024;
 constexpr int kMaxGramTerms = 64;
-// Pairs (i, j) with j <= i: the numbers of a symmetric matrix.
+// The number of pairs (i, j) with j <= i, the entries of a symmetric matrix.
 constexpr int num_pairs(int num_terms) { return num_terms * (num_terms + 1) / 2; }
-// Block of the operators that know no wire.
+// The block size of merge() and norms(), which have no wire format.
 constexpr int kPlainBlock = 256;
 
 // Returns the number of bad elements (wire/scale.h).
@@ -116,11 +116,12 @@ int64_t encode(const EncodeArgs& args, int64_t begin, int64_t end);
 void decode(const DecodeArgs& args, int64_t begin, int64_t end);
 void outer_step(const StepArgs& args, int64_t begin, int64_t end);
 void merge(const MergeArgs& args, int64_t begin, int64_t end);
-// One chunk: begin is a multiple of kNormChunk, end at most begin + kNormChunk.
+// The squared norm of c(outer) - params, or of params, over one chunk: begin is a multiple of
+// kNormChunk, and end at most begin + kNormChunk. c() is as_written() of step_rule.h.
 Norms norms(const NormsArgs& args, int64_t begin, int64_t end);
-// The dot products of pairs of payloads over one chunk, (0, 0), (1, 0), (1, 1), (2, 0) and so on in
-// `products`, from row `first_row` on; the rows before `first_row` become zeros. begin is a
-// multiple of the block size, end at most begin + kNormChunk.
+// The dot products of pairs of payloads over one chunk. `products` gets the pairs (0, 0), (1, 0),
+// (1, 1), (2, 0) and so on; the rows before `first_row` become zeros. begin is a multiple of the
+// block size, and end at most begin + kNormChunk.
 void gram(const GramArgs& args, int64_t begin, int64_t end, double* products);
 
 // The implementation called `name` ("": the fastest that this machine runs), or null when it is

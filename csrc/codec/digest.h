@@ -10,9 +10,10 @@ namespace diloco::codec {
 
 using wire::finish_digest;
 
-// Adds the bytes whose first word has index `first_word`, on the calling thread. Parts of one whole
-// may be added in any order, by several threads to sums of their own; each part but the last is a
-// multiple of 8 bytes long. `kernels` is the fastest implementation where it is null.
+// Adds a part of the digested bytes to `sums`; its first 64-bit word has index `first_word` among
+// all words. Parts may be added in any order, and by several threads to sums of their own. Every
+// part but the last must be a multiple of 8 bytes long. If `kernels` is null, the fastest
+// implementation runs.
 void add_digest(const uint8_t* data, uint64_t num_bytes, uint64_t first_word, DigestSums& sums,
                 const Kernels* kernels = nullptr);
 

@@ -1,6 +1,6 @@
-// Every entry of the codec runs with IEEE defaults (round to nearest even, sub-normals kept) and
-// restores what it found: torch.set_flush_denormal and -ffast-math libraries change the thread's
-// state, and with it bytes.
+// Sets the thread's floating-point state to IEEE defaults (round to nearest even, sub-normals kept)
+// while an IeeeScope exists. torch.set_flush_denormal() and libraries built with -ffast-math change
+// this state, and so would change the bytes that the codec writes.
 #pragma once
 
 #include <cstdint>

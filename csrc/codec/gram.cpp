@@ -1,4 +1,5 @@
-// The dot products of pairs of payloads: blocks are summed by themselves, then one after the other.
+// The dot products of pairs of payloads. The products of each block are summed first, and then the
+// blocks' sums are added in order, which makes the result independent of the implementation.
 #include <algorithm>
 #include <vector>
 
@@ -9,17 +10,18 @@
 namespace diloco::codec {
 namespace {
 
-// Elements of every payload that are decoded before their products are taken; all blocks divide it.
+// The number of elements of every payload that are decoded at a time, a multiple of every block
+// size.
 constexpr int64_t kGramStretch = wire::kLargestBlock;
-// Scales below this bound keep scale * code finite in fp32.
+// With scales below this bound, scale * code is finite in fp32.
 constexpr float kLargestPlainScale = 0x1p120f;
-// So dot_codes gives exact sums of a block (codec/kernels.h).
+// dot_codes() gives exact sums only of so many elements (codec/kernels.h).
 static_assert(wire::kLargestBlock <= 1 << 16);
 
-// The first pair of a row: (row, 0).
+// The index of the pair (row, 0) among the products.
 int first_pair(int row) { return num_pairs(row); }
 
-// Decodes elements [begin, end) of one payload and fills the stretch up with zeros.
+// Decodes elements [begin, end) of one payload, and appends zeros up to kGramStretch values.
 void decode_stretch(const GramArgs& args, int term, int64_t begin, int64_t end, float* values) {
     constexpr float kOne = 1.0f;
     Segment segment{values, DType::kFp32, begin, end - begin};
@@ -29,8 +31,8 @@ void decode_stretch(const GramArgs& args, int term, int64_t begin, int64_t end, 
     std::fill(values + (end - begin), values + kGramStretch, 0.0f);
 }
 
-// Adds the products of decoded values, for all formats. The range [begin, end) has at most
-// kGramStretch elements.
+// Adds the products over [begin, end), at most kGramStretch elements, by decoding the payloads.
+// Works for all formats.
 void add_decoded(const GramArgs& args, int64_t begin, int64_t end, double* products) {
     static thread_local std::vector<float> scratch;
     scratch.resize(static_cast<size_t>(args.num_terms * kGramStretch));
@@ -51,9 +53,10 @@ void add_decoded(const GramArgs& args, int64_t begin, int64_t end, double* produ
     }
 }
 
-// Adds the products of one block of int8 codes, as sums of integers: decoded values have at most 16
-// bits, so the sum over a block is exact in fp64 in any order. Returns false, and adds nothing, if
-// a scale is too large for that.
+// Adds the products of one block of int8 payloads, computed from the codes as integers. That equals
+// the result of add_decoded(), because decoded values have at most 16 significant bits, so that
+// their sums over a block are exact in fp64. Returns false, and adds nothing, if a scale is too
+// large.
 bool add_codes(const GramArgs& args, int64_t begin, int64_t end, double* products) {
     const PayloadPosition at = locate(args.layout, begin);
     const int8_t* codes[kMaxGramTerms];

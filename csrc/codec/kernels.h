@@ -1,7 +1,7 @@
-// The kernels of one implementation (scalar, AVX2, AVX-512), over whole blocks that lie
-// contiguously in memory. Segments, short blocks, runs and threads are the driver's business
-// (codec.cpp). Every implementation writes the same bytes; the caller has cleared flush-to-zero
-// (fp_environment.h).
+// The interface of the kernels, which each implementation has (scalar, AVX2, AVX-512). A kernel
+// works on complete blocks that are contiguous in memory. Its caller, codec.cpp, divides fragments
+// into such spans, and has cleared flush-to-zero (fp_environment.h). Every implementation writes
+// the same bytes.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +11,20 @@
 namespace diloco::codec {
 
 enum class DType : int { kFp32, kBf16, kFp16 };
-// kAccumulate and kCommit: an arrival that is only added up, and one that ends with a step.
+// kAccumulate and kCommit are for arrivals at the asynchronous server: kAccumulate only adds an
+// arrival to a sum, kCommit adds it and then takes the outer step.
 enum class Optimizer : int { kSgd, kHeavyBall, kNesterov, kAdam, kAccumulate, kCommit };
 
-// A payload's blocks and the factor of their decoded values.
+// Blocks of a payload, and the factor by which their decoded values are multiplied.
 struct Term {
-    const uint8_t* scales;  // bf16, one a block; unused by the formats without scales
+    const uint8_t* scales;  // one bf16 per block; not used in formats without scales
     const uint8_t* codes;
-    const uint8_t* signs;  // bits, one an element of a block (wire/rotation.h); rotated formats
+    const uint8_t* signs;  // sign bits of a block (wire/rotation.h), in rotated formats only
     float coefficient;
 };
 
-// Encodes x = c(outer) - params (or params, or the weighted sum of `terms`) + residual, where c(x)
-// is x rounded to the dtype of the parameters.
+// Encodes c(outer) - params + residual, where c() rounds to the dtype of the parameters. Without
+// `outer` it encodes params + residual, and with terms their weighted sum + residual.
 struct EncodeSpan {
     wire::Format format;
     int block_size;
@@ -36,14 +37,14 @@ struct EncodeSpan {
     const void* residual;   // or null
     void* new_residual;     // or null
     DType residual_dtype;   // fp32 or bf16
-    bool streams_codes;     // store past the caches; codes are 16-byte aligned
-    bool streams_residual;  // likewise; the new residual is fp32 and 64-byte aligned
+    bool streams_codes;     // write the codes by non-temporal stores; they are 16-byte aligned
+    bool streams_residual;  // the same for the new residual, which is fp32 and 64-byte aligned
     uint8_t* scales;
     uint8_t* codes;
     bool is_stochastic;
     uint64_t element;  // index of the first element in the fragment
     uint64_t key;
-    const uint8_t* signs;  // of this encoding, as in Term
+    const uint8_t* signs;  // sign bits for this encoding, as in Term
 };
 
 // out = sum of coefficient * decoded value.
@@ -55,7 +56,7 @@ struct DecodeSpan {
     int num_terms;
     void* out;
     DType out_dtype;
-    bool streams;  // store past the caches; out is fp32 and 64-byte aligned
+    bool streams;  // write `out` by non-temporal stores; it is fp32 and 64-byte aligned
 };
 
 struct StepConstants {
@@ -65,18 +66,21 @@ struct StepConstants {
     float clip;   // +Inf: none
     float alpha;  // weight of the local value
     float one_minus_alpha;
-    float one_minus_beta1;  // Adam only, as the next four
+    // The next five are for Adam only.
+    float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
     float sqrt_correction;  // sqrt(1 - beta2^step)
     float eps;
-    float direct;   // kCommit only, as the next two: weights of what was added up,
-    float ahead;    // of the new momentum,
-    float behind;   // and of the old one
-    bool is_first;  // kAccumulate, kCommit: nothing is pending yet
+    // The next three are for kCommit only: weights in its step.
+    float direct;   // weight of the sum of arrivals
+    float ahead;    // weight of the new momentum
+    float behind;   // weight of the old momentum
+    bool is_first;  // kAccumulate, kCommit: this is the first arrival, `second` has no sum yet
 };
 
-// Outer optimizer on g = sum of terms, then the merge into the parameters.
+// Takes an outer step with the weighted sum of terms as its gradient, then merges the new outer
+// values into the parameters (not for kAccumulate and kCommit).
 struct StepSpan {
     wire::Format format;
     int block_size;
@@ -85,15 +89,15 @@ struct StepSpan {
     int num_terms;
     float* outer;
     float* momentum;  // or null (SGD)
-    float* second;    // Adam's exp_avg_sq; what is pending; else null
+    float* second;    // Adam: exp_avg_sq; kAccumulate, kCommit: the sum of arrivals; else null
     void* params;
     DType param_dtype;
-    bool streams_params;  // store past the caches; params are fp32 and 64-byte aligned
+    bool streams_params;  // write params by non-temporal stores; they are fp32 and 64-byte aligned
     const StepConstants* constants;
 };
 
-// params = alpha * params + (1 - alpha) * outer, rounded toward c(outer); outer, rounded to
-// nearest, when alpha is 0.
+// params = alpha * params + (1 - alpha) * outer, rounded to the parameters' dtype in the direction
+// of outer. If alpha is 0, params = outer, rounded to nearest.
 struct MergeSpan {
     int64_t num_elements;  // a multiple of 32
     const float* outer;
@@ -104,8 +108,8 @@ struct MergeSpan {
     bool streams_params;
 };
 
-// Adds the squares of the good elements of c(outer) - params, in fp64, to 16 lanes: element i goes
-// to lane i mod 16.
+// Adds the squares of the elements of c(outer) - params that are not bad (wire/scale.h), in fp64,
+// to 16 partial sums: element i to lanes[i mod 16].
 struct NormsSpan {
     int64_t num_elements;  // a multiple of 32
     const float* outer;    // or null
@@ -114,7 +118,8 @@ struct NormsSpan {
     double* lanes;
 };
 
-// Adds the products a * b, in fp64 and so exact, to 16 lanes: element i goes to lane i mod 16.
+// Adds the products a[i] * b[i], which are exact in fp64, to 16 partial sums: product i to
+// lanes[i mod 16].
 struct DotSpan {
     int64_t num_elements;  // a multiple of 32
     const float* a;
@@ -132,12 +137,13 @@ struct CodeDotSpan {
     int32_t* sums;
 };
 
-// Sums of squares are taken over chunks of this many elements and added in order.
+// Sums of squares are computed over chunks of this many elements, and the chunks' sums added in
+// order, so that the number of threads does not change the result.
 constexpr int64_t kNormChunk = 65536;
 // Partial sums of a chunk; element i is added to sum i % kNormLanes.
 constexpr int kNormLanes = 16;
 
-// Adds the upper half of the lanes to the lower half until one is left.
+// The sum of the lanes, in a fixed order: adds the upper half to the lower half until one is left.
 inline double sum_lanes(double* lanes) {
     for (int half = kNormLanes / 2; half > 0; half /= 2) {
         for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
@@ -151,11 +157,11 @@ struct DigestSums {
     uint64_t sum = 0;
 };
 
-// Adds whole words to the sums; the data may lie at any address.
+// Adds 64-bit words to the sums; `data` needs no alignment.
 struct DigestSpan {
     const uint8_t* data;
     int64_t num_words;
-    uint64_t first_word;  // index of the first one
+    uint64_t first_word;  // index of the first word among all words of the digest
     DigestSums* sums;
 };
 
@@ -171,7 +177,7 @@ struct Kernels {
     void (*dot)(const DotSpan&);
     void (*digest)(const DigestSpan&);
     void (*dot_codes)(const CodeDotSpan&);
-    const Floor* floors;  // plain loops with the same instructions; the last one has no name
+    const Floor* floors;  // loops for benchmarks with the same instruction set; ends without a name
 };
 
 extern const Kernels kScalarKernels;

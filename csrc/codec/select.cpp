@@ -1,4 +1,4 @@
-// Chooses the implementation once, by what the processor and the operating system support.
+// Finds once which implementations the processor and the operating system support.
 #include "codec/codec.h"
 
 namespace diloco::codec {

@@ -1,5 +1,5 @@
-// A thread that holds a SerialScope runs the operators on itself alone: the exchange engine's
-// thread must not start an intra-op pool of its own beside the training loop's.
+// While a thread has a SerialScope, the operators that it calls use no other threads. The exchange
+// engine's thread needs this: it must not start an intra-op pool beside the training loop's.
 #pragma once
 
 namespace diloco::codec {

@@ -1,5 +1,5 @@
-// Decoding of the sparse formats (wire/sparse.h) on the CPU, one block at a time. Every instruction
-// set compiles these loops for itself.
+// Decoding of the sparse formats (wire/sparse.h) on the CPU, one block at a time. Each
+// implementation includes this file, and so compiles the loops for its own instruction set.
 #pragma once
 
 #include "codec/kernels.h"
@@ -8,7 +8,7 @@
 namespace diloco::codec {
 namespace {
 
-// Decodes one block; a code that no encoder makes is NaN.
+// Decodes one block; all its elements become NaN if no encoder writes such a code.
 template <wire::Format kFormat>
 void decode_sparse(uint16_t scale_bits, const uint8_t* code, float* out) {
     using S = wire::Sparse<kFormat>;

@@ -1,4 +1,5 @@
-// Where elements lie in payloads, and the payloads of an operator at one position; for codec.cpp.
+// The positions of elements in payloads, and the payloads of an operator at one position; for
+// codec.cpp and gram.cpp.
 #pragma once
 
 #include <cstring>
@@ -10,7 +11,8 @@
 namespace diloco::codec {
 namespace {
 
-// Where the run, the scales and the codes of an element lie in a payload.
+// The bytes of a payload at which the run of an element begins, and the scale and code of the
+// element.
 struct PayloadPosition {
     int64_t run;
     int64_t scales;
@@ -26,10 +28,10 @@ inline PayloadPosition locate(const RunLayout& layout, int64_t element) {
                 wire::code_bytes(layout.format, within)};
 }
 
-// The signs of one encoder of a rotated format.
+// The sign bits of a rotated format that belong to one key.
 struct Signs {
     uint64_t key = 0;
-    int size = 0;  // 0: none yet
+    int size = 0;  // 0: no bits were made yet
     uint8_t bits[wire::kMaxSignBytes];
 
     void fill(uint64_t new_key, int block_size) {
@@ -40,14 +42,15 @@ struct Signs {
     }
 };
 
-// Reused by every call on a thread; a call has no other inside it.
+// Storage for `count` Signs, which all operators on a thread reuse: no operator calls another one
+// that needs it.
 inline Signs* thread_signs(int count) {
     static thread_local std::vector<Signs> storage;
     if (storage.size() < static_cast<size_t>(count)) storage.resize(static_cast<size_t>(count));
     return storage.data();
 }
 
-// The payloads of an operator with pointers to one position of each.
+// The payloads of an operator. at() returns them as Terms that point to one position.
 class Terms {
   public:
     Terms(const RunLayout& layout, const uint8_t* const* payloads, const float* coefficients,

@@ -1,9 +1,10 @@
-// Codes of one element, rounding to nearest even, and their values. y is the scaled element x * (1
-// / scale) for the formats that have scales, x itself for fp32, bf16 and fp16.
+// The code of one element, rounded to nearest even, and the value of a code. y is the number that
+// is encoded: the element times 1 / scale in formats with scales, the element itself in fp32, bf16
+// and fp16.
 //
-// The float formats are one family of minifloats with M mantissa bits and bias B (e4m3: 3, 7; e5m2:
-// 2, 15; fp16: 10, 15; e3m0: 0, 3): sub-normals lie on the grid 2^-(B - 1 + M), code 0 is zero, and
-// magnitudes are consecutive integers.
+// fp16, fp8 and e3m0 are minifloats with M mantissa bits and exponent bias B (e4m3: M 3, B 7; e5m2:
+// 2, 15; fp16: 10, 15; e3m0: 0, 3). Code 0 is zero, the codes of rising magnitudes are consecutive
+// integers, and sub-normal values are multiples of 2^-(B - 1 + M).
 #pragma once
 
 #include "wire/format.h"
@@ -39,18 +40,18 @@ constexpr bool is_minifloat(Format format) {
            format == Format::kE3m0;
 }
 
-// The numbers that turn fp32 bits into a minifloat's and back.
+// The constants of the conversions between fp32 bits and a minifloat's code.
 template <Format kFormat>
 struct MinifloatLayout : Minifloat<kFormat> {
     using Base = Minifloat<kFormat>;
     static constexpr int kShift = 23 - Base::kMantissa;
     static constexpr uint32_t kSmallestNormalBits = static_cast<uint32_t>(128 - Base::kBias) << 23;
     static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - Base::kBias) << Base::kMantissa;
-    // 2^(B - 1 + M): makes the sub-normal grid the integers.
+    // 2^(B - 1 + M): times this factor, sub-normal values are integers.
     static constexpr uint32_t kSubnormalScaleBits =
         static_cast<uint32_t>(127 + Base::kBias - 1 + Base::kMantissa) << 23;
-    // 2^(127 - B): turns fp32 bits (code << shift) into the code's value; also right for
-    // sub-normals.
+    // 2^(127 - B): the float with the bits (code << kShift) times this factor is the code's value,
+    // also for sub-normals.
     static constexpr uint32_t kValueScaleBits = static_cast<uint32_t>(254 - Base::kBias) << 23;
 };
 
@@ -88,15 +89,15 @@ DILOCO_HD float minifloat_value(uint32_t code) {
     return bits_float(bits | ((code & L::kSign) != 0 ? 0x80000000u : 0));
 }
 
-// Round to bf16; a NaN becomes the quiet NaN 0x7FC0.
+// The bits of the nearest bf16; a NaN becomes the quiet NaN 0x7FC0.
 DILOCO_HD uint16_t bf16_nearest(float x) {
     const uint32_t bits = float_bits(x);
     if ((bits & kMagnitudeMask) > 0x7F800000u) return 0x7FC0;
     return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Round to fp16; a NaN stays one (quiet, upper payload bits kept, as the processor's own
-// conversion).
+// The bits of the nearest fp16. As in x86's own conversion, a NaN becomes quiet, and keeps the
+// upper bits of its mantissa.
 DILOCO_HD uint16_t fp16_nearest(float x) {
     const uint32_t bits = float_bits(x), magnitude = bits & kMagnitudeMask;
     if (magnitude > 0x7F800000u) {
@@ -145,7 +146,7 @@ DILOCO_HD float code_value(uint32_t code) {
     }
 }
 
-// An encoded value of an unscaled format that is no finite number; scaled formats never make one.
+// Whether a code is infinite or NaN, which only the encoder of fp16 can make of a finite number.
 template <Format kFormat>
 DILOCO_HD bool is_code_bad(uint32_t code) {
     return kFormat == Format::kFp16 && (code & 0x7FFFu) >= 0x7C00u;

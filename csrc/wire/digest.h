@@ -1,15 +1,14 @@
-// The digest of bytes: two sums over 64-bit words, which no order changes, and 64 bits made of them
-// (docs/developers/wire-formats.md). The words w_0, w_1, ... are little endian, the last
-// filled up with zero bytes. Word i counts as
-//   k = (i + 1) * kDigestStep      u = w ^ k      v = (u ^ u >> 29) * kDigestFactor
+// The digest of bytes: 64 bits made of two sums over 64-bit words, which may be added in any order
+// (docs/developers/wire-formats.md). The words w_0, w_1, ... are little endian, and the last one is
+// filled up with zero bytes. The first sum is that over product_i, where
+//   k = (i + 1) * kDigestStep      u = w_i ^ k      v = (u ^ u >> 29) * kDigestFactor
 //   product_i = (lo32(v) ^ hi32(v)) * hi32(v)     all mod 2^64
-// in the sum of products, and as w in the sum of words. A change of one word always changes the
-// second sum; changes that cancel there, such as swapped words or flipped signs, have to cancel in
-// the first one too.
+// and the second sum is over w_i. A change of one word always changes the second sum. Changes that
+// cancel there, such as swapped words or flipped signs, would have to cancel in the first sum, too.
 //
-// The scrambling of u comes before the product because keys in arithmetic progression are not
-// enough: with lo32(u) * hi32(u) the signs of four zeros at i, i + a, i + b, i + a + b cancel, and
-// flips of the halves' upper bits change only the upper half of the sum.
+// The product is not simply lo32(u) * hi32(u), because the keys k are an arithmetic progression:
+// flipped signs of four zeros at i, i + a, i + b, i + a + b would cancel in the first sum, and
+// flips of the upper bits of a word's halves would change only the upper half of the sum.
 #pragma once
 
 #include "wire/config.h"
@@ -37,7 +36,7 @@ DILOCO_HD uint64_t mix64(uint64_t z) {
     return z ^ z >> 31;
 }
 
-// The 64 bits that stand for `num_bytes` bytes with these sums.
+// The digest of `num_bytes` bytes whose words have these two sums.
 DILOCO_HD uint64_t finish_digest(uint64_t product, uint64_t sum, uint64_t num_bytes) {
     return mix64(product ^ mix64(sum ^ mix64(num_bytes)));
 }

@@ -1,7 +1,6 @@
-// fp32 operations with one IEEE rounding each: nothing that is written with these is fused into a
-// multiply-add, whatever the compiler's flags; `fused` is one, for where a * b is exact. On the
-// host the flags of the file see to that
-// (-ffp-contract=off).
+// fp32 operations with one IEEE rounding each. The compiler never fuses add(mul(a, b), c) into a
+// multiply-add: in CUDA the intrinsics forbid it, on the host the flag -ffp-contract=off. fused()
+// is a multiply-add, which is used only if a * b is exact.
 #pragma once
 
 #include "wire/config.h"

@@ -1,9 +1,10 @@
 // The wire formats and the layout of a run of elements in a payload.
-// A run of `run_elements` is [scales | codes]: one little-endian bf16 scale per block (none for
-// fp32, bf16, fp16), then the codes; each region is rounded up to 16 bytes. 4-bit codes: two a
-// byte, low nibble first, odd tail high nibble 0. The rotated formats (rotation.h) and the
-// sparse ones (sparse.h) have a code for each block, also for a short one, and the runs of the
-// rotated ones begin with the 8 bytes of the key of their signs.
+// A run of `run_elements` elements has first one little-endian bf16 scale per block (none in fp32,
+// bf16 and fp16), then the codes; both regions are rounded up to 16 bytes. Two 4-bit codes share a
+// byte, the first one in the low nibble; after an odd number of codes the last high nibble is 0.
+// The rotated (rotation.h) and sparse formats (sparse.h) have one code of fixed size for each
+// block, even for a short block. A run of a rotated format begins with the 8 bytes of the key from
+// which its random signs are made.
 #pragma once
 
 #include "wire/config.h"
@@ -36,17 +37,17 @@ constexpr int kNumFormats = 18;
 
 constexpr int64_t kAlignment = 16;
 constexpr int kMinBlockSize = 32;
-constexpr int kMaxBlockSize = 1024;  // but for the sparse formats
-constexpr int kLargestBlock = 4096;
+constexpr int kMaxBlockSize = 1024;  // of all formats but the sparse ones
+constexpr int kLargestBlock = 4096;  // of all formats
 
 DILOCO_HD constexpr bool is_rotated(Format format) {
     return format >= Format::kInt2r && format <= Format::kSub16;
 }
 DILOCO_HD constexpr bool is_sparse(Format format) { return format >= Format::kTopk32; }
-// Whether each element has a code of its own; else a block has one as a whole.
+// Whether each element has a code of its own. In the other formats a block has a single code.
 DILOCO_HD constexpr bool has_element_codes(Format format) { return format <= Format::kE3m0; }
 
-// Bits of the code of one element; the rotated and the sparse formats have none.
+// Bits of the code of one element. The result has no meaning for rotated and sparse formats.
 DILOCO_HD constexpr int code_bits(Format format) {
     return format == Format::kFp32                              ? 32
            : format == Format::kBf16 || format == Format::kFp16 ? 16
@@ -59,7 +60,8 @@ DILOCO_HD constexpr int num_kept(Format format) {
     return 32 << (static_cast<int>(format) - static_cast<int>(Format::kTopk32));
 }
 
-// Elements of a block of a rotated or sparse format, and bytes of its code.
+// own_block(): the block size of a rotated or sparse format; own_bytes(): the bytes of the code of
+// such a block.
 DILOCO_HD constexpr int own_block(Format format) {
     return is_sparse(format)                                      ? 4096
            : format == Format::kInt2r || format == Format::kInt1r ? 256
@@ -101,10 +103,11 @@ DILOCO_HD constexpr int64_t code_bytes(Format format, int64_t elements) {
     return (elements * code_bits(format) + 7) / 8;
 }
 
-// Byte at which the scales of a run begin: after the key.
+// Byte of a run at which its scales begin: rotated formats have the key before them.
 DILOCO_HD constexpr int64_t scale_offset(Format format) { return is_rotated(format) ? 8 : 0; }
 
-// Byte at which the codes of a run begin; depends on the run's nominal length alone.
+// Byte of a run at which its codes begin. It depends on `run_elements`, not on how many elements
+// the last run really has.
 DILOCO_HD constexpr int64_t code_offset(Format format, int64_t run_elements, int64_t block_size) {
     return has_scales(format)
                ? align_up(scale_offset(format) + 2 * ((run_elements + block_size - 1) / block_size))

@@ -1,9 +1,10 @@
-// Random bits for stochastic rounding: Philox-4x32 with 7 rounds, the fewest that pass all of
-// BigCrush (Salmon et al., SC 2011), 16 bits an element: 8 of its own, and below them those of its
-// neighbour, which decide once in 256 times. So every element's bits are uniform, and one Philox
-// block serves twice as many; the errors of two neighbours correlate by 1/128 at most.
+// Random bits for stochastic rounding: Philox-4x32 with 7 rounds, the fewest that pass all tests of
+// BigCrush (Salmon et al., SC 2011). Each element gets 16 bits: its own byte, and below it the byte
+// of its neighbour, which matters once in 256 times. So every element's bits are uniform, and one
+// Philox block serves 16 elements and not 8; the errors of two neighbours correlate by at most
+// 1/128.
 //
-// Exact mapping, for an element with index `e` *in the fragment* and a 64-bit `key`:
+// The bits r16 of the element with index e in the fragment, for a 64-bit `key`:
 //   counter = (lo32(e / 16), hi32(e / 16), 0, 0)    one Philox block serves 16 consecutive elements
 //   key     = (lo32(key), hi32(key))
 //   out     = Philox4x32_7(counter, key)           words out[0..3]
@@ -47,7 +48,8 @@ DILOCO_HD PhiloxBlock philox(uint64_t counter, uint64_t key, uint32_t c2 = 0) {
     return {{c0, c1, c2, c3}};
 }
 
-// The bits of an element from the word that holds its byte.
+// The 16 bits of an element, made from the Philox output word that has its byte and its
+// neighbour's.
 DILOCO_HD uint32_t random16_of(uint32_t word, uint64_t element) {
     const uint32_t own = static_cast<uint32_t>(element % 4);
     return (word >> (8 * own) & 0xFFu) << 8 | (word >> (8 * (own ^ 1)) & 0xFFu);

@@ -5,18 +5,21 @@
 //
 //   E     exponent of the block's largest magnitude, at least -100
 //   q_i   rint(x_i * 2^(kBits - E))
-//   y_i   -q_i where the sign of i is set; sub_f: the sum of those at i, i + K, i + 2K, ...
-//   Y_k   sum of (-1)^popcount(k & i) y_i          K of them, |Y| <= 2^26
-//   A     sum |Y|   below 2^31      S2 = sum Y^2   at most 2^52
-//   code  the bits Y_k < 0; int2r: before them, those of |Y_k| > T = (315 A) >> 16
-//   scale of the levels c (int2r: 3 and 10, else 1), times 2^(E - kBits) / K, rounded to bf16:
-//         S2 / sum |Y| c         with which the projection of the decoded block on x is x itself
-//         sum |Y| c / sum c^2    of the least squares, for error feedback
+//   y_i   q_i, or -q_i if the sign bit i is set; in sub_f the sum of these numbers at i, i + K,
+//         i + 2K, ..., where K is the block size / f; in the other formats K is the block size
+//   Y_k   the coefficients, sum over i of (-1)^popcount(k & i) y_i for k < K; |Y_k| <= 2^26
+//   A     sum |Y_k|   below 2^31      S2 = sum Y_k^2   at most 2^52
+//   c_k   the magnitude that a decoder takes for coefficient k before the scale: in int2r 10 if
+//         |Y_k| > T = (315 A) >> 16 and 3 if not, in the other formats 1
+//   code  the bits Y_k < 0; in int2r, before them, the bits |Y_k| > T
+//   scale one of these two, times 2^(E - kBits) / K, rounded to bf16:
+//         S2 / sum |Y_k| c_k             the projection of the decoded block on x is x itself
+//         sum |Y_k| c_k / sum c_k^2      least squares, used with error feedback
 // A block with a magnitude above 2^116, or whose scale would be zero or sub-normal, is null: scale
 // and code are zeros, and it decodes to +0.
 //
-// The signs of a block, the same for every block of an encoding: bit i of the words of
-// Philox4x32_7(counter (j, 0, 1, 0), key), j = 0, 1, ..., little endian.
+// The sign bits are the same for every block of an encoding. Bit i is bit i of the words of
+// Philox4x32_7(counter (j, 0, 1, 0), key) for j = 0, 1, ..., one after the other, little endian.
 #pragma once
 
 #include "wire/codes.h"
@@ -34,14 +37,15 @@ struct Rotation {
     static constexpr int kBlock = own_block(kFormat);
     static constexpr bool kHasLevels = kFormat == Format::kInt2r;
     static constexpr int kKept = kHasLevels ? 256 : 8 * own_bytes(kFormat);
-    static constexpr int kLargest = kKept * (kHasLevels ? kLargeLevel : 1);  // of |z|, decoded
-    static constexpr int kFolds = kBlock / kKept;                            // f of sub_f
+    // The largest magnitude of a decoded element before the scale.
+    static constexpr int kLargest = kKept * (kHasLevels ? kLargeLevel : 1);
+    static constexpr int kFolds = kBlock / kKept;  // f of sub_f, else 1
     static constexpr int kBits = kBlock == 256 ? 17 : 15;
     static constexpr int kSignBytes = kBlock / 8;
     static constexpr int kLogKept = __builtin_ctz(static_cast<unsigned>(kKept));
 };
 
-// The signs of a block of `count` elements, as count / 8 bytes.
+// Writes the sign bits of a block of `count` elements, as count / 8 bytes.
 DILOCO_HD void fill_signs(uint64_t key, int count, uint8_t* signs) {
     for (int j = 0; j < count / 128; ++j) {
         const PhiloxBlock block = philox(static_cast<uint64_t>(j), key, 1);
@@ -63,11 +67,12 @@ DILOCO_HD float power_of_two(int exponent) {
     return bits_float(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
-// What the scale is made of.
+// The sums over a block's coefficients from which its scale is made. The last two are for int2r
+// only: the sum of |Y_k| over coefficients above T, and their number.
 struct CoefficientSums {
-    uint32_t magnitude;        // A
-    int64_t square;            // S2
-    uint32_t large_magnitude;  // of the coefficients with the large level, int2r alone
+    uint32_t magnitude;  // A
+    int64_t square;      // S2
+    uint32_t large_magnitude;
     int32_t num_large;
 };
 
@@ -75,7 +80,7 @@ DILOCO_HD int32_t level_border(uint32_t magnitude_sum) {
     return static_cast<int32_t>((kBorder * magnitude_sum) >> 16);
 }
 
-// The bf16 bits of the scale; 0: the block is null.
+// The bf16 bits of a block's scale; 0 if the block is null.
 template <Format kFormat>
 DILOCO_HD uint16_t rotated_scale(const CoefficientSums& sums, int exponent, bool is_least_squares) {
     using R = Rotation<kFormat>;
@@ -93,8 +98,9 @@ DILOCO_HD uint16_t rotated_scale(const CoefficientSums& sums, int exponent, bool
     return bits < kSmallestScale ? 0 : bits;
 }
 
-// The value of a scale that was received; NaN for one that no encoder makes: negative, sub-normal,
-// infinite, NaN, or so large that `largest` times it, an element decoded with it, may exceed 2^126.
+// The value of a received scale. It is NaN for bits that no encoder writes: negative, sub-normal,
+// infinite or NaN, or so large that a decoded element, at most `largest` times the scale, may
+// exceed 2^126.
 DILOCO_HD float received_scale(uint16_t bits, int largest) {
     if (bits == 0) return 0.0f;
     const float value = scale_value(bits);

@@ -1,7 +1,8 @@
-// The scale of a block: scale = max(bf16 rounded up of absmax / qmax, 2^-126), inv = 1 / scale, y =
-// x * inv. IEEE fp32 division, no contraction. The scale is rounded up, so the largest element of a
-// block never clips, and its floor keeps 1 / scale finite. absmax is at most 2^126 here: a block
-// with a larger element or a NaN is "bad" and is sent as zeros with the smallest scale.
+// The scale of a block is absmax / qmax, rounded up to bf16, and at least 2^-126. absmax is the
+// largest magnitude of the block, and qmax the largest that a code has (format.h). x is encoded as
+// y = x * (1 / scale), all in IEEE fp32. Because the scale is rounded up, the largest element never
+// clips; because it is at least 2^-126, 1 / scale is finite. An element above 2^126 or a NaN is
+// "bad": its block is sent as zeros with the smallest scale.
 #pragma once
 
 #include "wire/exact.h"

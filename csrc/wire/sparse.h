@@ -1,12 +1,13 @@
-// The sparse formats: the signs of the largest k of 4096 elements, with one scale. Of equal
-// magnitudes the lower index is kept. docs/developers/wire-formats.md, Sparse wires.
+// The sparse formats send the indices and signs of the k largest of 4096 elements, and one scale,
+// which stands for the magnitude of all of them. If magnitudes are equal, lower indices are kept.
+// docs/developers/wire-formats.md, Sparse wires, has the same formulas.
 //
 //   E      exponent of the block's largest magnitude, at least -100
 //   A      sum of rint(|x| * 2^(21 - E)) over the kept elements, at most 2^30
 //   scale  A * 2^(E - 21) / k, rounded to bf16
-//   code   of the kept indices i_0 < i_1 < ..., with l = 12 - log2(k):
-//          l planes of k bits: bit j of plane b is bit b of i_j
-//          2 k bits: those at (i_j >> l) + j are ones (Elias and Fano)
+//   code   for the kept indices i_0 < i_1 < ..., with l = 12 - log2(k):
+//          l times k bits: bit j of the b-th k bits is bit b of i_j
+//          2 k bits: the bits (i_j >> l) + j are ones, the others zeros (Elias-Fano code)
 //          k bits: the signs
 // A block with a bad element (scale.h), or whose scale would be zero or sub-normal, is null: scale
 // and code are zeros, and it decodes to +0. A code whose indices do not ascend, or with another
@@ -24,7 +25,7 @@ struct Sparse {
     static constexpr int kLogKept = __builtin_ctz(static_cast<unsigned>(kKept));
     static constexpr int kLowBits = __builtin_ctz(static_cast<unsigned>(kBlock / kKept));
     static constexpr int kPlaneBytes = kKept / 8;
-    static constexpr int kUpper = kLowBits * kPlaneBytes;  // where the 2 k bits begin
+    static constexpr int kUpper = kLowBits * kPlaneBytes;  // byte at which the 2 k bits begin
     static constexpr int kSigns = kUpper + 2 * kPlaneBytes;
 };
 

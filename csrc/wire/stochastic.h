@@ -1,6 +1,7 @@
-// Stochastic rounding of one element with 16 random bits r (philox.h): the code is one of the two
-// neighbours of y, with the probability of the upper one equal to the distance from the lower one,
-// to 2^-17 of their distance (int8, int4: 2^-15, fp16: 2^-13).
+// Stochastic rounding of one element y (codes.h, also for M and B) with 16 random bits r
+// (philox.h). The result is one of the two codes around y. The probability of the upper one is the
+// distance of y from the lower one, as a share of the distance between the two, with an error of at
+// most 2^-17 (int8, int4: 2^-15; fp16: 2^-13).
 //   int8, int4:     y is rounded to the nearest multiple of 2^-14, to even, by the fp32 addition of
 //                   768, whose last bit that is; the low 14 bits of the sum's significand plus the
 //                   upper 14 of r carry into the code above them. |y| is so little above qmax
@@ -26,7 +27,7 @@ namespace diloco::wire {
 
 DILOCO_HD float uniform_of(uint32_t r) { return static_cast<float>(2 * r + 1) * 0x1p-17f; }
 
-// y + 768 has 14 bits after the point, and the code above them.
+// In fp32 the sum y + 768 has 14 bits after the binary point; the code is in the bits above them.
 constexpr float kIntegerMagic = 768.0f;
 constexpr int kIntegerShift = 14;
 
@@ -69,7 +70,7 @@ DILOCO_HD uint32_t minifloat_stochastic(float y, uint32_t r) {
     return with_sign<kFormat>(smaller(code, L::kLargest), bits);
 }
 
-// The code of `y`, in the low code_bits(kFormat) bits. y is not bad (scale.h).
+// The code of `y`, in the low code_bits(kFormat) bits. The element must not be bad (scale.h).
 template <Format kFormat>
 DILOCO_HD uint32_t encode_stochastic(float y, uint32_t r) {
     if constexpr (kFormat == Format::kFp32) {

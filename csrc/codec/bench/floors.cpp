@@ -1,6 +1,5 @@
-// The loops for processors without vector kernels: what the compiler makes of them. It may use the
-// vectors that every processor of the architecture has, and it never stores past the caches.
-// simd/floors.h has the same loops over the vectors of the kernels.
+// The plain loops (floors.h) for processors without AVX2, vectorised by the compiler alone, and
+// without non-temporal stores. simd/floors.h has the same loops in AVX2 and AVX-512.
 #include "codec/bench/floors.h"
 
 #include <cstring>
@@ -15,12 +14,12 @@ float* floats(const FloorBuffer* b, int i) { return reinterpret_cast<float*>(b[i
 // Keeps the compiler from dropping loads.
 volatile uint32_t sink;
 
-// Source -> target, by the C library.
+// Copies the source to the target by the C library's memcpy.
 void copy(const FloorBuffer* b, size_t begin, size_t end) {
     std::memcpy(floats(b, 1) + begin, floats(b, 0) + begin, sizeof(float) * (end - begin));
 }
 
-// Both sources are read, and nothing is written.
+// Reads both sources, and writes nothing.
 void read2(const FloorBuffer* b, size_t begin, size_t end) {
     const auto* x = reinterpret_cast<const uint32_t*>(b[0].data);
     const auto* y = reinterpret_cast<const uint32_t*>(b[1].data);
@@ -29,13 +28,13 @@ void read2(const FloorBuffer* b, size_t begin, size_t end) {
     sink = sum;
 }
 
-// Codes -> target.
+// Reads codes, and writes the target, as decoding does.
 void decode(const FloorBuffer* b, size_t begin, size_t end) {
     const auto* codes = reinterpret_cast<const int8_t*>(b[0].data);
     for (size_t i = begin; i < end; ++i) floats(b, 1)[i] = codes[i];
 }
 
-// Outer, parameters -> codes.
+// Reads outer and parameters, and writes codes, as encoding does.
 void encode(const FloorBuffer* b, size_t begin, size_t end) {
     const auto* outer = reinterpret_cast<const uint32_t*>(b[0].data);
     const auto* params = reinterpret_cast<const uint32_t*>(b[1].data);
@@ -43,7 +42,8 @@ void encode(const FloorBuffer* b, size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) codes[i] = static_cast<uint8_t>(outer[i] + params[i]);
 }
 
-// Outer, momentum, codes -> outer, momentum, parameters.
+// Reads outer, momentum and codes, and writes outer, momentum and parameters, as an outer step
+// does.
 void step(const FloorBuffer* b, size_t begin, size_t end) {
     float *outer = floats(b, 0), *momentum = floats(b, 1), *params = floats(b, 2);
     const auto* codes = reinterpret_cast<const int8_t*>(b[3].data);
@@ -54,7 +54,8 @@ void step(const FloorBuffer* b, size_t begin, size_t end) {
     }
 }
 
-// Outer, momentum, codes -> outer, momentum.
+// Reads outer, momentum and codes, and writes outer and momentum, as an arrival at the asynchronous
+// server does.
 void arrival(const FloorBuffer* b, size_t begin, size_t end) {
     float *outer = floats(b, 0), *momentum = floats(b, 1);
     const auto* codes = reinterpret_cast<const int8_t*>(b[2].data);
@@ -65,7 +66,8 @@ void arrival(const FloorBuffer* b, size_t begin, size_t end) {
     }
 }
 
-// Outer, parameters, residual -> codes, new residual.
+// Reads outer, parameters and residual, and writes codes and the new residual, as encoding with
+// error feedback does.
 void feedback(const FloorBuffer* b, size_t begin, size_t end) {
     const float *outer = floats(b, 0), *params = floats(b, 1), *residual = floats(b, 2);
     float* rest = floats(b, 3);

@@ -1,5 +1,5 @@
-// The plain loops that kernels are measured against: they move the bytes of an operator and do next
-// to nothing else, as well vectorised as we can. For benchmarks.
+// "Floors": plain loops for benchmarks that move the same bytes as an operator and compute next to
+// nothing. Their time shows how fast the operator could be at best.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 namespace diloco::codec {
 
 constexpr int kMaxFloorBuffers = 6;
-constexpr size_t kFloorUnit = 1024;  // elements; ranges are multiples of it
+constexpr size_t kFloorUnit = 1024;  // ranges are multiples of so many elements
 
 struct FloorBuffer {
     uint8_t* data;
@@ -19,10 +19,10 @@ struct FloorBuffer {
 
 struct Floor {
     const char* name;
-    const char* buffers;  // what the buffers are, for error texts
+    const char* buffers;  // names and dtypes of the buffers, for error texts
     int num_buffers;
     int bytes_per_element[kMaxFloorBuffers];
-    void (*run)(const FloorBuffer* buffers, size_t begin, size_t end);  // elements
+    void (*run)(const FloorBuffer* buffers, size_t begin, size_t end);  // of elements [begin, end)
 };
 
 constexpr const char* kCopyBuffers = "source, target: fp32";
@@ -34,9 +34,9 @@ constexpr const char* kArrivalBuffers = "outer, momentum: fp32; codes: int8";
 constexpr const char* kFeedbackBuffers =
     "outer, parameters, residual, new residual: fp32; codes: int8";
 
-extern const Floor kPlainFloors[];  // the last one has no name
+extern const Floor kPlainFloors[];  // the array ends with a Floor without a name
 
-// The loops beside the fastest kernels that this machine runs.
+// The floors of the fastest implementation that this machine runs.
 const Floor* find_floor(const std::string& name);  // null when unknown
 std::vector<std::string> floor_names();
 

@@ -1,4 +1,4 @@
-// The scalar definition of every kernel, straight from csrc/wire.
+// The scalar implementation of every kernel, made directly of the functions in csrc/wire.
 #include "codec/kernels.h"
 
 #include "codec/bench/floors.h"
@@ -41,7 +41,8 @@ uint32_t load_code(const uint8_t* codes, int64_t i) {
     }
 }
 
-// 4-bit codes are written in element order: the low nibble first clears the byte.
+// Writes the code of element i. 4-bit codes must be written in order: the one in the low nibble
+// also clears the high nibble.
 template <Format kFormat>
 void store_code(uint8_t* codes, int64_t i, uint32_t code) {
     constexpr int kBits = wire::code_bits(kFormat);
@@ -64,7 +65,8 @@ float decoded(const Term& term, int64_t i, int block_size) {
     return wire::has_scales(kFormat) ? value * scale_at(term.scales, i / block_size) : value;
 }
 
-// c0 * d0 + c1 * d1 + ..., each product rounded, then added, in order.
+// The weighted sum of all terms' decoded values at element i. Each product is rounded to fp32, and
+// the products are added in order.
 template <Format kFormat>
 float weighted_sum(const Term* terms, int num_terms, int64_t i, int block_size) {
     float sum = terms[0].coefficient * decoded<kFormat>(terms[0], i, block_size);
@@ -97,7 +99,7 @@ void sum_block(const Term* terms, int num_terms, int64_t block, int block_size, 
     }
 }
 
-// x of block number `block`.
+// Loads the values of block number `block` that are to be encoded; see EncodeSpan.
 template <Format kFormat>
 void load_block(const EncodeSpan& span, int64_t block, float* x) {
     if (span.num_terms > 0) {
@@ -229,7 +231,8 @@ void merge_element(void* params, DType dtype, int64_t i, float outer, float alph
     store(params, dtype, i, outer);
 }
 
-// One element of an arrival: it is added to what is pending, and with the last comes the step.
+// One element of kAccumulate or kCommit: g is added to the sum of arrivals, and kCommit takes the
+// outer step.
 void arrive(const StepSpan& span, int64_t i, float g) {
     const StepConstants& c = *span.constants;
     const float d = c.is_first ? g : span.second[i] + g;

@@ -9,7 +9,7 @@
 namespace diloco::codec {
 namespace {
 
-// Y_k = sum (-1)^popcount(k & i) v_i, in place.
+// The Hadamard transform in place: value k becomes the sum over i of (-1)^popcount(k & i) value_i.
 template <int kSize>
 void hadamard(int32_t* values) {
     for (int half = 1; half < kSize; half *= 2) {
@@ -56,7 +56,7 @@ void decode_rotated(const uint8_t* scales, const uint8_t* codes, const uint8_t* 
     }
 }
 
-// Encodes x, one block; returns the number of bad elements.
+// Encodes the block x to its scale and code; returns the number of bad elements.
 template <wire::Format kFormat>
 int64_t encode_rotated(const float* x, const uint8_t* signs, bool is_least_squares, uint16_t& scale,
                        uint8_t* code) {

@@ -7,10 +7,12 @@
 namespace diloco::codec {
 namespace {
 
-// Groups of a block whose largest magnitudes bound the k-th largest element from below.
+// A block is divided into so many groups. The k-th largest of the groups' maxima is a lower bound
+// of the k-th largest magnitude of the block.
 constexpr int kGroups = 256;
 
-// The largest magnitudes' bits of the groups {g, g + 256, ...}, and of the whole block.
+// Writes the largest magnitude (as fp32 bits) of each group of elements g, g + 256, g + 512, ...,
+// and returns the largest of the block.
 inline uint32_t group_maxima(const float* x, int block, int32_t* maxima) {
     for (int g = 0; g < kGroups; ++g) maxima[g] = 0;
     for (int begin = 0; begin < block; begin += kGroups) {
@@ -38,7 +40,8 @@ inline int32_t kth_largest(const int32_t* keys, int count, int k) {
     return found;
 }
 
-// The elements whose magnitude has at least the bits `bound`, in order; returns their number.
+// Finds the elements whose magnitude, as fp32 bits, is at least `bound`: their indices in order,
+// and their magnitudes' bits as keys. Returns their number.
 inline int find_above(const float* x, int count, int32_t bound, uint16_t* indices, int32_t* keys) {
     int num_found = 0;
     for (int i = 0; i < count; ++i) {
@@ -50,7 +53,7 @@ inline int find_above(const float* x, int count, int32_t bound, uint16_t* indice
     return num_found;
 }
 
-// The kept indices, ascending.
+// Selects the indices of the kept elements, ascending.
 template <wire::Format kFormat>
 void select_kept(const float* x, const int32_t* maxima, uint16_t* kept) {
     using S = wire::Sparse<kFormat>;
@@ -69,8 +72,8 @@ void select_kept(const float* x, const int32_t* maxima, uint16_t* kept) {
     }
 }
 
-// Encodes x, block number `block`, and subtracts from x what was sent; returns the number of bad
-// elements.
+// Encodes x, block number `block`, and leaves in x the error of the encoding: x minus the decoded
+// values. Returns the number of bad elements.
 template <wire::Format kFormat>
 int64_t encode_sparse_block(const EncodeSpan& span, int64_t block, float* x) {
     using S = wire::Sparse<kFormat>;

@@ -1,5 +1,5 @@
-// Decoding over a Vec (vec_avx2.h or vec_avx512.h, included before): weighted sums of payloads,
-// block by block.
+// Decoding, written once over the class Vec of vec_avx2.h or vec_avx512.h, whichever is included
+// before: weighted sums of payloads, block by block.
 #pragma once
 
 #include "codec/simd/rotation.h"
@@ -10,12 +10,12 @@
 namespace diloco::codec {
 namespace {
 
-// For functions that loops over memory call: they must be inlined.
+// For functions that inner loops call: without inlining they would be too slow.
 #define DILOCO_INLINE [[gnu::always_inline]] inline
 
-// Payloads that are summed in one pass over a block.
+// The number of payloads that are summed in one pass over a block.
 constexpr int kTermBatch = 4;
-// Elements handled by one turn of an inner loop; divides every block size.
+// The number of elements in one iteration of an inner loop; it divides every block size.
 constexpr int kUnroll = 32;
 
 // The values of kWidth codes from element i on, before the scale.
@@ -40,13 +40,13 @@ DILOCO_INLINE Vec::F code_values(const uint8_t* codes, int64_t i) {
     }
 }
 
-// The factors of up to kTermBatch payloads for one block. When all coefficients are powers of two
-// (1 included), both products of coefficient * (value * scale) are exact in any order as long as
-// the scales are not extreme: one factor does.
+// The factors of up to kTermBatch payloads for one block. A value becomes coefficient * (value *
+// scale). If all coefficients are powers of two and no scale is extreme, multiplying by a
+// coefficient is exact, and the value can be multiplied by coefficient * scale at once.
 struct BlockFactors {
     float scale[kTermBatch];
     float coefficient[kTermBatch];
-    bool is_single;  // coefficient already contains the scale
+    bool is_single;  // `coefficient` has coefficient * scale
 };
 
 DILOCO_INLINE bool is_small_power_of_two(float x) {
@@ -76,9 +76,9 @@ DILOCO_INLINE void load_factors(const Term* terms, int num_terms, int64_t block,
     }
 }
 
-// sum (+)= c_0 * d_0 + c_1 * d_1 + ... for the `size` elements of one block that begin at element
-// `begin` of the span. Pointers and factors are copied to locals first: stores may alias anything
-// else.
+// Writes the weighted sum of kTerms payloads to `sum` if is_first, else adds it, for the `size`
+// elements of a block that begins at element `begin` of the span. Pointers and factors are copied
+// to local arrays, because the compiler must assume that stores to `sum` change anything else.
 template <Format kFormat, bool kIsSingle, int kTerms>
 void sum_terms(const Term* terms, const BlockFactors& factors, int64_t begin, int size,
                bool is_first, float* sum) {
@@ -187,14 +187,14 @@ DILOCO_INLINE Vec::F load_as(DType dtype, const void* in, int64_t i) {
                                    : Vec::load_fp16(static_cast<const uint16_t*>(in) + i);
 }
 
-// c(x): x as a parameter of the dtype holds it.
+// c(x): the value that a parameter of this dtype has after x was written to it.
 DILOCO_INLINE Vec::F as_written(DType dtype, Vec::F x) {
     return dtype == DType::kFp32   ? x
            : dtype == DType::kBf16 ? Vec::round_bf16(x)
                                    : Vec::round_fp16(x);
 }
 
-// Stores the value, rounded in the direction of the target, a value of the dtype.
+// Stores the value as rounded_toward() of step_rule.h rounds it; `target` is a value of the dtype.
 DILOCO_INLINE void store_toward(DType dtype, void* out, int64_t i, Vec::F value, Vec::F target) {
     if (dtype == DType::kFp32) {
         Vec::store(static_cast<float*>(out) + i, value);
@@ -205,7 +205,7 @@ DILOCO_INLINE void store_toward(DType dtype, void* out, int64_t i, Vec::F value,
     }
 }
 
-// Few payloads into memory that is not read soon: straight from the registers.
+// Decodes a sum of few payloads by non-temporal stores, without a buffer between.
 template <Format kFormat, int kTerms>
 void decode_streamed(const DecodeSpan& argument) {
     const DecodeSpan span = argument;

@@ -1,4 +1,5 @@
-// The digest over a Vec (vec_avx2.h or vec_avx512.h, included before): one word a 64-bit lane.
+// The digest (wire/digest.h) over the class Vec of vec_avx2.h or vec_avx512.h, whichever is
+// included before. Each 64-bit lane of a vector has one word.
 #pragma once
 
 #include "codec/kernels.h"
@@ -7,7 +8,7 @@
 namespace diloco::codec {
 namespace {
 
-// The key of each lane's word, and the two sums of its words.
+// For each lane of a vector the key of its next word, and the two sums of its words so far.
 struct DigestLanes {
     explicit DigestLanes(uint64_t first_word)
         : keys(Vec::multiply64(Vec::add64(Vec::set64(first_word + 1), Vec::lane_numbers()),

@@ -1,4 +1,5 @@
-// Dot products of int8 codes, in AVX2 alone: the products of 16 codes fit into one register.
+// Dot products of int8 codes. Both implementations use AVX2 here: 16 codes, widened to 16 bits,
+// fill one register.
 #pragma once
 
 #include <immintrin.h>
@@ -12,7 +13,8 @@ inline __m256i load_codes(const int8_t* codes) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
 }
 
-// The sums of kCount others at once, so that `a` is widened once; whole 16 elements.
+// Computes the sums of kCount of the others at once, so that `a` is widened only once.
+// `num_elements` is a multiple of 16.
 template <int kCount>
 void dot_codes_with(const CodeDotSpan& span, int first, int64_t num_elements) {
     __m256i sums[kCount];

@@ -1,6 +1,6 @@
-// Encoding over a Vec (vec_avx2.h or vec_avx512.h, included before). A block's input is read once,
-// into the first-level cache, while its largest magnitude is found; then it is scaled, rounded and
-// packed from there.
+// Encoding over the class Vec of vec_avx2.h or vec_avx512.h, whichever is included before. While
+// a block's input is read into the first-level cache, its largest magnitude is found; then the
+// block is scaled, rounded and packed from the cache.
 #pragma once
 
 #include "codec/simd/inputs.h"
@@ -34,7 +34,7 @@ DILOCO_INLINE void store_residual(const EncodeSpan& span, int64_t i, Vec::F valu
     }
 }
 
-// Writes codes, whose bytes are a multiple of 16.
+// Writes packed codes to the payload; `bytes` is a multiple of 16.
 DILOCO_INLINE void write_codes(const EncodeSpan& span, uint8_t* target, const uint8_t* packed,
                                int64_t bytes) {
     constexpr int64_t kLine = 64;
@@ -50,21 +50,23 @@ DILOCO_INLINE void write_codes(const EncodeSpan& span, uint8_t* target, const ui
     }
 }
 
-// A block is worked on by units of so many elements: long ones unless the block is short. Random
-// bits are made one unit ahead, so that the long chain of Philox rounds overlaps with all else.
+// A block is encoded in units of kLongUnit elements, or kShortUnit if it has fewer. Random bits are
+// made one unit ahead, so that the processor computes the long chain of Philox rounds beside the
+// rounding.
 constexpr int kLongUnit = 128;
 constexpr int kShortUnit = 32;
 
-// The encoder's data in the first-level cache: x of two blocks, their codes and random bytes.
+// The encoder's buffers in the first-level cache: the values x of two blocks, codes and random
+// bytes.
 //
-// A load waits for an earlier store to an address with the same 12 low bits, until both are known
-// to differ. So the places of stores move on together with those of loads, at the same 12 bits,
-// where no load follows a store for 4 KiB. At other places, such as wherever the stack happens to
-// be, an encoder can lose a third of its speed.
+// A processor delays a load if an earlier store has the same 12 low address bits, until it knows
+// that the addresses differ. So the buffers are placed by the inputs' addresses: the store of an
+// element has the same 12 low bits as its load from the input, and no load reaches these bits again
+// for 4 KiB. With buffers at arbitrary addresses an encoder can lose a third of its speed.
 class Scratch {
   public:
     explicit Scratch(const EncodeSpan& span) : block_bytes_(4 * span.block_size) {
-        // Of two inputs, the one that is behind.
+        // With two inputs, follow the one whose low address bits come first, modulo 4 KiB.
         const uintptr_t params = low_bits(span.params), outer = low_bits(span.outer);
         const bool is_outer_behind =
             span.outer != nullptr && ((params - outer) & kMask) < kPage / 2;
@@ -75,7 +77,7 @@ class Scratch {
         return reinterpret_cast<float*>(x_[block & 1] + at);
     }
     uint8_t* packed() { return packed_ + ((begin_ - 512) & kMask); }
-    // Of even and of odd units; fill_random() may write kLongUnit bytes.
+    // The random bytes of even and of odd units; fill_random() may write kLongUnit bytes.
     uint8_t* random(int parity) { return random_ + ((begin_ - 1024) & kMask) + parity * kLongUnit; }
 
   private:
@@ -97,13 +99,14 @@ struct BlockScale {
     Vec::F inverse;
 };
 
-// How far ahead of its reads an encoder asks for its inputs, by measurement: where codes take few
-// instructions, the loads are nearly soon enough.
+// How many bytes ahead of its reads an encoder prefetches its inputs, found by measurement. If
+// codes take few instructions, loads run ahead by themselves, and less is needed.
 template <Format kFormat, bool kIsStochastic>
 constexpr int kBytesAhead =
     (kFormat == Format::kInt8 || kFormat == Format::kInt4) && !kIsStochastic ? 512 : 2048;
 
-// Turns kUnroll elements of x into codes; their rounding errors go to the new residual at i.
+// Turns kUnroll elements of x into codes, and writes their errors to the new residual from element
+// i on.
 template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
 DILOCO_INLINE void quantise(const EncodeSpan& span, const BlockScale& factors, const float* x,
                             const uint8_t* random, uint8_t* packed, int64_t i) {
@@ -124,13 +127,13 @@ DILOCO_INLINE void quantise(const EncodeSpan& span, const BlockScale& factors, c
     store_codes<kFormat>(packed, code);
 }
 
-// A block that holds a bad element: rare, so element by element.
+// Encodes a block with a bad element. Such blocks are rare, so it goes element by element.
 template <Format kFormat, bool kIsStochastic>
 [[gnu::noinline, gnu::cold]] int64_t encode_bad_block(const EncodeSpan& span, int64_t block,
                                                       const float* x) {
     const int64_t begin = block * span.block_size;
     int64_t num_bad = 0;
-    _mm_sfence();  // what was streamed for this block is overwritten
+    _mm_sfence();  // orders non-temporal stores of this block before the stores that overwrite them
     for (int j = 0; j < span.block_size; ++j) {
         uint32_t code = 0;
         bool is_bad = wire::is_bad(x[j]);
@@ -162,12 +165,13 @@ template <Format kFormat, bool kIsStochastic>
     return num_bad;
 }
 
-// The largest magnitude with which no element of a block can be bad.
+// The largest magnitude, as fp32 bits, that a good element can have. If the block's largest is not
+// above it, no element is bad.
 constexpr uint32_t good_limit(Format format) {
     return format == Format::kFp16 ? 0x477FE000u /* 65504 */ : wire::kLargestGoodBits;
 }
 
-// Writes the block's scale.
+// Writes the block's scale to the payload, and returns it with its inverse.
 template <Format kFormat>
 DILOCO_INLINE BlockScale write_scale(const EncodeSpan& span, int64_t block, uint32_t largest,
                                      bool is_good) {
@@ -181,8 +185,8 @@ DILOCO_INLINE BlockScale write_scale(const EncodeSpan& span, int64_t block, uint
 
 template <Format kFormat, bool kIsStochastic, bool kHasNewResidual, class Input, int kUnit>
 int64_t encode_units(const EncodeSpan& argument) {
-    // A copy that no other code sees: stores of bytes cannot change it, so its members stay in
-    // registers.
+    // A local copy: the compiler knows that stores of bytes cannot change it, and keeps its members
+    // in registers.
     const EncodeSpan span = argument;
     Scratch scratch(span);
     uint8_t* const packed = scratch.packed();
@@ -196,7 +200,7 @@ int64_t encode_units(const EncodeSpan& argument) {
     uint32_t largest = load_block<Input>(argument, 0, scratch.x(0));
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         const int64_t begin = block * size;
-        // After the last block this load is in vain.
+        // Behind the last block there is no next one: the last block is loaded again, for nothing.
         const Input next(span, block + 1 < span.num_blocks ? block + 1 : block);
         const float* current = scratch.x(block);
         float* following = scratch.x(block + 1);
@@ -216,7 +220,8 @@ int64_t encode_units(const EncodeSpan& argument) {
                     span, factors, current + n, random[parity] + n - j,
                     packed + wire::code_bytes(kFormat, n), begin + n);
             }
-            // Even traffic is faster than a burst after the block.
+            // Writing each unit's codes at once spreads the memory traffic, which is faster than
+            // writing all of them after the block.
             if (span.streams_codes && is_good) {
                 const int64_t done = wire::code_bytes(kFormat, j);
                 write_codes(span, codes + done, packed + done, kUnitBytes);
@@ -240,7 +245,7 @@ int64_t encode_blocks(const EncodeSpan& span) {
                : encode_units<kFormat, kIsStochastic, kHasNewResidual, Input, kLongUnit>(span);
 }
 
-// The sum of any number of payloads, block after block.
+// Encodes the weighted sum of any number of payloads, one block after the other.
 template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
 int64_t encode_sum(const EncodeSpan& argument) {
     const EncodeSpan span = argument;

@@ -1,6 +1,7 @@
-// Encoding of the rotated formats over a Vec (vec_avx2.h or vec_avx512.h, included before), block
-// by block. While a block is folded, the next one is read into the first-level cache, and its
-// largest magnitude is found: the reads are then on their way while the block is transformed.
+// Encoding of the rotated formats (wire/rotation.h, which defines E, q, Y, K and the levels) over
+// the class Vec of vec_avx2.h or vec_avx512.h, whichever is included before. While a block is
+// rounded to integers, the next block is read into the first-level cache, and its largest magnitude
+// is found: so the memory works while the block is transformed.
 #pragma once
 
 #include <cstdlib>
@@ -10,7 +11,7 @@
 namespace diloco::codec {
 namespace {
 
-// The signs as the upper bits of floats, made once for all blocks of an encoding.
+// The sign bits of all elements of a block as the upper bits of floats, made once for all blocks.
 template <Format kFormat>
 struct SignBits {
     alignas(64) uint32_t bit[wire::Rotation<kFormat>::kBlock];
@@ -23,61 +24,65 @@ struct SignBits {
     }
 };
 
-// A transform of more vectors than are held in registers is done in parts. Stages across parts come
-// first, while the vectors are loaded.
+// The number of vectors of one part of a transform. If a block's coefficients need more vectors
+// than fit into registers, the stages that combine vectors of different parts are computed first,
+// while the vectors are loaded, and then each part is transformed by itself.
 template <Format kFormat>
 constexpr int kPartVectors =
     kKeptVectors<kFormat> < kHeldVectors ? kKeptVectors<kFormat> : kHeldVectors;
 
-// Exponents of blocks whose elements can be squared as they are, far from overflow and underflow.
+// If |E| is at most this, the squares of a block's elements neither overflow nor underflow.
 constexpr int kLargestPlainExponent = 55;
 
-// What is left of a block whose signs are written: sums lane by lane, of which its scale is made.
+// The sums over a block's coefficients from which its scale is made, one for each lane.
 struct BlockSums {
-    Vec::I magnitudes;
-    Vec::I larger;           // of store_larger()
-    Vec::I squares;          // folded: of the coefficients, 64 bits
-    Vec::F element_squares;  // not folded: of the elements
-    int32_t border;          // of the large level
+    Vec::I magnitudes;       // sum |Y_k|
+    Vec::I larger;           // the sum made by store_larger()
+    Vec::I squares;          // in sub_f: sum Y_k^2, 64 bits
+    Vec::F element_squares;  // in the other formats: sum x_i^2
+    int32_t border;          // T, above which a coefficient has the large level
     int exponent;            // E
 };
 
-// Magnitudes of a block's coefficients, where these have levels.
+// The magnitudes |Y_k| of a block, if the format has levels.
 template <Format kFormat>
 struct Magnitudes {
     Vec::I of[wire::Rotation<kFormat>::kHasLevels ? kKeptVectors<kFormat> : 1];
 };
 
-// x is rounded to q by the addition of 1.5 * 2^23 units: the sum's bits are those of 1.5 * 2^23
-// units, the bias, and q. The bias of all elements ends in coefficient 0.
+// The number 1.5 * 2^23 * 2^(E - bits). Added to x in fp32, it rounds x to a multiple of
+// 2^(E - bits), and the bits of the sum, as an integer, are the bits of this number plus q. After
+// the transform these biases of all elements are in coefficient 0, from which they are subtracted.
 DILOCO_INLINE float rounding_summand(int bits, int exponent) {
     return wire::bits_float((static_cast<uint32_t>(23 + exponent - bits + 127) << 23) | 0x400000u);
 }
 
-// What is transformed: x as biased integers with their signs, folded, with the stages across parts.
-// Calls load_next(j) for each vector of the block, j being its first element.
+// Prepares the transform of block x: rounds it to biased integers with the random signs, adds up
+// the elements that sub_f folds onto each other, and computes the stages across parts. Calls
+// load_next(j) for each vector of the next block, whose first element is j.
 template <Format kFormat, bool kHasSquares, class LoadNext>
 DILOCO_INLINE void load_folded(const float* x, const SignBits<kFormat>& signs, Vec::I* y,
                                BlockSums& out, LoadNext&& load_next) {
     using R = wire::Rotation<kFormat>;
     constexpr int kVectors = kPartVectors<kFormat>, kParts = kKeptVectors<kFormat> / kVectors;
     const Vec::F summand = Vec::set(rounding_summand(R::kBits, out.exponent));
-    // In groups, as each sum waits for the one before it.
+    // The squares are added in groups, because each addition must wait for the one before it.
     Vec::F squares = Vec::zero(), group = Vec::zero();
     int64_t next = 0;
     const auto load_one = [&](int j) __attribute__((always_inline)) {
         Vec::I bits;
         __builtin_memcpy(&bits, signs.bit + j, sizeof(bits));
-        // Rounding to even is the same on both sides of zero.
+        // The sign may be changed before rounding: rounding to even is symmetric.
         const Vec::F v = Vec::as_float(Vec::xor_(Vec::as_int(Vec::load(x + j)), bits));
         const Vec::I biased = Vec::as_int(Vec::add(v, summand));
         if constexpr (kHasSquares && R::kFolds == 1) group = Vec::add(group, Vec::mul(v, v));
-        // After the load: it stores to an address with the same 12 low bits (see Scratch).
+        // Called after the load above, because it stores to an address with the same 12 low bits
+        // (see Scratch).
         load_next(next);
         next += Vec::kWidth;
         return biased;
     };
-    // Vectors that exchange halves are loaded together, too.
+    // Vectors that load_halves() will combine (kExchanged apart) are loaded together, too.
     constexpr int kApart = Vec::kExchanged, kPairs = kApart > 0 ? 2 : 1;
     const auto load_across = [&](int k) __attribute__((always_inline)) {
         if (kPairs == 2) k = k / kApart * 2 * kApart + k % kApart;
@@ -99,7 +104,7 @@ DILOCO_INLINE void load_folded(const float* x, const SignBits<kFormat>& signs, V
         }
     };
     if constexpr (kParts == 1 && R::kFolds == 1) {
-        // Unrolled, so that y stays in registers.
+        // This loop is unrolled, so that y stays in registers.
 #pragma GCC unroll 16
         for (int k = 0; k < kVectors / kPairs; ++k) load_across(k);
     } else {
@@ -108,7 +113,7 @@ DILOCO_INLINE void load_folded(const float* x, const SignBits<kFormat>& signs, V
     out.element_squares = squares;
 }
 
-// Transforms y part by part, and writes the signs.
+// Transforms y part by part, and writes the bits Y_k < 0 to the code.
 template <Format kFormat, bool kHasSquares>
 DILOCO_INLINE void write_signs(const Vec::I* y, uint8_t* code, Magnitudes<kFormat>& all,
                                BlockSums& out) {
@@ -146,7 +151,7 @@ DILOCO_INLINE void write_signs(const Vec::I* y, uint8_t* code, Magnitudes<kForma
     if constexpr (R::kHasLevels) out.border = wire::level_border(Vec::sum(magnitudes));
 }
 
-// Writes the levels.
+// Writes the bits |Y_k| > T to the code, if the format has levels.
 template <Format kFormat>
 DILOCO_INLINE void write_levels(const Magnitudes<kFormat>& all, uint8_t* code, BlockSums& out) {
     using R = wire::Rotation<kFormat>;
@@ -174,9 +179,9 @@ DILOCO_INLINE uint8_t* code_of(const EncodeSpan& span, int64_t block) {
     return span.codes + block * wire::own_bytes(kFormat);
 }
 
-// The scale of a block without folds. The squares of the coefficients add up to kBlock times those
-// of the integers q. That sum lies between two bounds, which nearly always lead to the same scale;
-// if they do not, load(j), the elements from j on, gives the sum itself.
+// The scale of a block in int2r and int1r, without error feedback. It needs sum Y_k^2, which equals
+// kBlock * sum q_i^2. From sum x_i^2 follow two bounds for this sum, which nearly always lead to
+// the same scale; if they do not, sum q_i^2 is computed from the elements, which load(j) returns.
 template <Format kFormat, class Load>
 DILOCO_INLINE uint16_t unbiased_scale(const BlockSums& in, wire::CoefficientSums& sums,
                                       const Load& load) {
@@ -187,9 +192,9 @@ DILOCO_INLINE uint16_t unbiased_scale(const BlockSums& in, wire::CoefficientSums
         return wire::rotated_scale<kFormat>(sums, in.exponent, false);
     };
     if (std::abs(in.exponent) <= kLargestPlainExponent) {
-        // f = x * unit: sum f^2 is rounded less than 2^6 times, by at most 2^-24 of it each time.
-        // As |q - f| <= 1/2, the sums of q^2 and f^2 differ by at most the sum of |f| + 1/4, and
-        // |f| <= f^2 / 2^16 + 2^14.
+        // With f = x * unit, the sum over f^2 is rounded less than 2^6 times, each time by at most
+        // 2^-24 of the sum. As |q - f| <= 1/2, the sums over q^2 and f^2 differ by at most the sum
+        // over |f| + 1/4, and |f| <= f^2 / 2^16 + 2^14.
         const double square = static_cast<double>(Vec::sum(in.element_squares)) * unit * unit;
         const double slack = square * (0x1p-18 + 0x1p-16) + R::kBlock * (0x1p14 + 0.25);
         const uint16_t scale = scale_of(R::kBlock * (square - slack));
@@ -203,7 +208,8 @@ DILOCO_INLINE uint16_t unbiased_scale(const BlockSums& in, wire::CoefficientSums
     return wire::rotated_scale<kFormat>(sums, in.exponent, false);
 }
 
-// Writes the scale of a block. The sums of a bad block are zeros: it becomes null.
+// Writes the scale of a block. The sums of a block with a bad element are zeros, so that scale and
+// code become zeros.
 template <Format kFormat, bool kHasSquares, class Load>
 DILOCO_INLINE void write_scale(const EncodeSpan& span, int64_t block, const BlockSums& in,
                                const Load& load) {
@@ -229,8 +235,8 @@ DILOCO_INLINE void write_scale(const EncodeSpan& span, int64_t block, const Bloc
     __builtin_memcpy(span.scales + 2 * block, &scale, sizeof(scale));
 }
 
-// Begins with x, block number `block`, and loads the next; returns the number of bad elements.
-// `before` is called once the block is loaded.
+// Encodes the signs of block number `block`, whose elements are x, and meanwhile loads the next
+// block. Calls before() between loading and transforming. Returns the number of bad elements.
 template <Format kFormat, bool kHasSquares, class LoadNext, class Before>
 DILOCO_INLINE int64_t begin_block(const EncodeSpan& span, const SignBits<kFormat>& signs,
                                   int64_t block, const float* x, uint32_t largest,
@@ -264,7 +270,7 @@ void store_rotated_rest(const EncodeSpan& span, int64_t block, const float* x) {
                               });
 }
 
-// The sum of any number of payloads, block after block.
+// Encodes the weighted sum of any number of payloads, one block after the other.
 template <Format kFormat, bool kHasNewResidual>
 int64_t encode_rotated_sum(const EncodeSpan& span) {
     alignas(64) float x[wire::Rotation<kFormat>::kBlock];
@@ -284,9 +290,9 @@ int64_t encode_rotated_sum(const EncodeSpan& span) {
     return num_bad;
 }
 
-// Levels wait for a sum over all coefficients of their block, so they are written after the next
-// block was loaded. Scales are the end of a long chain of dependent instructions: those of
-// kScalesAtOnce blocks are made together, so that the chains overlap.
+// Encodes all blocks of an Input (inputs.h). The levels of a block need a sum over all its
+// coefficients, so they are written only after the next block was loaded. A scale is the end of a
+// long chain of dependent instructions, so the scales of kScalesAtOnce blocks are made together.
 template <Format kFormat, bool kHasNewResidual, class Input>
 int64_t encode_rotated_input(const EncodeSpan& argument) {
     constexpr int64_t kScalesAtOnce = 8, kSums = 2 * kScalesAtOnce;
@@ -309,7 +315,7 @@ int64_t encode_rotated_input(const EncodeSpan& argument) {
     };
     uint32_t largest = load_block<Input>(argument, 0, scratch.x(0));
     for (int64_t block = 0; block < num_blocks; ++block) {
-        // After the last block this load is in vain.
+        // Behind the last block there is no next one: the last block is loaded again, for nothing.
         const Input next(span, block + 1 < num_blocks ? block + 1 : block);
         const float* current = scratch.x(block);
         float* following = scratch.x(block + 1);
@@ -329,7 +335,8 @@ int64_t encode_rotated_input(const EncodeSpan& argument) {
                                                           load_next, before);
         largest = next_largest;
         if constexpr (kHasNewResidual) {
-            // The rest of a block is stored from x, whose place the block after the next one takes.
+            // Finish the block at once: its residual needs x, whose buffer the block after the next
+            // one overwrites.
             finish_levels(block);
             finish_scales(block, block + 1);
             store_rotated_rest<kFormat>(span, block, current);

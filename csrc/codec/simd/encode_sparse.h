@@ -1,8 +1,8 @@
-// Encoding of the sparse formats over a Vec (vec_avx2.h or vec_avx512.h, included before). The
-// definition is in scalar/sparse.h. While a block is read, the largest magnitudes of its groups are
-// found, and what is left of the block before it is stored. The k-th largest of the groups bounds
-// the k-th largest element from below; a block has few elements above this bound, and the rest of
-// the work looks at these alone.
+// Encoding of the sparse formats over the class Vec of vec_avx2.h or vec_avx512.h, whichever is
+// included before; scalar/sparse.h is a simpler implementation. While a block is read, the largest
+// magnitude of each group of its elements is found, and the residual of the block before is stored.
+// The k-th largest of the groups' maxima is a lower bound of the k-th largest magnitude. Few
+// elements of a block reach this bound, and only these candidates are looked at again.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 namespace diloco::codec {
 namespace {
 
-// A group is one lane of so many vectors.
+// A group has the elements in one lane of kGroupSize consecutive vectors.
 constexpr int kGroupSize = 16;
 constexpr int kGroupElements = kGroupSize * Vec::kWidth;
 
@@ -21,8 +21,8 @@ template <Format kFormat>
 struct SparseBlock {
     static constexpr int kBlock = wire::Sparse<kFormat>::kBlock;
     static constexpr int kGroups = kBlock / kGroupSize;
-    // A load waits for an earlier store to an address with the same 12 low bits (see Scratch): the
-    // block that is written and the one that is read lie a few lines apart at these bits.
+    // x is longer than the block, so that the two blocks in use differ in the 12 low bits of their
+    // addresses: a load would wait for a store with the same bits (see Scratch).
     alignas(64) float x[kBlock + 8 * Vec::kWidth];
     alignas(64) int32_t maxima[kGroups];
 };
@@ -33,7 +33,8 @@ DILOCO_INLINE Vec::I load_keys(const int32_t* keys) {
     return v;
 }
 
-// Reads block number `block`, and stores what is left of the one before it, if there is one.
+// Reads block number `block`. With kStores it also writes `before`, the errors of the block before,
+// to the new residual.
 template <Format kFormat, bool kStores, class Input>
 void load_sparse(const EncodeSpan& span, int64_t block, SparseBlock<kFormat>& to,
                  const float* before) {
@@ -53,7 +54,7 @@ void load_sparse(const EncodeSpan& span, int64_t block, SparseBlock<kFormat>& to
     }
 }
 
-// The weighted sum of payloads is made first, then read like a tensor.
+// As load_sparse(), for a weighted sum of payloads, which is decoded first.
 template <Format kFormat>
 void load_sparse_sum(const EncodeSpan& span, int64_t block, SparseBlock<kFormat>& to) {
     using B = SparseBlock<kFormat>;
@@ -75,7 +76,7 @@ void store_rest(const EncodeSpan& span, int64_t block, const float* x) {
     }
 }
 
-// How many of `size` keys are at least `bound`; size is a multiple of the width.
+// The number of keys that are at least `bound`; `size` is a multiple of Vec::kWidth.
 DILOCO_INLINE int count_from(const int32_t* keys, int size, int32_t bound) {
     const Vec::I below = Vec::set(bound - 1), one = Vec::set(1);
     Vec::I counts = Vec::set(0);
@@ -87,11 +88,12 @@ DILOCO_INLINE int count_from(const int32_t* keys, int size, int32_t bound) {
 
 struct Bound {
     int32_t value;
-    int count;  // of the keys that are at least `value`
+    int count;  // the number of keys that are at least `value`
 };
 
-// A bound which k to `most` keys reach; where equal keys leave none, the k-th largest key. `low` is
-// reached by at least k keys, and no key is above `largest`.
+// Finds a bound that at least k and at most `most` keys reach. If equal keys make that impossible,
+// the result is the k-th largest key. At least k keys must reach `low`, and no key may be above
+// `largest`.
 DILOCO_INLINE Bound find_bound(const int32_t* keys, int size, int k, int most, Bound low,
                                int32_t largest) {
     int32_t high = largest + 1;
@@ -107,7 +109,8 @@ DILOCO_INLINE Bound find_bound(const int32_t* keys, int size, int k, int most, B
     return low;
 }
 
-// The elements from `bound` on, ascending; returns their number. Up to 4 places more are written.
+// Writes the indices of the elements whose magnitude is at least `bound`, ascending, and returns
+// their number. Up to 4 entries more may be written.
 template <int kBlock>
 DILOCO_INLINE int find_candidates(const float* x, int32_t bound, uint16_t* indices) {
     alignas(64) uint8_t mask[kBlock / 8];
@@ -115,7 +118,8 @@ DILOCO_INLINE int find_candidates(const float* x, int32_t bound, uint16_t* indic
     for (int i = 0; i < kBlock; i += Vec::kWidth) {
         Vec::store_mask(mask + i / 8, Vec::less(below, magnitude_of(Vec::load(x + i))));
     }
-    // Most words have few ones. A branch on each would be mispredicted.
+    // Most words have few set bits. So kUsual bits are taken without a branch, which would often be
+    // mispredicted.
     constexpr int kUsual = 4;
     int num_found = 0;
     for (int begin = 0; begin < kBlock; begin += 64) {
@@ -136,7 +140,7 @@ DILOCO_INLINE int find_candidates(const float* x, int32_t bound, uint16_t* indic
     return num_found;
 }
 
-// The kept indices, ascending; one place more is written.
+// Writes the indices of the kept elements, ascending. One entry more may be written.
 template <Format kFormat>
 DILOCO_INLINE void select_largest(const SparseBlock<kFormat>& block, int32_t largest,
                                   uint16_t* kept) {
@@ -178,8 +182,8 @@ DILOCO_INLINE void select_largest(const SparseBlock<kFormat>& block, int32_t lar
     }
 }
 
-// Writes the code of the kept elements, whose bits are `values`; wire::write_sparse_code defines
-// it.
+// Writes the code of the kept elements, as wire::write_sparse_code() does. `values` are the
+// elements' fp32 bits.
 template <Format kFormat>
 DILOCO_INLINE void write_kept(const uint16_t* kept, const int32_t* values, uint8_t* code) {
     using S = wire::Sparse<kFormat>;
@@ -199,7 +203,7 @@ DILOCO_INLINE void write_kept(const uint16_t* kept, const int32_t* values, uint8
         const Vec::I first = Vec::set64(static_cast<uint64_t>(-static_cast<int64_t>(begin)));
         Vec::I bits = Vec::set64(0);
         for (int j = 0; j < S::kKept; j += Vec::kWidth / 2) {
-            // No two of these are the same bit, so the sum has them all.
+            // All these bits differ, so their sum is the same as their union.
             bits = Vec::add64(bits, Vec::bit64(Vec::add64(Vec::load_u16_as_64(places + j), first)));
         }
         const uint64_t word = Vec::sum64(bits);
@@ -213,8 +217,8 @@ DILOCO_INLINE void write_kept(const uint16_t* kept, const int32_t* values, uint8
     return num_bad;
 }
 
-// Encodes x, block number `number`, and subtracts from x what was sent; returns the number of bad
-// elements.
+// Encodes block number `number`, and leaves in block.x the error of the encoding. Returns the
+// number of bad elements.
 template <Format kFormat>
 int64_t encode_sparse_block(const EncodeSpan& span, int64_t number, SparseBlock<kFormat>& block) {
     using S = wire::Sparse<kFormat>;
@@ -262,7 +266,7 @@ int64_t encode_sparse_block(const EncodeSpan& span, int64_t number, SparseBlock<
     return num_bad;
 }
 
-// `Input` is void for the sum of payloads.
+// Encodes all blocks of an Input (inputs.h), or of the weighted sum of payloads if `Input` is void.
 template <Format kFormat, bool kStores, class Input>
 int64_t encode_sparse_input(const EncodeSpan& argument) {
     const EncodeSpan span = argument;

@@ -1,6 +1,6 @@
-// The plain loops of codec/bench/floors.h over a Vec (vec_avx2.h or vec_avx512.h, included before).
-// Those that write exist with ordinary and with non-temporal stores ("_stream"): a benchmark takes
-// the faster one.
+// The plain loops of codec/bench/floors.h over the class Vec of vec_avx2.h or vec_avx512.h,
+// whichever is included before. Loops that write exist with ordinary and with non-temporal stores
+// ("_stream"): a benchmark takes the faster one.
 #pragma once
 
 #include <cstring>
@@ -22,7 +22,7 @@ void store_or_stream(float* p, Vec::F v) {
     kStreams ? Vec::stream(p, v) : Vec::store(p, v);
 }
 
-// 32 bytes of a vector as codes.
+// Stores the first 32 bytes of a vector as if they were codes.
 template <bool kStreams>
 void store_lower(uint8_t* p, Vec::I v) {
     __m256i bytes;
@@ -44,7 +44,7 @@ void floor_read2(const FloorBuffer* b, size_t begin, size_t end) {
                 sums[k], Vec::xor_(load_bits(floor_at<0>(b, at)), load_bits(floor_at<1>(b, at))));
         }
     }
-    // Keeps the compiler from dropping loads.
+    // The volatile variable keeps the compiler from removing the loads.
     volatile uint32_t sink =
         Vec::sum(Vec::add(Vec::add(sums[0], sums[1]), Vec::add(sums[2], sums[3])));
     static_cast<void>(sink);
@@ -58,7 +58,7 @@ void floor_decode(const FloorBuffer* b, size_t begin, size_t end) {
     _mm_sfence();
 }
 
-// Few instructions for each element, so that only the memory counts.
+// The codes are made by few instructions, so that the memory alone limits the speed.
 template <bool kStreams>
 void floor_encode(const FloorBuffer* b, size_t begin, size_t end) {
     for (size_t i = begin; i < end; i += 32) {
@@ -72,7 +72,7 @@ void floor_encode(const FloorBuffer* b, size_t begin, size_t end) {
     _mm_sfence();
 }
 
-// Stores of the outer step: none, only the parameters', or all of them non-temporal.
+// kStreams: 0: no store is non-temporal; 1: the parameters' are; 2: all are.
 template <int kStreams>
 void floor_step(const FloorBuffer* b, size_t begin, size_t end) {
     for (size_t i = begin; i < end; i += Vec::kWidth) {
@@ -114,7 +114,7 @@ void floor_arrival(const FloorBuffer* b, size_t begin, size_t end) {
     }
 }
 
-// The residual is stored as it is made; codes as soon as there are 32 bytes of them.
+// The residual is stored vector by vector, and codes as soon as there are 32 bytes of them.
 template <bool kStreams>
 void floor_feedback(const FloorBuffer* b, size_t begin, size_t end) {
     for (size_t i = begin; i < end; i += 32) {

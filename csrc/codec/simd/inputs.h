@@ -1,5 +1,5 @@
-// The values that an encoder reads, over a Vec (vec_avx2.h or vec_avx512.h, included before): a
-// difference, a tensor, or the weighted sum of payloads, each with its residual.
+// The inputs of an encoder over the class Vec of vec_avx2.h or vec_avx512.h, whichever is
+// included before: a difference, a tensor, or a weighted sum of payloads, each plus a residual.
 #pragma once
 
 #include "codec/simd/round.h"
@@ -7,17 +7,17 @@
 namespace diloco::codec {
 namespace {
 
-// Asks for kUnroll elements that are read so many bytes later.
+// Prefetches kUnroll elements that lie kBytesAhead bytes behind element i.
 template <int kBytesAhead>
 DILOCO_INLINE void prefetch_stream(const void* data, int element_bytes, int64_t i) {
     const char* p = static_cast<const char*>(data) + i * element_bytes + kBytesAhead;
     for (int k = 0; k < kUnroll * element_bytes; k += 64) _mm_prefetch(p + k, _MM_HINT_T0);
 }
 
-// An Input loads x of one block: load(n) is the vector at element n of the block. Loads of the next
-// block stand in line behind instructions that wait for the scale of this one, so that too few of
-// them are on their way; prefetch(n) asks for elements from n on, and waits for nothing. The common
-// inputs are compiled apart from the general one, which looks at the span each time.
+// An Input is a class that loads the values of one block: load(n) returns the vector at element n
+// of the block. prefetch(n) asks for the elements from n on; it is needed because loads of the next
+// block queue behind instructions that wait for this block's scale. There is a class for each
+// common kind of input; AnyInput is the slower class for all others.
 template <DType kParams, bool kHasResidual>
 class DifferenceInput {
   public:
@@ -32,7 +32,7 @@ class DifferenceInput {
     }
     template <int kBytesAhead>
     DILOCO_INLINE void prefetch(int64_t n) const {
-        if constexpr (kHasResidual) return;  // three streams are enough at once
+        if constexpr (kHasResidual) return;  // with three inputs, prefetching does not help
         constexpr int kAhead = kParams == DType::kFp32 ? kBytesAhead : 2048;
         prefetch_stream<kAhead>(span_.outer, 4, begin_ + n);
         prefetch_stream<kAhead>(span_.params, kParams == DType::kFp32 ? 4 : 2, begin_ + n);
@@ -43,7 +43,7 @@ class DifferenceInput {
     int64_t begin_;
 };
 
-// An fp32 tensor itself: what the public all_reduce encodes.
+// An fp32 tensor, without outer values and residual: all_reduce() encodes such an input.
 class TensorInput {
   public:
     DILOCO_INLINE TensorInput(const EncodeSpan& span, int64_t block)
@@ -105,8 +105,8 @@ class SumInput {
     WeightedSum<kFormat, kTerms> sum_;
 };
 
-// Loads kSize elements of x from element j of the block on, and returns their largest magnitudes'
-// bits.
+// Loads kSize elements of the block from element j on to x, and returns for each lane the bits of
+// the largest magnitude.
 template <int kSize, class Input>
 DILOCO_INLINE Vec::I load_unit(const Input& input, int j, float* x) {
     Vec::I largest = Vec::set(0);
@@ -119,7 +119,7 @@ DILOCO_INLINE Vec::I load_unit(const Input& input, int j, float* x) {
     return largest;
 }
 
-// x of one block, with the largest magnitude's bits.
+// Loads one block to x, and returns the bits of its largest magnitude.
 template <class Input>
 uint32_t load_block(const EncodeSpan& span, int64_t block, float* x) {
     const Input input(span, block);

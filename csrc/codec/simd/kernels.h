@@ -1,5 +1,5 @@
-// The kernels of one instruction set, instantiated over its Vec (included before):
-// kernels_avx2.cpp, kernels_avx512.cpp.
+// The kernels of one instruction set. kernels_avx2.cpp and kernels_avx512.cpp include the header
+// with their class Vec, and then this file.
 #pragma once
 
 #include "codec/simd/digest.h"
@@ -14,8 +14,8 @@ namespace {
 
 template <Format kFormat>
 int64_t encode_rounding(const EncodeSpan& span) {
-    // The stores below may be non-temporal: the fence makes them visible to threads that learn of
-    // the end of this call.
+    // Encoding may use non-temporal stores. The fence at the end makes them visible to threads that
+    // learn that this call has ended.
     int64_t num_bad;
     if constexpr (wire::is_rotated(kFormat)) {
         num_bad = encode_rotated<kFormat>(span);
@@ -30,7 +30,7 @@ int64_t encode_rounding(const EncodeSpan& span) {
     return num_bad;
 }
 
-// One entry a format, in the order of the enumeration.
+// A table of functions, one for each format, in the order of the enumeration.
 template <class Result, class Span>
 using ByFormat = Result (*[wire::kNumFormats])(const Span&);
 

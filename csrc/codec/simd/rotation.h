@@ -1,5 +1,5 @@
-// The rotated formats over a Vec (vec_avx2.h or vec_avx512.h, included before): the transform, and
-// the decoding of one block. The formulas are those of wire/rotation.h.
+// The rotated formats (wire/rotation.h has the formulas) over the class Vec of vec_avx2.h or
+// vec_avx512.h, whichever is included before: the transform, and the decoding of one block.
 #pragma once
 
 #include "codec/kernels.h"
@@ -10,10 +10,11 @@ namespace {
 
 using wire::Format;
 
-// Vectors of a transform that stay in registers: half of those that there are.
+// The number of vectors that a transform holds in registers: half of all vector registers.
 constexpr int kHeldVectors = Vec::kWidth;
 
-// Lanes of 32 bits, for encoding, and of 16, for decoding: restored levels are at most 2560.
+// Encoding transforms in lanes of 32 bits. Decoding does with 16 bits, because decoded values
+// before the scale are at most 2560.
 struct WideLanes {
     static constexpr int kWidth = Vec::kWidth;
     static Vec::I add(Vec::I a, Vec::I b) { return Vec::add(a, b); }
@@ -29,8 +30,8 @@ struct NarrowLanes {
     }
 };
 
-// The stages of a transform across vectors, from kHalf on: sums and differences of those kHalf
-// apart.
+// The stages of a transform that combine different vectors: sums and differences of vectors kHalf
+// apart, then 2 * kHalf apart, and so on.
 template <class Lanes, int kHalf, int kCount>
 [[gnu::always_inline]] inline void transform_across(Vec::I (&v)[kCount]) {
 #pragma GCC unroll 32
@@ -43,7 +44,7 @@ template <class Lanes, int kHalf, int kCount>
     if constexpr (2 * kHalf < kCount) transform_across<Lanes, 2 * kHalf>(v);
 }
 
-// The stages inside vectors.
+// The stages of a transform that combine lanes of the same vector, from a distance of kStride on.
 template <class Lanes, int kStride, int kCount>
 [[gnu::always_inline]] inline void transform_inside(Vec::I (&v)[kCount]) {
 #pragma GCC unroll 32
@@ -51,7 +52,8 @@ template <class Lanes, int kStride, int kCount>
     if constexpr (2 * kStride < Lanes::kWidth) transform_inside<Lanes, 2 * kStride>(v);
 }
 
-// The transform of kCount vectors, in place: Y_k = sum (-1)^popcount(k & i) v_i.
+// The Hadamard transform of kCount vectors in place: value k becomes the sum over i of
+// (-1)^popcount(k & i) value_i.
 template <class Lanes, int kCount>
 [[gnu::always_inline]] inline void hadamard(Vec::I* values) {
     if constexpr (kCount > kHeldVectors) {
@@ -77,8 +79,8 @@ template <class Lanes, int kCount>
 template <Format kFormat>
 constexpr int kKeptVectors = wire::Rotation<kFormat>::kKept / Vec::kWidth;
 
-// The levels of a code, transformed back: element i of the block is z[i mod kKept], with its sign.
-// Where no element is repeated, the signs are in z already.
+// Decodes a code without the scale: element i of the block is z[i mod kKept], negated if its sign
+// bit is set. In formats without folds the signs are applied to z here.
 template <Format kFormat>
 [[gnu::always_inline]] inline void restore(const uint8_t* code, const uint8_t* signs, int16_t* z) {
     using R = wire::Rotation<kFormat>;
@@ -103,7 +105,8 @@ template <Format kFormat>
     }
 }
 
-// Calls use(j, x) for each vector of a decoded block, j being its first element.
+// Decodes a block, and calls use(j, x) for each vector x of it, where j is the index of x's first
+// element.
 template <Format kFormat, class Use>
 [[gnu::always_inline]] inline void for_each_decoded(const uint8_t* code, const uint8_t* signs,
                                                     float scale, Use&& use) {
@@ -127,7 +130,8 @@ template <Format kFormat, class Use>
     }
 }
 
-// Decodes block number `block` of one term: sum (+)= coefficient * x.
+// Decodes block number `block` of one term, multiplies by its coefficient, and writes the result to
+// `sum` (kIsFirst) or adds it.
 template <Format kFormat, bool kIsFirst>
 [[gnu::always_inline]] inline void add_rotated(const Term& term, int64_t block, float* sum) {
     uint16_t bits;

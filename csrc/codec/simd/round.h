@@ -1,6 +1,6 @@
-// Rounding of scaled values to codes, and random bits for it, over a Vec (vec_avx2.h or
-// vec_avx512.h, included before). The formulas are those of wire/codes.h, wire/philox.h and
-// wire/stochastic.h.
+// Rounding of scaled values to codes, and the random bits for it, over the class Vec of vec_avx2.h
+// or vec_avx512.h, whichever is included before. wire/codes.h, wire/philox.h and
+// wire/stochastic.h have the formulas.
 #pragma once
 
 #include "codec/simd/decode.h"
@@ -13,7 +13,8 @@ DILOCO_INLINE Vec::I magnitude_of(Vec::F v) {
     return Vec::and_(Vec::as_int(v), Vec::set(static_cast<int32_t>(wire::kMagnitudeMask)));
 }
 
-// The keys of the rounds. In memory: an instruction that adds one reads it from there.
+// The keys of all Philox rounds. They stay in memory, from where vector instructions read them, and
+// take no registers.
 struct PhiloxKeys {
     uint64_t k0[wire::kPhiloxRounds], k1[wire::kPhiloxRounds];
     explicit PhiloxKeys(uint64_t key) {
@@ -27,18 +28,18 @@ struct PhiloxKeys {
     }
 };
 
-// The random bytes of `size` elements (wire/philox.h); more may be written, up to a multiple of
-// 128.
+// Writes the random bytes of `size` elements (wire/philox.h), one byte each. More bytes may be
+// written, up to a multiple of 128.
 DILOCO_INLINE void fill_random(uint64_t element, const PhiloxKeys& keys, int size,
                                uint8_t* random) {
     const Vec::I m0 = Vec::set64(wire::kPhiloxM0), m1 = Vec::set64(wire::kPhiloxM1);
     constexpr int kStep = Vec::kPhiloxLanes * wire::kElementsPerPhilox;
     for (int j = 0; j < size; j += kStep) {
         const uint64_t first = (element + static_cast<uint64_t>(j)) / wire::kElementsPerPhilox;
-        // Only the lower half of each 64-bit lane counts; what is above it is never looked at. What
-        // is the same for all lanes in the first two rounds is a number: two words of the counter
-        // are 0, a third is the upper half of 64 bits. (Lanes past a multiple of 2^32 are past the
-        // end: units are aligned.)
+        // Each word is in the lower half of a 64-bit lane; the upper half may have any bits. The
+        // first two rounds are simplified: two words of the counter are 0, and the word `upper` is
+        // the same for all lanes, so terms made of these are scalars. (Lanes whose counter passes a
+        // multiple of 2^32 lie behind the last element, since units are aligned.)
         const uint64_t upper = first >> 32;
         const Vec::I p = Vec::multiply_low(Vec::philox_counters(first), m0);
         const Vec::I x = Vec::xor_(Vec::high_half(p), Vec::set64(keys.k1[0]));
@@ -57,8 +58,8 @@ DILOCO_INLINE void fill_random(uint64_t element, const PhiloxKeys& keys, int siz
     }
 }
 
-// The functions below take r as Vec::load_random() gives it: above 8 zeros.
-// u = (2 r + 1) * 2^-17, exactly: 1 + u is made from its bits.
+// The functions below take r as Vec::load_random() returns it: 16 random bits above 8 zero bits.
+// uniform_of() is u = (2 r + 1) * 2^-17, exactly: it makes 1 + u from bits, and subtracts 1.
 DILOCO_INLINE Vec::F uniform_of(Vec::I r) {
     const Vec::I bits = Vec::or_(Vec::shift_right<1>(r), Vec::set(0x3F800040));
     return Vec::sub(Vec::as_float(bits), Vec::set(1.0f));
@@ -85,10 +86,10 @@ DILOCO_INLINE Vec::I dropped_bits(Vec::I r) {
     }
 }
 
-// The magnitude of the nearest code of a scaled minifloat (wire/codes.h) in the low byte of a lane;
-// what stands above it is no part of the code. |y| is added to a number that is so large that the
-// last bit of the sum is the step of the format's grid at y; the addition rounds to it, half to
-// even. The low bits of that number count the codes up to the power of two below y.
+// The magnitude of the nearest code of a scaled minifloat (wire/codes.h), in the low byte of each
+// lane; the upper bits have no meaning. |y| is added to a number so large that the last bit of the
+// fp32 sum is worth the distance of the format's values around y: so the addition rounds, half to
+// even. The low bits of that number are the number of codes below the power of two under y.
 template <Format kFormat>
 DILOCO_INLINE Vec::I nearest_magnitude(Vec::F y) {
     using L = wire::MinifloatLayout<kFormat>;
@@ -101,8 +102,8 @@ DILOCO_INLINE Vec::I nearest_magnitude(Vec::F y) {
     return Vec::as_int(Vec::add(Vec::as_float(magnitude_of(y)), Vec::as_float(large)));
 }
 
-// The magnitude of a minifloat's code, rounded with 16 random bits (wire/stochastic.h), not
-// clamped.
+// The magnitude of a minifloat's code, rounded with 16 random bits (wire/stochastic.h), and not
+// clamped to the largest code.
 template <Format kFormat>
 DILOCO_INLINE Vec::I stochastic_magnitude(Vec::I magnitude, Vec::I r) {
     using L = wire::MinifloatLayout<kFormat>;
@@ -117,7 +118,8 @@ DILOCO_INLINE Vec::I stochastic_magnitude(Vec::I magnitude, Vec::I r) {
     return Vec::select(is_tiny, tiny, normal);
 }
 
-// The sign bit of y moved to the code's, and to all above it for fp8; none for a zero of e3m0.
+// The sign bit of y at the position of the code's sign bit; for fp8 also in all bits above it. For
+// e3m0, zero has no sign.
 template <Format kFormat>
 DILOCO_INLINE Vec::I minifloat_sign(Vec::I bits, Vec::I magnitude) {
     using L = wire::MinifloatLayout<kFormat>;
@@ -131,8 +133,8 @@ DILOCO_INLINE Vec::I minifloat_sign(Vec::I bits, Vec::I magnitude) {
     return Vec::select(Vec::less(Vec::set(0), magnitude), sign, Vec::set(0));
 }
 
-// Codes of one vector: signed numbers for codes of at most a byte, code bits for the others; and
-// what they stand for.
+// code(): the codes of one vector, as signed numbers for codes of at most a byte, and as bits for
+// the others. value(): the values of such codes, before the scale.
 template <Format kFormat, bool kIsStochastic>
 struct Rounding {
     DILOCO_INLINE static Vec::I code(Vec::F y, Vec::I r) {
@@ -141,7 +143,7 @@ struct Rounding {
         } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
             // The scale is rounded up, so |y| <= qmax * (1 + 2^-22): the nearest code never clips.
             if constexpr (!kIsStochastic) return Vec::round_even(y);
-            // The code's upper bit becomes the lane's; r lies below its lower bit.
+            // Shift the code to the top of the lane, so that r, below it, carries into it.
             const Vec::I bits = Vec::as_int(Vec::add(y, Vec::set(wire::kIntegerMagic)));
             const Vec::I raised = Vec::shift_left<24 - wire::kIntegerShift>(bits);
             return Vec::shift_right_signed<24>(Vec::add(raised, r));
@@ -157,7 +159,7 @@ struct Rounding {
             const Vec::I magnitude = Vec::and_(nearest_magnitude<kFormat>(y), Vec::set(7));
             return Vec::or_(magnitude, minifloat_sign<kFormat>(Vec::as_int(y), magnitude));
         } else if constexpr (!kIsStochastic) {
-            // Nor here: the code never clips.
+            // As above, the nearest code never clips.
             const Vec::I sign = Vec::shift_right_signed<31>(Vec::as_int(y));
             return Vec::pick_bits(Vec::set(0x7F), nearest_magnitude<kFormat>(y), sign);
         } else {

@@ -1,5 +1,5 @@
-// Outer optimizers, merge, norms and dot products over a Vec (vec_avx2.h or vec_avx512.h, included
-// before).
+// Outer optimizers, merge, norms and dot products over the class Vec of vec_avx2.h or vec_avx512.h,
+// whichever is included before.
 #pragma once
 
 #include "codec/simd/decode.h"
@@ -7,7 +7,7 @@
 namespace diloco::codec {
 namespace {
 
-// The numbers of a step, one a vector.
+// The StepConstants, each copied to all lanes of a vector.
 struct StepVectors {
     explicit StepVectors(const StepConstants& c)
         : lr(Vec::set(c.lr)),
@@ -29,7 +29,8 @@ struct StepVectors {
     Vec::F direct, ahead, behind;
 };
 
-// outer -= lr * step(g); returns the new outer values of one vector and writes the momenta.
+// Takes the outer step of one vector with gradient g: writes the momenta, and returns the new outer
+// values (step_rule.h has the formulas).
 template <Optimizer kOptimizer>
 DILOCO_INLINE Vec::F update(const StepSpan& span, const StepVectors& c, int64_t i, Vec::F g) {
     const Vec::F outer = Vec::load(span.outer + i);
@@ -75,7 +76,7 @@ using DecodeBlock = void (*)(const Term* terms, int num_terms, int64_t block, in
 
 template <Optimizer kOptimizer, DType kParams>
 void step_blocks(const StepSpan& argument, DecodeBlock decode) {
-    // Copies that no other code sees: stores cannot change them, so they stay in registers.
+    // Local copies: the compiler knows that stores cannot change them, and keeps them in registers.
     const StepSpan span = argument;
     const StepVectors c(*argument.constants);
     const bool is_merge = argument.constants->alpha != 0.0f;
@@ -93,8 +94,8 @@ void step_blocks(const StepSpan& argument, DecodeBlock decode) {
     }
 }
 
-// d = pending + g; then pending = d, or m' = mu m + d and outer -= lr (direct d + ahead m' +
-// behind m). Without a momentum only d counts.
+// kAccumulate and kCommit: d is the sum of earlier arrivals, span.second, plus g. kAccumulate
+// stores d there. kCommit takes the step commit_update() of step_rule.h.
 template <Optimizer kOptimizer>
 void arrival_blocks(const StepSpan& argument, DecodeBlock decode) {
     const StepSpan span = argument;
@@ -171,7 +172,7 @@ void merge_params(const MergeSpan& argument) {
     if (span.streams_params) _mm_sfence();
 }
 
-// Sixteen sums in fp64, whatever the width: element i goes to lane i mod 16.
+// Adds to 16 sums in fp64, whatever the width of vectors: element i to lane i mod 16.
 template <DType kParams>
 int64_t norms_params(const NormsSpan& argument) {
     const NormsSpan span = argument;
@@ -201,7 +202,7 @@ int64_t norms_params(const NormsSpan& argument) {
     return num_bad;
 }
 
-// The lanes are those of norms_params.
+// Adds the products to 16 sums, as norms_params() does.
 void dot(const DotSpan& argument) {
     const DotSpan span = argument;
     constexpr int kVectors = kNormLanes / Vec::kWidth, kHalf = Vec::kWidth / 2;
