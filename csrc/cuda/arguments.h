@@ -1,8 +1,8 @@
-// The kernels' parameters, passed by value. Fragments, payloads and runs are as in
-// docs/developers/wire-formats.md; indices count elements of the fragment.
+// The kernels' parameters, passed by value. docs/developers/wire-formats.md explains fragments,
+// payloads and runs; indices count elements of the fragment.
 //
-// The lists of tensors and of terms lie in the parameters up to some length, so that a launch
-// needs nothing but itself; longer ones lie in device memory (kernels.h, upload).
+// A short list of tensors or terms is a part of the parameters, so that a launch needs no copy to
+// the device. A longer list is in device memory (upload() in kernels.h).
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@ namespace diloco::cuda {
 
 using codec::DType;
 
-// One tensor. `origin` is the address that the fragment's element 0 would have if the tensor went
-// on before its begin; begin and dtype share a word. A list ends with an entry whose begin is the
-// fragment's end.
+// One tensor of a fragment. `origin` is the tensor's address minus the bytes of `begin` elements,
+// so that element e of the fragment is at origin + e * size. `begin` and dtype share a word. A list
+// ends with an entry whose begin is the end of the elements that a kernel works on.
 struct Segment {
     uint64_t origin;
     int64_t begin_and_dtype;
@@ -33,7 +33,7 @@ struct Term {
     float coefficient;
 };
 
-// More than 4 KiB of kernel parameters need CUDA 12.1.
+// The longest lists in the parameters. More than 4 KiB of kernel parameters need CUDA 12.1.
 constexpr int kInlineSegments = 320;
 constexpr int kInlineTerms = 32;
 
@@ -43,15 +43,16 @@ struct Segments {
     Segment inlined[kInlineSegments + 1];
 };
 
-// Terms of dot products (dot_tile.h) that are read at once, and the most that there may be.
+// reduce by dot products (dot_tile.h) reads kDotTerms terms at once, and takes at most
+// kMostDotTerms.
 constexpr int kDotTerms = 4;
 constexpr int kMostDotTerms = 16;
 
 struct Terms {
-    const Term* in_memory;
+    const Term* in_memory;  // null: the list is inlined
     int32_t count;
-    bool are_aligned;      // all payloads, to wire::kAlignment
-    int32_t dot_exponent;  // log2 of every coefficient; 1: reduce has no dot products for them
+    bool are_aligned;      // whether all payloads are aligned to wire::kAlignment
+    int32_t dot_exponent;  // log2 of every coefficient; 1: reduce cannot use dot products
     Term inlined[kInlineTerms];
 };
 
@@ -63,7 +64,8 @@ DILOCO_DEVICE DType dtype_of(const Segment& segment) {
 DILOCO_DEVICE const Segment* list_of(const Segments& segments) {
     return segments.in_memory != nullptr ? segments.in_memory : segments.inlined;
 }
-// With one index for all lanes; the parameters are not read through a pointer.
+// Entry i, which must be the same for all lanes. A list in the parameters is not read through a
+// pointer, which would be slower.
 DILOCO_DEVICE Segment segment_at(const Segments& segments, int32_t i) {
     if (segments.in_memory == nullptr) return segments.inlined[i];
     return segments.in_memory[i];
@@ -73,31 +75,32 @@ DILOCO_DEVICE Term term_at(const Terms& terms, int t) {
     return terms.in_memory[t];
 }
 
-// Elements of a tile. A tile of encode and reduce holds whole blocks: it is as small as an operator
-// likes where the blocks are, so that a multiprocessor has room for more warps, and else large.
+// The numbers of elements in a tile (tiles.h). A tile of encode and reduce has complete blocks. For
+// small blocks the tile is small, so that a multiprocessor has room for more warps; else it is
+// large.
 constexpr int kEncodeTile = 256;
 constexpr int kReduceTile = 512;
 constexpr int kLargeTile = 1024;
 constexpr bool is_small_tile(int tile, wire::Format format, int64_t block_size) {
     return wire::has_element_codes(format) && block_size <= tile;
 }
-// The blocks for which encode, reduce and decode have kernels of whole tiles.
+// The block size for which encode, reduce and decode have kernels for whole tiles (tiles.h).
 constexpr int kUsualBlock = 256;
-// A tile of all other operators.
+// The tile of all other operators.
 constexpr int kStepTile = 512;
 constexpr int decode_tile_of(wire::Format format) {
     return wire::has_element_codes(format) ? 256 : kStepTile;
 }
-// The most neighbouring tiles of a warp. Where much is computed for a tile, the start of a warp and
-// its search for the tensor are worth several tiles; where most of the time is the memory's, one.
-// Measured on an H200 (docs/measurements/gpu-kernels.md).
+// The most consecutive tiles that a warp works on. With several tiles, starting the warp and
+// finding the tensor costs less per tile. The numbers were measured on an H200
+// (docs/measurements/gpu-kernels.md).
 constexpr uint32_t kEncodeTilesPerWarp = 16;
 constexpr uint32_t kReduceTilesPerWarp = 4;
 constexpr uint32_t kDecodeTilesPerWarp = 16;
-// Of any operator on a sparse wire: a block, which eight warps share.
+// The tile of all operators on a sparse wire: one block, on which eight warps work together.
 constexpr int kSparseTile = 4096;
 
-// The runs of elements [begin, end), cut into tiles, of which none crosses the end of a run.
+// The runs of elements [begin, end), divided into tiles. No tile crosses the end of a run.
 struct Runs {
     int64_t begin;
     int64_t end;
@@ -107,26 +110,27 @@ struct Runs {
     int64_t code_offset;
     int32_t block_size;
     int32_t block_shift;
-    int32_t log_kept;  // of the elements that a sparse format keeps of a block
+    int32_t log_kept;  // log2 of the number of elements that a sparse format keeps of a block
     uint32_t tiles_per_run;
     uint32_t num_tiles;
-    uint32_t tiles_per_warp;  // neighbouring ones
+    uint32_t tiles_per_warp;  // consecutive tiles on which a warp works
 };
 
-// Neighbouring tiles: those from number `first` on. `before` of the rest are in earlier ranges.
+// A range of consecutive tiles, from tile number `first` on. Earlier ranges of the list have
+// `before` tiles together.
 struct TileRange {
     uint32_t first;
     uint32_t before;
 };
 
-// The tiles among which are all that a kernel of whole tiles leaves: that are cut, that lie in
-// several tensors, or in one whose address is odd. They are the work of a second launch.
+// The tiles for the second launch of a kernel: all that may not be whole (tiles.h), because they
+// are cut short, have elements of several tensors, or lie in a misaligned tensor.
 struct Rest {
     const TileRange* in_memory;  // null: the list is inlined
-    int32_t count;
-    uint32_t num_tiles;       // of all ranges
-    uint32_t tiles_per_warp;  // neighbouring ones
-    bool is_all;              // all tiles, in no list: there is no launch of whole tiles
+    int32_t count;               // ranges in the list
+    uint32_t num_tiles;          // tiles of all ranges
+    uint32_t tiles_per_warp;     // consecutive tiles on which a warp works
+    bool is_all;  // all tiles are meant, without a list: no launch for whole tiles is needed
     TileRange inlined[kInlineSegments];
 };
 
@@ -137,7 +141,7 @@ struct EncodeTarget {
     void* new_residual;    // or null
     DType residual_dtype;
     int64_t* nonfinite;    // or null
-    uint64_t index_begin;  // index in the fragment of element 0
+    uint64_t index_begin;  // the index of element 0 in the fragment, for random bits
     uint64_t key;
 };
 
@@ -147,7 +151,7 @@ struct EncodeArgs {
     Segments params;
 };
 
-// Element 0 of the run is element 0 here.
+// reduce works on a single run; element 0 is the run's first.
 struct ReduceArgs {
     EncodeTarget target;
     Terms terms;
@@ -156,11 +160,11 @@ struct ReduceArgs {
 struct StepArgs {
     Runs runs;
     codec::StepConstants constants;
-    const int64_t* verdict;  // or null; nothing is done when it is not zero
+    const int64_t* verdict;  // in device memory, or null; if not zero, the kernel does nothing
     float* outer;
-    float* momentum;  // unused by SGD; Adam's first moment; arrivals: or null
-    float* second;    // Adam's second moment; what is pending of arrivals, or null
-    Segments params;  // unused by arrivals
+    float* momentum;  // Adam: the first moment; unused by SGD; may be null for kCommit
+    float* second;    // Adam: the second moment; kAccumulate, kCommit: the sum of arrivals, or null
+    Segments params;  // unused by kAccumulate and kCommit
     Terms terms;
 };
 
@@ -181,9 +185,9 @@ struct MergeArgs {
 struct NormsArgs {
     int64_t num_elements;
     const float* outer;  // or null
-    double* squares;     // one a chunk of kNormChunk elements
-    int64_t* counts;     // likewise
-    double* out;         // [2]
+    double* squares;     // the sum of squares of each chunk of kNormChunk elements
+    int64_t* counts;     // the number of bad elements of each chunk
+    double* out;         // [2]: the sum of all squares, the number of all bad elements
     Segments params;
 };
 
@@ -191,7 +195,7 @@ struct DigestArgs {
     uint64_t data;  // an address
     uint64_t num_bytes;
     uint64_t first_word;
-    uint64_t* sums;  // [2]: of products, of words
+    uint64_t* sums;  // [2]: the sum of products, and the sum of words (wire/digest.h)
 };
 
 }  // namespace diloco::cuda

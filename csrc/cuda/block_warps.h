@@ -1,12 +1,11 @@
-// The warps of a CUDA block (a CTA) that work together on one block of a sparse format. The code of
-// sparse_*.h is written once against this interface; BlockWarps is a CTA, and the tests'
-// EmulatedWarps runs the warps one after the other on the host.
+// The warps of a CUDA thread block (a CTA) that work together on one block of a sparse format. The
+// code in sparse_*.h is written once for this interface. BlockWarps implements it on a device; the
+// tests' EmulatedWarps runs the warps one after the other on the host.
 //   Lanes              the lanes of one warp (lanes.h)
-//   Each<T>            a T of each warp
-//   each_warp(f)       f(warp, lanes) in each warp; then all warps wait for one another
-//   stage(warp)        the stage of that warp, which all warps may read and write
-// What a warp writes to shared memory within each_warp, others read in a later one. Between two of
-// them every thread may read what neither writes.
+//   Each<T>            a variable of type T for each warp
+//   each_warp(f)       runs f(warp, lanes) in each warp, then waits until all warps have ended it
+//   stage(warp)        the shared memory of that warp, which all warps may read and write
+// Shared memory that a warp has written in one each_warp() may be read by others only after it.
 #pragma once
 
 #include "cuda/lanes.h"
@@ -29,7 +28,7 @@ class BlockWarps {
         DILOCO_DEVICE const T& operator[](int) const { return value; }
     };
 
-    // The stages lie one behind the other, each of `stage_floats`.
+    // The stages of all warps follow each other at `stages`, each with `stage_floats` floats.
     __device__ BlockWarps(float* stages, int stage_floats)
         : stages_(stages), stage_floats_(stage_floats) {}
 
@@ -37,7 +36,8 @@ class BlockWarps {
 
     template <class F>
     DILOCO_DEVICE void each_warp(F&& f) const {
-        // Opaque to the compiler, which else keeps addresses in registers from tile to tile.
+        // The empty assembly hides the value from the compiler, which else would keep addresses
+        // made of it in registers from tile to tile.
         uint32_t thread = threadIdx.x;
         asm volatile("" : "+r"(thread));
         const int warp = static_cast<int>(thread / kLanes);
@@ -50,7 +50,7 @@ class BlockWarps {
     int stage_floats_;
 };
 
-// Of shared memory.
+// Atomic operations on shared memory.
 DILOCO_DEVICE uint32_t atomic_add(uint32_t* to, uint32_t count) { return atomicAdd(to, count); }
 DILOCO_DEVICE void atomic_or(uint32_t* to, uint32_t bits) { atomicOr(to, bits); }
 

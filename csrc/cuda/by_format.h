@@ -1,4 +1,4 @@
-// From a format that is known at run time to a template argument.
+// Turns a format that is known at run time into a template argument.
 #pragma once
 
 #include <type_traits>
@@ -48,8 +48,8 @@ void by_format(wire::Format format, F&& f) {
     }
 }
 
-// The same with the rounding: f(format, whether it is stochastic). fp32 is exact either way, and
-// the rotated formats always round to nearest.
+// As by_format(), with the rounding: calls f(format, is_stochastic). fp32 is exact, and rotated
+// formats always round to nearest, so these have no stochastic kernels.
 template <class F>
 void by_rounding(wire::Format format, bool is_stochastic, F&& f) {
     by_format(format, [&](auto constant) {

@@ -1,4 +1,4 @@
-// decode, merge, norms, and the upload of long lists.
+// The kernels of decode, merge and norms, and the upload of long lists.
 #include <algorithm>
 #include <cstring>
 
@@ -10,16 +10,16 @@
 namespace diloco::cuda {
 namespace {
 
-// Blocks of a multiprocessor: as many as leave each lane the registers that its codes and sums
-// need.
+// The number of thread blocks that a multiprocessor is to run at a time: as many as leave each
+// thread the registers for its codes and sums.
 template <Format kFormat>
 constexpr int kDecodeBlocks = kFormat == Format::kInt8   ? (kIsSm8x ? 12 : 14)
                               : kFormat == Format::kInt4 ? 14
                               : is_fp8(kFormat)          ? 12
                                                          : 8;
 
-// outs = sum_i c_i decode(payload_i). Reads n + n / 128 bytes a term (int8, blocks of 256), writes
-// 4n (fp32). A warp takes 16 tiles at most.
+// outs = sum over terms i of c_i decode(payload_i), for the tiles of `rest`. For n elements it
+// reads n + n / 128 bytes per term (int8, blocks of 256), and writes 4n (fp32).
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads, 5)
     decode_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ Rest rest) {
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     });
 }
 
-// The same for whole tiles alone: it leaves the others.
+// As decode_kernel, for whole tiles; it skips the others.
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads, std::min(kDecodeBlocks<kFormat>, kMostBlocks))
     decode_whole_kernel(const __grid_constant__ DecodeArgs args) {
@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kThreads, std::min(kDecodeBlocks<kFormat>, kMo
     });
 }
 
-// params = alpha params + (1 - alpha) outer, rounded toward c(outer). Reads 4n bytes, 8n with
-// alpha, writes 4n (fp32). One warp per 512 elements.
+// params = alpha params + (1 - alpha) outer, rounded as codec::merged() does. For n fp32 parameters
+// it reads 4n bytes, or 8n if alpha is not 0, and writes 4n. One warp per 512 elements.
 __global__ void __launch_bounds__(kThreads, 5)
     merge_kernel(const __grid_constant__ MergeArgs args) {
     __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
@@ -57,7 +57,8 @@ __host__ __device__ int64_t num_norm_chunks(const NormsArgs& args) {
     return (args.num_elements + codec::kNormChunk - 1) / codec::kNormChunk;
 }
 
-// The sums of each chunk. Reads 8n bytes. One warp per 65536 elements.
+// The sum of squares and the count of each chunk. Reads 8n bytes for n fp32 parameters. One warp
+// per 65536 elements.
 __global__ void __launch_bounds__(kThreads, 3)
     norms_kernel(const __grid_constant__ NormsArgs args) {
     __shared__ __align__(16) float stages[kWarps][kNormStageFloats];
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
 }
 
-// The sum over the chunks, in order. Reads 16 bytes a chunk. One warp.
+// The sum over all chunks, in order. Reads 16 bytes per chunk. A single warp.
 __global__ void __launch_bounds__(kThreads) total_kernel(const __grid_constant__ NormsArgs args) {
     __shared__ __align__(16) float stage[kTotalStageFloats];
     if (first_warp() == 0) norms_total(WarpLanes(stage), args);

@@ -7,8 +7,8 @@
 namespace diloco::cuda {
 namespace {
 
-// sums += the digest's sums of the data. Reads each byte once. One warp per 256 words, and two
-// atomic additions a warp of the grid.
+// Adds the two sums of a digest over the data to args.sums. Reads each byte once. One warp per 256
+// words, but at most as many as the device runs at a time; each warp does two atomic additions.
 template <int kAlignment>
 __global__ void __launch_bounds__(kThreads) digest_kernel(const __grid_constant__ DigestArgs args) {
     digest_tiles<kAlignment>(WarpLanes(nullptr), args, first_warp(), grid_warps());
@@ -20,8 +20,8 @@ int attribute(cudaDeviceAttr which, int device) {
     return value;
 }
 
-// Blocks of `kernel` that the device runs at a time: more would only add to the sums more often.
-// `known` keeps the number of each device.
+// The number of thread blocks of `kernel` that the device runs at a time; more blocks would only do
+// more atomic additions. `known` caches the number of each device.
 template <class Kernel>
 int64_t resident_blocks(Kernel kernel, int device, std::array<std::atomic<int>, 64>& known) {
     std::atomic<int>& blocks = known[static_cast<size_t>(device) % known.size()];

@@ -1,5 +1,5 @@
-// The two sums of a digest (wire/digest.h) over a warp's tiles: sums mod 2^64, so neither the order
-// nor the number of warps matters.
+// The two sums of a digest (wire/digest.h) over the tiles of a warp. They are sums mod 2^64, so
+// that neither the order nor the number of warps changes them.
 #pragma once
 
 #include <type_traits>
@@ -10,8 +10,8 @@
 
 namespace diloco::cuda {
 
-constexpr int kDigestPairs = 4;  // two words each, that a lane reads before it uses the first
-constexpr int kDigestTile = 2 * kDigestPairs * kLanes;  // words
+constexpr int kDigestPairs = 4;  // pairs of words that a lane reads before it uses the first
+constexpr int kDigestTile = 2 * kDigestPairs * kLanes;  // words of a tile
 
 struct WordPair {
     uint64_t v[2];
@@ -22,7 +22,7 @@ DILOCO_DEVICE void add_word(codec::DigestSums& sums, uint64_t word, uint64_t key
     sums.sum += word;
 }
 
-// A word that begins at a multiple of sizeof(Unit).
+// Reads a 64-bit word at an address that is a multiple of sizeof(Unit).
 template <class Unit>
 DILOCO_DEVICE uint64_t load_word(uint64_t address) {
     uint64_t word = 0;
@@ -34,7 +34,7 @@ DILOCO_DEVICE uint64_t load_word(uint64_t address) {
     return word;
 }
 
-// The bytes of the last word, of which `count` are there.
+// Reads the last word, of which only `count` bytes exist; the others are zero.
 DILOCO_DEVICE uint64_t load_rest(uint64_t address, int count) {
     uint64_t word = 0;
     for (int i = 0; i < count; ++i) {
@@ -43,7 +43,7 @@ DILOCO_DEVICE uint64_t load_rest(uint64_t address, int count) {
     return word;
 }
 
-// A pair at a multiple of `alignment` bytes: 16, 4 or 1.
+// Reads two words at an address that is a multiple of kAlignment: 16, 4 or 1.
 template <int kAlignment>
 DILOCO_DEVICE WordPair load_pair(uint64_t address) {
     if constexpr (kAlignment == 16) {
@@ -56,7 +56,7 @@ DILOCO_DEVICE WordPair load_pair(uint64_t address) {
     }
 }
 
-// A tile that is there as a whole.
+// Adds a tile that has all its words.
 template <int kAlignment, class Lanes, class Sums>
 DILOCO_DEVICE void digest_whole(const Lanes& lanes, const DigestArgs& args, uint64_t first,
                                 Sums& sums) {
@@ -77,7 +77,7 @@ DILOCO_DEVICE void digest_whole(const Lanes& lanes, const DigestArgs& args, uint
     });
 }
 
-// The last tile, word by word; its last word may be cut short.
+// Adds the last tile word by word; its last word may be cut short.
 template <class Lanes, class Sums>
 DILOCO_DEVICE void digest_end(const Lanes& lanes, const DigestArgs& args, uint64_t first,
                               Sums& sums) {
@@ -95,7 +95,7 @@ DILOCO_HD uint64_t num_digest_tiles(const DigestArgs& args) {
     return (args.num_bytes + 8 * kDigestTile - 1) / (8 * kDigestTile);
 }
 
-// Tiles begin, begin + stride, ..., and what they add to the sums.
+// Adds the tiles begin, begin + stride, begin + 2 stride, ... to the sums.
 template <int kAlignment, class Lanes>
 DILOCO_DEVICE void digest_tiles(const Lanes& lanes, const DigestArgs& args, uint64_t begin,
                                 uint64_t stride) {

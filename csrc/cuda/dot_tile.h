@@ -1,8 +1,9 @@
-// reduce by integer dot products, for equal weights that are a power of two. A scale is m 2^e with
-// m of 8 bits, so that the sum of c s_t q_t is an integer N = sum F_t q_t times a power of two,
-// where F_t = m_t 2^(e_t - least e). Where the exponents of a block's scales lie close enough
-// together, |N| < 2^24: every partial sum of the contract (each product rounded, then added, in
-// order) is exact, and N gives the same bytes.
+// reduce by integer dot products, if all weights equal the same power of two c. The mean of an
+// element is the sum over terms t of c s_t q_t, with scale s_t and integer code q_t. A scale is
+// m_t 2^e_t with m_t of 8 bits. With F_t = m_t 2^(e_t - least e), the mean is the integer
+// N = sum F_t q_t times a power of two. If the exponents e_t of a block's scales are close enough
+// to each other, |N| < 2^24. Then all sums and products of the defined order (each product rounded,
+// then added in order) are exact in fp32, so that computing N gives the same bytes.
 #pragma once
 
 #include <cmath>
@@ -14,11 +15,12 @@ namespace diloco::cuda {
 
 template <Format kFormat>
 constexpr bool kHasDots = is_integer(kFormat);
-// Tiles for which a lane reads 16 bytes of a term.
+// The number of tiles for which a lane reads 16 bytes of each term.
 template <Format kFormat>
 constexpr int kDotTiles = 16 * kLanes * 8 / wire::code_bits(kFormat) / kReduceTile;
 
-// How far the exponents of a block's scales may lie apart: W (255 << spread) 127 < 2^24.
+// The largest difference between the exponents of a block's scales, for which
+// num_terms * (255 << spread) * 127 < 2^24.
 DILOCO_HD constexpr uint32_t dot_spread(int num_terms) {
     return num_terms <= 4 ? 7 : num_terms <= 8 ? 6 : 5;
 }
@@ -28,7 +30,8 @@ constexpr bool is_below_2_24(int num_terms) {
 static_assert(is_below_2_24(4) && is_below_2_24(8) && is_below_2_24(kMostDotTerms));
 constexpr uint32_t kLargestDotExponent = 240;  // keeps the sum of 16 terms below 2^126
 
-// The bytes of a and b that a selector names, 0 to 3 of a and 4 to 7 of b, a nibble for each.
+// A word of four bytes, each chosen by a nibble of `selector`: 0 to 3 are the bytes of a, 4 to 7
+// the bytes of b.
 DILOCO_HD uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #if defined(__CUDA_ARCH__)
     return __byte_perm(a, b, selector);
@@ -42,7 +45,8 @@ DILOCO_HD uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #endif
 }
 
-// sum + low half of `factors` * byte 2 kPair of `codes` + high half * the byte behind.
+// sum + f0 * c0 + f1 * c1, where f0 and f1 are the low and high halves of `factors`, and c0 and c1
+// are bytes 2 kPair and 2 kPair + 1 of `codes`.
 template <int kPair, bool kIsSigned>
 DILOCO_HD int32_t dot(uint32_t factors, uint32_t codes, int32_t sum) {
 #if defined(__CUDA_ARCH__)
@@ -63,7 +67,7 @@ DILOCO_HD int32_t dot(uint32_t factors, uint32_t codes, int32_t sum) {
 #endif
 }
 
-// A lane holds kElements neighbouring elements.
+// The codes and scales of kDotTerms terms for kElements consecutive elements, which a lane holds.
 template <Format kFormat, int kElements>
 struct DotCodes {
     static constexpr int kWords = kElements * wire::code_bits(kFormat) / 32;
@@ -95,7 +99,7 @@ struct DotCodes {
 };
 
 struct DotRange {
-    uint32_t least, most;  // exponents of scales; a negative scale has one above 255
+    uint32_t least, most;  // exponents of scales; for a negative scale a number above 255
 
     DILOCO_DEVICE void add(uint32_t scale) {
         const uint32_t exponent = scale >> 7;
@@ -104,12 +108,12 @@ struct DotRange {
     }
 };
 
-// The sums of a lane, in the order of its codes' bytes. In a word of int4 all low nibbles come
-// before the high ones.
+// The sums N of a lane's elements, in the order of the codes' bytes. For int4, the elements in the
+// low nibbles of a word come before the elements in its high nibbles.
 template <Format kFormat, int kElements>
 struct DotSums {
     static constexpr bool kIsInt4 = kFormat == Format::kInt4;
-    // int4: |N| < 2^22, so that the fp32 number 1.5 * 2^23 + N holds it in its low bits.
+    // For int4 |N| < 2^22, so a sum can be kept as the bits of the fp32 number 1.5 * 2^23 + N.
     static constexpr int32_t kZero = kIsInt4 ? 0x4B400000 : 0;
     int32_t n[kElements];
 
@@ -138,7 +142,7 @@ struct DotSums {
             const uint32_t b23 = pick_bytes(a[2], a[3], selector);
             int32_t& first = n[at];
             int32_t& second = n[at + 1];
-            if constexpr (kIsInt4) {  // a code of int4 is added as code + 8
+            if constexpr (kIsInt4) {  // int4 codes are multiplied as code + 8; the bias corrects it
                 first += bias;
                 second += bias;
             }
@@ -147,16 +151,16 @@ struct DotSums {
         }
     }
 
-    // The sum n[at].
+    // The sum N of element `at`, as fp32.
     DILOCO_DEVICE float value(int at) const {
         if constexpr (!kIsInt4) return static_cast<float>(n[at]);
         return wire::sub(wire::bits_float(static_cast<uint32_t>(n[at])), kRoundingMagic);
     }
 };
 
-// Writes result <- Q(sum of coefficient * decoded run) of kTiles neighbouring tiles and returns
-// true, or returns false where an element of them is not such an integer. Several tiles leave
-// registers for kDotTerms terms alone.
+// Encodes the weighted sum of the runs in kTiles consecutive tiles, and returns true. Writes
+// nothing and returns false if the exponents of some block's scales are too far apart. With kTiles
+// > 1 there are registers for kDotTerms terms only.
 template <Format kFormat, int kTiles, class Lanes>
 DILOCO_DEVICE bool reduce_dots(const Lanes& lanes, const ReduceArgs& args, const Tile& tile) {
     constexpr int kElements = kTiles * kReduceTile / kLanes;
@@ -212,7 +216,8 @@ DILOCO_DEVICE bool reduce_dots(const Lanes& lanes, const ReduceArgs& args, const
         const int32_t bits = static_cast<int32_t>(most[lane]) + exponent * (1 << 23);
         const uint32_t scale =
             scale_of_bits<kFormat>(most[lane] == 0 || bits < 0 ? 0 : static_cast<uint32_t>(bits));
-        // A normal number, unless all sums are zero: they are at most qmax times the scale.
+        // `factor` is a normal number unless all sums are zero, because the sums are at most qmax
+        // times the scale.
         const float inverse = inverse_of(wire::scale_value(static_cast<uint16_t>(scale)));
         const float factor = most[lane] == 0
                                  ? 0.0f

@@ -1,4 +1,4 @@
-// The kernels of encode and of reduce, which differ in where a tile's values come from.
+// The kernels of encode and of reduce. They differ only in how a tile's values are loaded.
 #pragma once
 
 #include "cuda/by_format.h"
@@ -8,7 +8,8 @@
 namespace diloco::cuda {
 namespace {
 
-// Blocks of a multiprocessor, for which registers are set aside: as many as leave enough of them.
+// The number of thread blocks that a multiprocessor is to run at a time: as many as leave each
+// thread enough registers.
 template <int kQuads, bool kStochastic>
 constexpr int kEncodeBlocks = kQuads == 2   ? 8
                               : kQuads == 4 ? (kStochastic ? 4 : 5)
@@ -18,11 +19,10 @@ constexpr int kWholeBlocks = kQuads == 2              ? (kStochastic ? 9 : 10)
                              : kStochastic || kIsSm8x ? 8
                                                       : 9;
 
-// x = c(outer) - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;
-// code = round(x / scale), by blocks.
-// int8, blocks of 256, fp32 parameters: encode reads 8n bytes, reduce W (n + n / 128); both write
-// n + n / 128; error feedback reads and writes 4n more each. A warp takes 16 tiles at most
-// (reduce: 4), for reduce within the caller's bound.
+// Encodes x = c(outer) - params + residual, or the weighted sum of runs + residual: for each block
+// scale = absmax / qmax, then code = round(x / scale). Takes the tiles of `rest`.
+// Traffic for n elements in int8, blocks of 256, fp32 parameters: encode reads 8n bytes, reduce of
+// W runs reads W (n + n / 128); both write n + n / 128. Error feedback reads and writes 4n more.
 template <Format kFormat, bool kStochastic, int kQuads, class Args>
 __global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads, kStochastic>)
     encode_kernel(const __grid_constant__ Args args, const __grid_constant__ Rest rest) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads, kStochastic>)
     count_bad(lanes, args.target, bad);
 }
 
-// The same for whole tiles alone: it leaves the others.
+// As encode_kernel, for whole tiles; it skips the others.
 template <Format kFormat, bool kStochastic, int kQuads, class Args>
 __global__ void __launch_bounds__(kThreads, kWholeBlocks<kQuads, kStochastic>)
     encode_whole_kernel(const __grid_constant__ Args args) {

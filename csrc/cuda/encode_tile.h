@@ -1,5 +1,5 @@
-// Encoding of one tile: a block's largest magnitude is found among the lanes that hold it, so each
-// element is read once.
+// Encoding of one tile (tiles.h). Each element is read once: the lanes that hold a block find its
+// largest magnitude together, and then encode from their registers.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +17,8 @@ template <int kQuads>
 constexpr int kEncodeStageFloats = 2 * (kTile<kQuads> + kStageSlack);
 static_assert(kLargeTile == wire::kMaxBlockSize && kEncodeStageFloats<kLargeQuads> <= kStageFloats);
 
-// Calls f with the format, the rounding and the quads of a lane as compile-time constants.
+// Calls f with the format, whether rounding is stochastic, and the number of quads per lane, as
+// compile-time constants.
 template <class Args, class F>
 void by_tile(const Args& args, Format format, bool is_stochastic, F&& f) {
     by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
@@ -42,7 +43,7 @@ struct RandomWords {
     uint32_t own, other;
 };
 
-// Fills in the magnitudes of quads and adds the bad elements to `bad`.
+// Finds the largest magnitude of each quad, and adds the number of bad elements to `bad`.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void find_magnitudes(const Lanes& lanes,
                                    const typename Lanes::template Of<Quads<kQuads>>& x,
@@ -70,8 +71,9 @@ DILOCO_DEVICE void find_magnitudes(const Lanes& lanes,
     });
 }
 
-// Turns the magnitudes of quads into those of their blocks, then into scales. Only the first quad
-// of a block that spans several is worked on; the others take its result.
+// Finds the largest magnitude of each block from the quads' magnitudes, makes its scale, and writes
+// the scale to the payload. If a lane has several quads of a block, the first does the work, and
+// the others copy its result.
 template <Format kFormat, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const T& tile,
                                uint8_t* payload,
@@ -124,8 +126,9 @@ DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const T& ti
     }
 }
 
-// The random words of quads j and j + 1 of each lane. Neighbouring lanes share a Philox block: the
-// even one computes that of j, the odd one that of j + 1, and they swap.
+// The random words of quads j and j + 1 of each lane. Two neighbouring lanes share the Philox block
+// of a quad: the even lane computes the block for quad j, the odd lane for quad j + 1, and they
+// exchange words.
 template <class Lanes>
 DILOCO_DEVICE void draw(const Lanes& lanes, const EncodeTarget& target, const Tile& tile, int j,
                         typename Lanes::template Of<RandomWords>& words) {
@@ -144,7 +147,7 @@ DILOCO_DEVICE void draw(const Lanes& lanes, const EncodeTarget& target, const Ti
     lanes.swap(1, [&](int lane) -> uint32_t& { return words[lane].other; });
 }
 
-// The codes of quad j; `random` holds its random bits.
+// The codes of quad j, whose random bits are in `random`.
 template <Format kFormat, bool kStochastic, int kQuads>
 DILOCO_DEVICE CodeQuad<kFormat> codes_of(const Quad& x, const PerQuad<kQuads>& quads, int j,
                                          uint32_t random) {
@@ -170,8 +173,8 @@ DILOCO_DEVICE CodeQuad<kFormat> codes_of(const Quad& x, const PerQuad<kQuads>& q
     return codes;
 }
 
-// Encodes quad j of a lane and writes its codes; leaves in x what the encoding lost if it is
-// wanted. Elements that do not exist are zero, and so are their codes.
+// Encodes quad j of a lane and writes its codes. With keeps_rest, x becomes the error of the
+// encoding. Elements behind the tile's last are zero, and so are their codes.
 template <Format kFormat, bool kStochastic, int kQuads>
 DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bool keeps_rest,
                                Quad& x, const PerQuad<kQuads>& quads, int j, uint32_t random,
@@ -200,8 +203,8 @@ DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bo
     if (count > 0) store_codes<kFormat>(codes_at, codes, count, is_aligned);
 }
 
-// The residual has a stage of its own, so that it is under way while other arrays are read, and
-// takes no registers until then.
+// The residual has a part of the stage of its own, so that it is copied while other arrays are
+// read, and takes no registers until it is needed.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE float* residual_stage(const Lanes& lanes) {
     return lanes.stage + kTile<kQuads> + kStageSlack;
@@ -220,7 +223,7 @@ DILOCO_DEVICE void fetch_residual(const Lanes& lanes, const EncodeTarget& target
     }
 }
 
-// x += residual.
+// Adds the residual to x, if there is one.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void add_residual(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
                                 typename Lanes::template Of<Quads<kQuads>>& x) {
@@ -237,7 +240,7 @@ DILOCO_DEVICE void add_residual(const Lanes& lanes, const EncodeTarget& target, 
                     [](float own, float other) { return wire::add(own, other); });
 }
 
-// new_residual <- x.
+// Writes x to the new residual.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void store_residual(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
                                   const typename Lanes::template Of<Quads<kQuads>>& x) {
@@ -248,8 +251,8 @@ DILOCO_DEVICE void store_residual(const Lanes& lanes, const EncodeTarget& target
     }
 }
 
-// x = c(outer) - params + residual, or params + residual. All arrays are read before the first is
-// used.
+// Loads x = c(outer) - params + residual, or params + residual without outer; c() rounds to the
+// parameters' dtype. The reads of all arrays begin before the first is used.
 template <int kQuads, class Lanes, class T>
 DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const T& tile,
                                Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {
@@ -269,7 +272,8 @@ DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const
     if constexpr (!T::kIsWhole) add_residual<kQuads>(lanes, args.target, tile, x);
 }
 
-// Encodes x with a code for each element; leaves in x what the encoding lost if it is wanted.
+// Encodes x in a format that has a code for each element. If there is a new residual, x becomes the
+// error of the encoding.
 template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& target, const T& tile,
                                    typename Lanes::template Of<Quads<kQuads>>& x,
@@ -303,7 +307,7 @@ DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& targe
     }
 }
 
-// Encodes x; adds the bad elements to `bad`.
+// Encodes x in any format but the sparse ones, and adds the number of bad elements to `bad`.
 template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, const T& tile,
                                 typename Lanes::template Of<Quads<kQuads>>& x,
@@ -318,7 +322,7 @@ DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, 
     }
 }
 
-// payload <- Q(c(outer) - params + residual), or Q(params + residual).
+// One tile of encode: writes the codes of c(outer) - params + residual, or of params + residual.
 template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, const T& tile,
                                Place& place, typename Lanes::template Of<int>& bad) {
@@ -327,7 +331,7 @@ DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, const
     encode_quads<kFormat, kStochastic, kQuads>(lanes, args.target, tile, x, bad);
 }
 
-// result <- Q(sum of coefficient * decoded run + residual).
+// One tile of reduce: writes the codes of the weighted sum of the runs plus residual.
 template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void encode_tile(const Lanes& lanes, const ReduceArgs& args, const T& tile, Place&,
                                typename Lanes::template Of<int>& bad) {
@@ -357,7 +361,8 @@ DILOCO_DEVICE void count_bad(const Lanes& lanes, const EncodeTarget& target,
     lanes.count(target.nonfinite, [&](int lane) { return bad[lane]; });
 }
 
-// The dtype of the tensor whose tiles were counted, as a compile-time constant.
+// with_own_dtype() calls f with the dtype of the tensor at `place` as a compile-time constant.
+// reduce has no tensor; its dtype is fp32.
 template <class F>
 DILOCO_DEVICE void with_own_dtype(const EncodeArgs&, const Place& place, F&& f) {
     with_dtype(place.dtype, f);
@@ -367,8 +372,9 @@ DILOCO_DEVICE void with_own_dtype(const ReduceArgs&, const Place&, F&& f) {
     f(DTypeConstant<DType::kFp32>{});
 }
 
-// Encodes the first of the `left` tiles in a faster way and returns how many; 0: none. reduce adds
-// integers where the weights are equal powers of two.
+// Encodes the first of `left` whole tiles in a faster way, if there is one, and returns their
+// number or 0. reduce of int8 and int4 has one (dot_tile.h), if the weights are equal powers of
+// two.
 template <Format kFormat, bool kStochastic, class Lanes>
 DILOCO_DEVICE uint32_t take_tiles(const Lanes&, const EncodeArgs&, const Tile&, uint32_t) {
     return 0;
@@ -388,7 +394,7 @@ DILOCO_DEVICE uint32_t take_tiles(const Lanes& lanes, const ReduceArgs& args, co
     return 0;
 }
 
-// Takes `index` to `end`; encodes the whole tiles on the way.
+// Encodes the whole tiles from `index` to `end`, and leaves `index` at `end`.
 template <Format kFormat, bool kStochastic, int kQuads, class Lanes, class Args>
 DILOCO_DEVICE void encode_whole(const Lanes& lanes, const Args& args, uint32_t& index, uint32_t end,
                                 typename Lanes::template Of<int>& bad) {

@@ -1,11 +1,11 @@
-// The fp8 conversions of sm_89 and later, four at a time. By their definition in the PTX ISA they
-// give the codes of wire/codes.h for every number that is not NaN:
-//   - cvt.rn.satfinite rounds the mantissa half to even, sub-normal results too, keeps the sign
-//     where a number becomes zero, and turns larger numbers into the largest one;
-//     minifloat_nearest does the same, with the smaller of the code and kLargest.
-//   - NaN does not come here: the codes of a bad block are zero.
-//   - cvt to f16x2 is exact, and so is f16 to f32: all fp8 numbers are fp16 numbers.
-// A code that no encoder makes, an fp8 NaN, gives a NaN whose payload may be another one.
+// The fp8 conversion instructions of sm_89 and later, on four elements. By their definition in the
+// PTX ISA they give the same codes as wire/codes.h for every number that is not NaN:
+//   - cvt.rn.satfinite rounds half to even, also to sub-normal results, keeps the sign of a number
+//     that becomes zero, and turns too large numbers into the largest one. minifloat_nearest() does
+//     the same.
+//   - NaN is never converted, because the codes of a block with a bad element are zero.
+//   - Decoding is exact: all fp8 numbers are fp16 numbers, and these are fp32 numbers.
+// A code for an fp8 NaN, which no encoder makes, may give a NaN with other bits than wire/codes.h.
 #pragma once
 
 #include "wire/config.h"

@@ -1,7 +1,7 @@
-// The CUDA operators, torch-free: each enqueues a kernel on `stream` (a cudaStream_t) of `device`
-// and returns. `norms` enqueues two, and so do encode, reduce and decode: one of the whole tiles,
-// unless `rest` is all, and one of the rest. Nothing is allocated, nothing waits. An error of the
-// driver is a std::runtime_error with its text.
+// The CUDA operators, without torch. Each enqueues kernels on the stream (a cudaStream_t) of a
+// Queue and returns, without allocating or waiting. encode, reduce and decode enqueue two kernels,
+// one for whole tiles (tiles.h) unless rest.is_all, and one for the other tiles; norms enqueues
+// two; the others one. An error of the driver is thrown as a std::runtime_error with its text.
 #pragma once
 
 #include <cstddef>
@@ -16,24 +16,25 @@ namespace diloco::cuda {
 struct Queue {
     int device;
     void* stream;
-    int64_t max_blocks = 0;  // of the grid; 0: one for each piece of work
+    int64_t max_blocks = 0;  // the most thread blocks of a grid; 0: no limit
 };
 
-// Versions of CUDA, such as 12090: the runtime's and the driver's (0: there is none); architecture
-// of the device, such as 900 for sm_90 (0: the driver is too old to tell); then each architecture
-// of the kernels, rising: the last one has PTX for later devices.
+// Returns the CUDA version of the runtime, such as 12090, and of the driver (0: there is none),
+// then the architecture of the device, such as 900 for sm_90 (0: the driver is too old to tell),
+// then the architectures of the kernels, rising. The last one has PTX, which later devices can
+// compile.
 std::vector<int64_t> support(int device);
 
-constexpr int kWarps = 4;  // of a block
+constexpr int kWarps = 4;  // warps of a thread block
 
-// The blocks of a grid for `num_warps` pieces of work, at most `max_blocks` unless that is 0. Each
-// warp takes every n-th piece, so any number of blocks will do.
+// The number of thread blocks of a grid for `num_warps` warps, at most `max_blocks` unless that is
+// 0. The kernels do all work with any number of blocks: with fewer, each warp does more.
 inline int64_t grid_blocks(int64_t num_warps, int64_t max_blocks, int warps_per_block = kWarps) {
     const int64_t blocks = (num_warps + warps_per_block - 1) / warps_per_block;
     return max_blocks > 0 && blocks > max_blocks ? max_blocks : blocks;
 }
 
-// By the format they call those of the sparse formats, whose kernels are in sparse.cu.
+// The functions without "_sparse" call the functions with it if the format is sparse.
 void encode(const EncodeArgs& args, const Rest& rest, wire::Format format, bool is_stochastic,
             Queue queue);
 void reduce(const ReduceArgs& args, const Rest& rest, wire::Format format, bool is_stochastic,
@@ -49,8 +50,8 @@ void reduce_sparse(const ReduceArgs& args, Queue queue);
 void outer_step_sparse(const StepArgs& args, Queue queue);
 void decode_sparse(const DecodeArgs& args, Queue queue);
 
-// Copies host data to device memory through kernel parameters, so that nothing refers to the host's
-// memory afterwards, also in a captured graph. The size is a multiple of 16 bytes.
+// Copies host data to device memory by way of kernel parameters, so that the host's memory is free
+// at once, even if the call is captured in a CUDA graph. The size is a multiple of 16 bytes.
 void upload(void* target, const void* data, size_t num_bytes, Queue queue);
 
 }  // namespace diloco::cuda

@@ -1,23 +1,22 @@
-// The 32 lanes of a warp. The code of a tile (encode_tile.h, step_tile.h, norms_tile.h,
-// digest_tile.h) is written
-// once against this interface; WarpLanes is a warp, and the tests' EmulatedLanes runs the lanes one
-// after the other on the host.
-//   Of<T>              a T of each lane
-//   each(f)            f(lane) in each lane
-//   max_over(n, at)    sets at(lane) to the largest of its aligned group of n lanes
-//   sum_over(at)       sets at(lane) to the sum over all lanes, of 32-bit numbers
-//   scan(at)           adds to at(lane) those of the lanes before it, of 32-bit numbers
-//   swap(n, at)        exchanges at(lane) with that of lane ^ n
+// The 32 lanes of a warp. The code that works on tiles (*_tile.h) is written once for this
+// interface. WarpLanes implements it on a device; the tests' EmulatedLanes runs the lanes one after
+// the other on the host.
+//   Of<T>              a variable of type T for each lane
+//   each(f)            runs f(lane) in each lane
+//   max_over(n, at)    sets at(lane) to the largest at() of its aligned group of n lanes
+//   sum_over(at)       sets at(lane) to the sum of at() over all lanes, in 32 bits
+//   scan(at)           adds at() of all lanes before a lane to at(lane), in 32 bits
+//   swap(n, at)        exchanges at(lane) with at(lane ^ n)
 //   add_upper(n, at)   adds at(lane + n) to at(lane), for lanes whose n-th neighbour exists
-//   sync()             makes what lanes wrote to `stage` visible to the others
-//   count(to, of)      adds the sum of of(lane) to *to
-//   add_all(to, of)    the same, of 64-bit numbers mod 2^64
+//   sync()             makes what lanes have written to `stage` visible to the other lanes
+//   count(to, of)      adds the sum of of(lane) to *to, atomically
+//   add_all(to, of)    the same for 64-bit numbers mod 2^64
 //   num_where(f)       the number of lanes in which f(lane) is true
-//   ballot(f)          the lanes in which f(lane) is true, lane l as bit l
+//   ballot(f)          a word in which bit l says whether f(l) is true
 //   pick(to, of, from) sets to(lane) to of(from(lane)), the value of another lane
-//   fetch(to, address) in each(): begins to copy 16 bytes of the device's memory to the stage
-//   wait()             until the lane's own copies have arrived
-//   stage              scratch memory, the warp's own: as large as the kernel's tiles need
+//   fetch(to, address) in each(): begins to copy 16 bytes of device memory to the stage
+//   wait()             waits until the lane's own copies have arrived
+//   stage              the warp's own scratch memory, as large as the kernel's tiles need
 #pragma once
 
 #include "wire/config.h"
@@ -26,7 +25,8 @@ namespace diloco::cuda {
 
 constexpr int kLanes = 32;
 
-// A stage holds the elements of a tile; those of a misaligned array begin up to 15 bytes later.
+// A stage holds the elements of a tile. The elements of a misaligned array begin up to 15 bytes
+// later, for which it has kStageSlack floats more.
 constexpr int kStageSlack = 4;
 constexpr int kStageFloats = 2 * (1024 + kStageSlack);  // the most that any kernel needs
 

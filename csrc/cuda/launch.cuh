@@ -1,6 +1,6 @@
-// Launching: a warp for each tile or for a few neighbouring ones; within the queue's bound each
-// warp takes every n-th of these. A grid that fills the device and no more, whose warps go on to
-// the next tile, was 5 % slower on an H200.
+// Launching a kernel with a warp for each group of consecutive tiles. If Queue::max_blocks allows
+// fewer warps, each warp takes every n-th group. A smaller grid that just fills the device, whose
+// warps take many groups each, was 5 % slower on an H200.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace diloco::cuda {
 
-// Whether code is compiled that needs more registers than on other devices.
+// Whether the code is compiled for an architecture before sm_90, where it needs more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool kIsSm8x = true;
 #else
@@ -22,7 +22,7 @@ constexpr bool kIsSm8x = false;
 
 constexpr int kThreads = kWarps * kLanes;
 
-// Blocks that a multiprocessor of the device has room for.
+// The most thread blocks that a multiprocessor of the device has room for.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kMostBlocks = 32 / kWarps;
 #elif defined(__CUDA_ARCH__) && \
@@ -43,7 +43,7 @@ int64_t num_warps(const Tiles& tiles) {
     return (int64_t{tiles.num_tiles} + tiles.tiles_per_warp - 1) / tiles.tiles_per_warp;
 }
 
-// Enqueues `kernel` for the work of `num_warps` warps, kNumWarps of them a block.
+// Enqueues `kernel` with at most `num_warps` warps, kNumWarps in each thread block.
 template <int kNumWarps = kWarps, class... Args>
 void launch(void (*kernel)(Args...), int64_t num_warps, Queue queue, const Args&... args) {
     if (num_warps == 0) return;
@@ -53,13 +53,13 @@ void launch(void (*kernel)(Args...), int64_t num_warps, Queue queue, const Args&
     check(cudaGetLastError(), "launch a kernel");
 }
 
-// The warp's place in the grid.
+// The number of this warp in its block and in the grid, and the number of all warps.
 DILOCO_DEVICE uint32_t warp_in_block() { return threadIdx.x / kLanes; }
 DILOCO_DEVICE uint32_t first_warp() { return blockIdx.x * kWarps + warp_in_block(); }
 DILOCO_DEVICE uint32_t grid_warps() { return gridDim.x * kWarps; }
 
-// Calls f(index, end) for each group of neighbouring tiles of this warp, of all Runs or of the
-// Rest; f takes the index to the end.
+// Calls f(index, end) for each group of consecutive tiles of this warp; f must advance `index` to
+// `end`. `tiles` is a Runs or a Rest.
 template <class Tiles, class F>
 DILOCO_DEVICE void each_group(const Tiles& tiles, F&& f) {
     const uint32_t group = tiles.tiles_per_warp, skipped = (grid_warps() - 1) * group;
@@ -69,7 +69,7 @@ DILOCO_DEVICE void each_group(const Tiles& tiles, F&& f) {
     }
 }
 
-// Calls f(index) for each of these tiles.
+// Calls f(index) for each tile of this warp.
 template <class Tiles, class F>
 DILOCO_DEVICE void each_tile(const Tiles& tiles, F&& f) {
     each_group(tiles, [&](uint32_t& index, uint32_t end) {

@@ -1,9 +1,9 @@
-// Squared norms and counts of bad elements, in the order of summation that the operator defines: a
-// chunk of 65536 elements has 16 partial sums, of which each takes every sixteenth element; their
-// upper half is added to the lower until one is left; chunks are added in order.
+// Squared norms and counts of bad elements. The operator defines the order of summation: a chunk of
+// 65536 elements has 16 partial sums, each over every sixteenth element; the upper half of the sums
+// is added to the lower half until one sum is left; chunks are added in order.
 //
-// So only 16 lanes can add the squares of a chunk, but all 32 read: a warp takes a chunk, by tiles,
-// and reads the next tile before it adds this one up.
+// A warp takes a chunk, tile by tile, and begins to read the next tile before it adds up this one.
+// All 32 lanes read, but only 16 lanes can add squares.
 #pragma once
 
 #include "codec/kernels.h"
@@ -13,7 +13,7 @@ namespace diloco::cuda {
 
 constexpr int kNormQuads = kLargeTile / (kQuad * kLanes);
 constexpr int kNormStageFloats = 2 * (kLargeTile + kStageSlack);
-constexpr int kTotalBatch = 8;  // chunks of a lane that are read before the first is added
+constexpr int kTotalBatch = 8;  // chunks that a lane reads before the first is added
 constexpr int kTotalStageFloats = 2 * kTotalBatch * kLanes;
 static_assert(kNormStageFloats <= kStageFloats && kTotalStageFloats <= kStageFloats);
 
@@ -35,8 +35,8 @@ DILOCO_DEVICE void load_norm_tile(const Lanes& lanes, const NormsArgs& args, con
     load_tile<kNormQuads>(lanes, args.params, tile, place, x);
 }
 
-// Puts outer - x, or x, on `stage`, zero where that is bad, and adds the bad elements to `bad`. The
-// caller has rounded `outer` to what the parameters hold.
+// Writes outer - x, or x without outer, to `stage`, with zeros for bad elements, and adds the
+// number of bad elements to `bad`. The caller has rounded `outer` to the parameters' dtype.
 template <class Lanes>
 DILOCO_DEVICE void stage_differences(const Lanes& lanes, bool has_outer, float* stage,
                                      const typename Lanes::template Of<NormQuads>& outer,
@@ -59,8 +59,8 @@ DILOCO_DEVICE void stage_differences(const Lanes& lanes, bool has_outer, float* 
     lanes.sync();
 }
 
-// Adds the squares of a tile on `stage`; those of elements that do not exist are zero, and adding
-// zero changes nothing.
+// Adds the squares of a tile that is on `stage`. Elements behind the tile's last are zero there,
+// and adding zero changes nothing.
 template <class Lanes>
 DILOCO_DEVICE void add_squares(const Lanes& lanes, const float* stage,
                                typename Lanes::template Of<double>& squares) {
@@ -116,8 +116,7 @@ DILOCO_DEVICE void norms_chunk(const Lanes& lanes, const NormsArgs& args, int64_
     });
 }
 
-// Adds the chunks in order; one warp, which reads kTotalBatch * 32 of them before it adds those
-// that it read before.
+// Adds the chunks' sums in order. A single warp does it, and reads kTotalBatch * 32 sums ahead.
 template <class Lanes>
 DILOCO_DEVICE void norms_total(const Lanes& lanes, const NormsArgs& args) {
     constexpr int kBatch = kTotalBatch * kLanes;

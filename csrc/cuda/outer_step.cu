@@ -5,16 +5,17 @@
 namespace diloco::cuda {
 namespace {
 
-// Blocks of a multiprocessor: more where the arrays of a tile leave registers for them. On an H200
-// the fp32 wire has 97 % of a copy's speed with four of them, and 82 % with three.
+// The number of thread blocks that a multiprocessor is to run at a time: more if a tile's arrays
+// leave registers for them. On an H200, with the fp32 wire, the kernel has 97 % of the speed of a
+// copy with four blocks, and 82 % with three.
 template <Format kFormat, bool kIsAdam>
 constexpr int kStepBlocks =
     kIsAdam || (!wire::has_scales(kFormat) && kFormat != Format::kFp32) ? 3 : 4;
 
-// g = sum_i c_i decode(payload_i);  the optimizer's update of outer and its state;  params <-
-// outer, or alpha params + (1 - alpha) outer rounded toward c(outer).
-// Nesterov, int8, fp32 parameters: reads 9n bytes and writes 12n; Adam 4n more each. alpha reads
-// the parameters, too: 4n. One warp per tile.
+// Takes the outer step with gradient g = sum over terms i of c_i decode(payload_i), and merges
+// outer into the parameters, as codec::merged() does if alpha is not 0. Traffic for n elements with
+// Nesterov, one int8 term and fp32 parameters: reads 9n bytes, or 13n if alpha is not 0, and writes
+// 12n; Adam reads and writes 4n more. One warp per tile.
 template <Format kFormat, bool kIsAdam>
 __global__ void __launch_bounds__(kThreads, kStepBlocks<kFormat, kIsAdam>)
     step_kernel(const __grid_constant__ StepArgs args) {
@@ -25,9 +26,9 @@ __global__ void __launch_bounds__(kThreads, kStepBlocks<kFormat, kIsAdam>)
     each_tile(args.runs, [&](uint32_t i) { step_tile<kFormat, kIsAdam>(lanes, args, i, place); });
 }
 
-// d = pending + g: pending <- d, or with the last arrival m' = mu m + d and outer -= lr (direct d +
-// ahead m' + behind m). int8, blocks of 256: reads 5n bytes and writes 4n; the last one reads 13n
-// and writes 8n. One warp per tile.
+// kAccumulate adds g to the sum of arrivals; kCommit adds g, and takes the outer step of
+// codec::commit_update(). Traffic for n elements of one int8 term: kAccumulate reads 5n bytes and
+// writes 4n; kCommit reads 13n and writes 8n. One warp per tile.
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads, 4)
     arrival_kernel(const __grid_constant__ StepArgs args) {

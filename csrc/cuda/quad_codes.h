@@ -1,10 +1,10 @@
-// The codes of a quad and their values, in few instructions: bit for bit what wire/codes.h computes
-// one element at a time.
-//   - An integer n with |n| <= 2^15 is the low bits of the fp32 number 1.5 * 2^23 + n, and adding
-//     1.5 * 2^23 rounds to it, half to even. So neither direction needs a conversion, of which a
-//     multiprocessor does fewer than additions.
-//   - A scale and its reciprocal are IEEE's quotients. A division takes 20 instructions; a rough
-//     quotient and two fused multiply-adds give the same bits.
+// The codes of a quad (four elements) and their values, in few instructions. The results are bit
+// for bit those which wire/codes.h computes one element at a time.
+//   - The fp32 number 1.5 * 2^23 + n has the integer n in its low bits, and adding 1.5 * 2^23 to a
+//     number rounds it to an integer, half to even. So no conversion between integers and floats is
+//     needed: a multiprocessor does fewer conversions per cycle than additions.
+//   - A scale and its reciprocal are exactly rounded quotients. A division takes 20 instructions; a
+//     rough quotient and two fused multiply-adds give the same bits.
 //   - sm_89 and later convert fp8 themselves (fp8_hardware.h).
 #pragma once
 
@@ -30,7 +30,7 @@ DILOCO_HD constexpr bool is_fp8(Format format) {
 constexpr float kRoundingMagic = 12582912.0f;     // 1.5 * 2^23
 constexpr uint32_t kPlainMagicBits = 0x4B000000;  // 2^23, above an integer of up to 23 bits
 
-// The low bytes of four words.
+// A word made of the low bytes of four words.
 DILOCO_DEVICE uint32_t low_bytes(const uint32_t (&w)[kQuad]) {
 #if defined(__CUDA_ARCH__)
     return __byte_perm(__byte_perm(w[0], w[1], 0x0040), __byte_perm(w[2], w[3], 0x0040), 0x5410);
@@ -39,7 +39,7 @@ DILOCO_DEVICE uint32_t low_bytes(const uint32_t (&w)[kQuad]) {
 #endif
 }
 
-// Byte i of a word, which is code + 128.
+// The code whose value plus 128 is byte i of a word.
 DILOCO_DEVICE float biased_byte_value(uint32_t w, int i) {
 #if defined(__CUDA_ARCH__)
     const uint32_t bits = __byte_perm(w, kPlainMagicBits, 0x7440 | i);
@@ -74,8 +74,8 @@ DILOCO_DEVICE Quad values_of(const CodeQuad<kFormat>& codes) {
     return values;
 }
 
-// The codes of y, the scaled elements of a block that is not bad. |y| rounds to 127 (int4: 7) at
-// most (wire/scale.h), so no integer clips.
+// The codes of y, four scaled elements of a block without bad elements. In int8 |y| rounds to at
+// most 127 and in int4 to at most 7 (wire/scale.h), so no clipping is needed.
 template <Format kFormat, bool kStochastic>
 DILOCO_DEVICE CodeQuad<kFormat> scaled_codes_of(const Quad& y, uint32_t random) {
     CodeQuad<kFormat> codes{};
@@ -106,7 +106,7 @@ DILOCO_DEVICE CodeQuad<kFormat> scaled_codes_of(const Quad& y, uint32_t random) 
     return codes;
 }
 
-// 1 / x of a normal x, at most one unit of the last place wrong.
+// 1 / x of a normal number x, with an error of at most one unit in the last place.
 #if defined(__CUDA_ARCH__)
 DILOCO_DEVICE float rough_reciprocal(float x) {
     float r;
@@ -114,7 +114,7 @@ DILOCO_DEVICE float rough_reciprocal(float x) {
     return r;
 }
 #else
-// As wrong as a device's may be, in every direction.
+// For tests on the host: adds errors of -1, 0 and 1 units, as a device may have them.
 inline float rough_reciprocal(float x) {
     return wire::bits_float(wire::float_bits(1.0f / x) + wire::float_bits(x) / 0x10000u % 3 - 1);
 }
@@ -128,8 +128,7 @@ DILOCO_HD float div_by_qmax(float a) {
     return wire::fused(wire::fused(-guess, kQmax, a), kReciprocal, guess);
 }
 
-// 1 / scale, rounded to nearest, of a bf16 number from 2^-126 to 2^126 whose reciprocal was
-// guessed.
+// 1 / scale, rounded to nearest, for a bf16 number from 2^-126 to 2^126, made from a rough guess.
 DILOCO_HD float refined_reciprocal(float scale, float guess) {
     return wire::fused(wire::fused(-scale, guess, 1.0f), guess, guess);
 }
@@ -137,8 +136,8 @@ DILOCO_DEVICE float inverse_of(float scale) {
     return refined_reciprocal(scale, rough_reciprocal(scale));
 }
 
-// The bf16 bits of the scale of a block whose largest magnitude has these bits; the smallest one
-// for a bad block. The mantissa alone is divided, so that nothing underflows.
+// The bf16 bits of a block's scale, from the bits of the block's largest magnitude. A block with a
+// bad element gets the smallest scale. Only the mantissa is divided, so that nothing underflows.
 template <Format kFormat>
 DILOCO_DEVICE uint32_t scale_of_bits(uint32_t magnitude) {
     constexpr uint32_t kOne = 0x3F800000u, kMantissa = 0x007FFFFFu;
@@ -146,7 +145,7 @@ DILOCO_DEVICE uint32_t scale_of_bits(uint32_t magnitude) {
     const uint32_t exponent = magnitude & ~kMantissa;
     auto bits = static_cast<int32_t>(wire::float_bits(div_by_qmax<kFormat>(mantissa)) + exponent -
                                      kOne + 0xFFFFu);
-    // Zero, subnormal or small.
+    // Below the smallest scale: the magnitude is zero, sub-normal or small.
     bits = bits < static_cast<int32_t>(wire::kSmallestScaleBits) ? wire::kSmallestScaleBits : bits;
     return magnitude > wire::kLargestGoodBits ? wire::kSmallestScale
                                               : static_cast<uint32_t>(bits) >> 16;

@@ -1,4 +1,4 @@
-// Four neighbouring elements, what a lane reads or writes at a time: 16 bytes of fp32.
+// A quad is four consecutive elements, 16 bytes of fp32. A lane reads or writes one at a time.
 #pragma once
 
 #include "codec/step_rule.h"
@@ -16,14 +16,14 @@ struct Quad {
     float v[kQuad];
 };
 
-// Accesses to the device's memory, by addresses that are multiples of the size.
+// Reads and writes of the device's memory, at addresses that are multiples of the type's size.
 #if defined(__CUDACC__)
 template <class T>
 DILOCO_DEVICE T load_global(uint64_t address) {
     return __ldca(reinterpret_cast<const T*>(address));
 }
-// As assembly, since the compiler does not see that the addresses are global memory's, and would
-// ask each time whether they are.
+// The stores are assembly: the compiler does not know that the addresses are in global memory, and
+// would use slower generic stores.
 DILOCO_DEVICE void store_global(uint64_t address, uint8_t value) {
     asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "r"(static_cast<uint32_t>(value)));
 }
@@ -62,7 +62,7 @@ void store_global(uint64_t address, T value) {
 }
 #endif
 
-// One element of an array of `dtype`, at an address that is a multiple of its size.
+// Read and write one element of an array of `dtype`, at an address that is a multiple of its size.
 DILOCO_DEVICE float load_element(uint64_t address, DType dtype) {
     if (dtype == DType::kFp32) return load_global<float>(address);
     return half_value(dtype, load_global<uint16_t>(address));
@@ -76,7 +76,8 @@ DILOCO_DEVICE void store_element(uint64_t address, DType dtype, float value) {
     }
 }
 
-// A quad at an address that is a multiple of its size: 16 bytes, or 8 of a 16-bit type.
+// Read and write a quad at an address that is a multiple of its size: 16 bytes, or 8 bytes for a
+// 16-bit type.
 DILOCO_DEVICE Quad load_quad(uint64_t address, DType dtype) {
     if (dtype == DType::kFp32) {
         const uint4 w = load_global<uint4>(address);
@@ -98,7 +99,7 @@ DILOCO_DEVICE void store_quad(uint64_t address, DType dtype, const Quad& q) {
     }
 }
 
-// A quad of the stage, which is no global memory.
+// Read and write a quad of the stage, which is shared memory.
 DILOCO_DEVICE Quad load_staged(const float* p) {
 #if defined(__CUDACC__)
     const float4 v = *reinterpret_cast<const float4*>(p);
@@ -116,7 +117,7 @@ DILOCO_DEVICE void store_staged(float* p, const Quad& q) {
 #endif
 }
 
-// The codes of a quad, packed as they lie in a payload.
+// The codes of a quad, packed as they are in a payload.
 template <Format kFormat>
 struct CodeQuad {
     static constexpr int kBits = wire::code_bits(kFormat);
@@ -167,7 +168,8 @@ DILOCO_DEVICE CodeQuad<kFormat> load_codes(const uint8_t* p, bool is_aligned) {
     return codes;
 }
 
-// Writes the first `count` codes and nothing else; codes after them are zero.
+// Writes the bytes of the first `count` codes and no others. The codes behind them must be zero,
+// because two 4-bit codes share a byte.
 template <Format kFormat>
 DILOCO_DEVICE void store_codes(uint8_t* p, const CodeQuad<kFormat>& codes, int count,
                                bool is_aligned) {

@@ -1,11 +1,13 @@
-// The codes of the rotated formats (wire/rotation.h) on a tile: signs, transform, bits. Row j of a
-// tile is its elements 128 j to 128 j + 127, of which lane l holds 4 l to 4 l + 3 as quad j. So the
-// stages of the transform over distances of 1, 2, and 128 or more stay in a lane's registers; the
-// five between them swap values between lanes. Encoding transforms integers. Decoding transforms
-// fp32 numbers: they are integers of at most 2560, so every sum is exact.
+// The codes of the rotated formats (wire/rotation.h) on a tile: random signs, the transform, and
+// the bits of the code. Row j of a tile has its elements 128 j to 128 j + 127; lane l holds four of
+// them, 4 l to 4 l + 3, as its quad j. So the stages of the transform that combine elements 1, 2,
+// or 128 and more apart need only a lane's own registers; the five stages between exchange values
+// between lanes. Encoding transforms integers. Decoding transforms fp32 numbers, which are integers
+// of at most 2560, so every sum is exact.
 //
-// A quad has four bits in a part of the code, a *nibble*. A lane keeps the nibbles of its quads in
-// one word, that of row r at bit 4 r, the large levels of int2r below the signs.
+// The code of a block is a bit per coefficient, in int2r two: first the bits for large levels, then
+// the bits for negative ones. The four bits of a quad are called its *nibble*. A lane keeps the
+// nibbles of its quads in one word, the nibble of row r at bit 4 r.
 #pragma once
 
 #include "cuda/tiles.h"
@@ -15,17 +17,17 @@ namespace diloco::cuda {
 
 constexpr int kRow = kQuad * kLanes;
 
-// How the blocks of a format lie in a tile of kQuads rows.
+// The numbers that describe how the blocks of a format are laid out in a tile of kQuads rows.
 template <Format kFormat, int kQuads>
 struct RotatedTile : wire::Rotation<kFormat> {
     using Base = wire::Rotation<kFormat>;
     static constexpr int kBlockRows = Base::kBlock / kRow;
-    static constexpr int kRows =
-        kBlockRows < kQuads ? kBlockRows : kQuads;  // of a block, in a tile
-    static constexpr int kBlocks = kQuads / kRows;
+    // Rows of a block that are in the same tile.
+    static constexpr int kRows = kBlockRows < kQuads ? kBlockRows : kQuads;
+    static constexpr int kBlocks = kQuads / kRows;  // blocks of a tile
     static constexpr int kKeptRows = Base::kKept > kRow ? Base::kKept / kRow : 1;
     static constexpr int kKeptLanes = Base::kKept < kRow ? Base::kKept / kQuad : kLanes;
-    // Of the code, 16 bytes each.
+    // Rows of the code, 16 bytes (128 bits) each.
     static constexpr int kCodeRows = Base::kHasLevels ? 2 * kKeptRows : kKeptRows;
     static_assert(kQuads % kRows == 0 && kRows % kKeptRows == 0);
 };
@@ -37,13 +39,14 @@ struct Rows {
 
 DILOCO_DEVICE uint32_t nibble_of(uint32_t word, int row) { return word >> (4 * row) & 0xFu; }
 
-// The nibbles of the signs of a tile's quads; the tile begins at row `first_row` of a block.
+// Gives each lane the random sign bits of its quads, as nibbles. The tile begins at row `first_row`
+// of a block.
 template <Format kFormat, int kQuads, class Lanes>
 DILOCO_DEVICE void signs_of(const Lanes& lanes, uint64_t key, int first_row,
                             typename Lanes::template Of<uint32_t>& signs) {
     constexpr int kBlockRows = RotatedTile<kFormat, kQuads>::kBlockRows;
-    // A Philox block has the signs of a row. Lane l computes that of row l % kBlockRows, and hands
-    // out one of its words.
+    // A Philox block has the sign bits of a row. Lane l computes the Philox block for row
+    // l % kBlockRows, and provides one of its four words to the other lanes.
     typename Lanes::template Of<uint32_t> words, word;
     lanes.each([&](int lane) {
         const auto row = static_cast<uint64_t>(lane % kBlockRows);
@@ -71,7 +74,7 @@ DILOCO_DEVICE float signed_sum(float own, float sign, float other) {
     return wire::fused(own, sign, other);
 }
 
-// The sum and the difference of a and b in their places.
+// Replaces a by a + b, and b by a - b.
 template <class T>
 DILOCO_DEVICE void butterfly(T& a, T& b) {
     const T sum = a + b;
@@ -79,8 +82,8 @@ DILOCO_DEVICE void butterfly(T& a, T& b) {
     a = sum;
 }
 
-// WHT over the kRows rows of the first kNumLanes lanes; if these are half of the lanes, the other
-// half has the same values.
+// The Hadamard transform of the kRows rows in the first kNumLanes lanes. If these are half of the
+// lanes, the other half has the same values.
 template <int kRows, int kNumLanes, class T, class Lanes>
 DILOCO_DEVICE void hadamard(const Lanes& lanes, typename Lanes::template Of<Rows<kRows, T>>& y) {
     lanes.each([&](int lane) {
@@ -119,7 +122,7 @@ DILOCO_DEVICE void hadamard(const Lanes& lanes, typename Lanes::template Of<Rows
     }
 }
 
-// Writes the code of a block from the nibbles of all lanes.
+// Writes the code of a block, which is in the nibbles of all lanes.
 template <class B, class Lanes>
 DILOCO_DEVICE void store_nibbles(const Lanes& lanes, uint8_t* code,
                                  const typename Lanes::template Of<uint32_t>& nibbles) {
@@ -154,8 +157,8 @@ DILOCO_DEVICE uint32_t load_nibbles(const uint8_t* code, int lane) {
     return nibbles;
 }
 
-// The elements of a block before the scale and the signs; a row of kept coefficients stands for
-// each kKeptRows-th row of elements.
+// Decodes the nibbles to the elements z of a block, before the scale and the random signs. Row r of
+// z serves rows r, r + kKeptRows, r + 2 kKeptRows, ... of the block.
 template <class B, class Lanes>
 DILOCO_DEVICE void decode_nibbles(const Lanes& lanes,
                                   const typename Lanes::template Of<uint32_t>& nibbles,

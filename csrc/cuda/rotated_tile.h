@@ -5,7 +5,8 @@
 
 namespace diloco::cuda {
 
-// sum = c0 d0 + c1 d1 + ..., each product rounded, then added, in order; zero where no element is.
+// The weighted sum of all terms' decoded values. Each product is rounded, and the products are
+// added in order. Elements behind the tile's last are zero.
 template <Format kFormat, int kQuads, class Lanes>
 DILOCO_DEVICE void sum_rotated(const Lanes& lanes, const Terms& terms, const Tile& tile,
                                typename Lanes::template Of<Quads<kQuads>>& sum) {
@@ -49,8 +50,8 @@ DILOCO_DEVICE void sum_rotated(const Lanes& lanes, const Terms& terms, const Til
     }
 }
 
-// The bits of the largest magnitude of the rows of block b, in every lane; adds bad elements to
-// `bad`.
+// Gives every lane the bits of the largest magnitude of block b, and adds the number of bad
+// elements to `bad`.
 template <class B, int kQuads, class Lanes>
 DILOCO_DEVICE void find_largest(const Lanes& lanes, int b,
                                 const typename Lanes::template Of<Quads<kQuads>>& x,
@@ -75,7 +76,8 @@ DILOCO_DEVICE void find_largest(const Lanes& lanes, int b,
     lanes.max_over(kLanes, [&](int lane) -> uint32_t& { return largest[lane]; });
 }
 
-// The coefficients of block b, whose largest magnitude has these bits; zeros if it is bad.
+// The coefficients Y (wire/rotation.h) of block b; zeros if the block has a bad element. `largest`
+// has the bits of the block's largest magnitude.
 template <class B, int kQuads, class Lanes>
 DILOCO_DEVICE void find_coefficients(const Lanes& lanes, int b,
                                      const typename Lanes::template Of<Quads<kQuads>>& x,
@@ -117,13 +119,14 @@ DILOCO_DEVICE void find_coefficients(const Lanes& lanes, int b,
 
 DILOCO_DEVICE uint32_t magnitude_of(int32_t y) { return static_cast<uint32_t>(y < 0 ? -y : y); }
 
-// What the scale is made of, in every lane, and the nibbles of the code.
+// Gives every lane the sums from which the scale is made, and the nibbles of the lane's own quads.
 template <class B, class Lanes>
 DILOCO_DEVICE void find_sums(const Lanes& lanes,
                              const typename Lanes::template Of<Rows<B::kKeptRows, int32_t>>& y,
                              typename Lanes::template Of<wire::CoefficientSums>& sums,
                              typename Lanes::template Of<uint32_t>& nibbles) {
-    // A sum of squares is at most 2^52: halves of 26 bits are added as 32-bit numbers.
+    // A sum of squares has up to 52 bits, and the warp adds 32-bit numbers: so the lower and upper
+    // 26 bits of the lanes' sums are added separately.
     constexpr int kHalf = 26;
     typename Lanes::template Of<uint32_t> low, high, magnitude, large, num_large;
     lanes.each([&](int lane) {
@@ -173,7 +176,7 @@ DILOCO_DEVICE void find_sums(const Lanes& lanes,
     });
 }
 
-// Encodes block b of the tile, and leaves in x what the encoding lost if it is wanted.
+// Encodes block b of the tile. If there is a new residual, x becomes the error of the encoding.
 template <Format kFormat, int kQuads, class Lanes>
 DILOCO_DEVICE void encode_rotated_block(const Lanes& lanes, const EncodeTarget& target,
                                         const Tile& tile, int b,
@@ -193,7 +196,7 @@ DILOCO_DEVICE void encode_rotated_block(const Lanes& lanes, const EncodeTarget& 
         find_sums<B>(lanes, y, sums, nibbles);
     }
     lanes.each([&](int lane) {
-        // The sums of a bad block are zero, and its scale is, too.
+        // In a block with a bad element all sums are zero, and so is the scale.
         scale[lane] = wire::rotated_scale<kFormat>(sums[lane], wire::block_exponent(largest[lane]),
                                                    keeps_rest);
         if (scale[lane] == 0) nibbles[lane] = 0;
@@ -220,7 +223,7 @@ DILOCO_DEVICE void encode_rotated_block(const Lanes& lanes, const EncodeTarget& 
     });
 }
 
-// Encodes x, which begins at the first row of a block; adds the bad elements to `bad`.
+// Encodes the tile x, which begins with a block, and adds the number of bad elements to `bad`.
 template <Format kFormat, int kQuads, class Lanes>
 DILOCO_DEVICE void encode_rotated(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
                                   typename Lanes::template Of<Quads<kQuads>>& x,

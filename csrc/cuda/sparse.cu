@@ -1,5 +1,5 @@
-// The kernels of the sparse formats: a CTA of 256 threads for each block of 4096 elements, for
-// reduce within the caller's bound. One kernel serves all formats.
+// The kernels of the sparse formats: a thread block of 256 threads for each block of 4096 elements.
+// If Queue::max_blocks allows fewer, a thread block takes several. One kernel serves all formats.
 #include "cuda/launch.cuh"
 #include "cuda/sparse_encode.h"
 #include "cuda/sparse_step.h"
@@ -7,10 +7,10 @@
 namespace diloco::cuda {
 namespace {
 
-// x = c(outer) - params + residual, or the weighted sum of runs + residual;  the k largest |x| of a
-// block are sent as signs with one scale;  new residual = x minus what was sent.
-// fp32 parameters: reads 8n bytes, with error feedback 12n, and writes 4n then. The code takes n /
-// 50 bytes (topk64), of which reduce reads W.
+// Encodes x = c(outer) - params + residual, or the weighted sum of runs + residual: the k largest
+// |x| of a block are sent as signs with one scale. The new residual is x minus the decoded values.
+// Traffic for n elements, fp32 parameters: reads 8n bytes; error feedback reads and writes 4n more.
+// Writes n / 50 bytes of codes (topk64); reduce of W runs reads W n / 50.
 template <class Args, class Memory>
 __global__ void __launch_bounds__(kBlockThreads, 3)
     sparse_encode_kernel(const __grid_constant__ Args args) {
@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
     }
 }
 
-// g = sum_i c_i decode(payload_i), then as step_kernel of outer_step.cu. Nesterov, fp32 parameters:
-// reads 8n bytes and n / 50 a term (topk64), writes 12n.
+// As step_kernel in outer_step.cu, for sparse payloads. With Nesterov and n fp32 parameters it
+// reads 8n bytes, and n / 50 per term (topk64), and writes 12n.
 template <bool kIsAdam>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     sparse_step_kernel(const __grid_constant__ StepArgs args) {
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     }
 }
 
-// As arrival_kernel of outer_step.cu.
+// As arrival_kernel in outer_step.cu, for sparse payloads.
 __global__ void __launch_bounds__(kBlockThreads, 2)
     sparse_arrival_kernel(const __grid_constant__ StepArgs args) {
     if (args.verdict != nullptr && *args.verdict != 0) return;
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     }
 }
 
-// outs = sum_i c_i decode(payload_i). Reads n / 50 bytes a term (topk64), writes 4n (fp32).
+// outs = sum over terms i of c_i decode(payload_i). For n elements it reads n / 50 bytes per term
+// (topk64), and writes 4n (fp32).
 __global__ void __launch_bounds__(kBlockThreads, 4)
     sparse_decode_kernel(const __grid_constant__ DecodeArgs args) {
     __shared__ __align__(16) float stages[kBlockWarps][kSparseStepFloats];

@@ -1,13 +1,14 @@
-// Which elements of a block, which lies on the stages, a sparse format keeps: the k of largest
-// magnitude, of equal ones those with the lower index. Exact, in a fixed number of steps for usual
-// data:
-//   1. Bins of a sixteenth of an octave count the largest magnitudes of quads. The k largest quads
-//      bound the k-th largest element from below.
-//   2. The elements that are not below the bound are listed: about 1.2 k of normal values.
-//   3. The bins of the listed elements tell all that are kept but those in the last bin.
-//   4. The listed elements of that bin are compared with one another.
-// Where the bins are no help (a block of equal values, of few elements, or with one element that is
-// 2^16 times the others) the k-th element is found bit by bit, by counting over all elements.
+// Chooses the elements of a block that a sparse format keeps: the k of largest magnitude, and among
+// equal ones the lower indices. The block is on the stages of the warps. The choice is exact, and
+// takes a fixed number of steps for usual data:
+//   1. A histogram counts the largest magnitude of each quad, in bins of a sixteenth of an octave.
+//      The bin of the k-th largest quad is a lower bound for the k-th largest element.
+//   2. The elements that reach this bound are listed: about 1.2 k elements of Gaussian data.
+//   3. A histogram of the listed elements gives the bin of the k-th largest element. All listed
+//      elements in bins of larger magnitudes are kept.
+//   4. The listed elements of that bin are compared with each other.
+// If the histogram does not help (a block of equal values, of few elements, or with one element
+// 2^16 times as large as the others), the k-th element is found bit by bit, by counting elements.
 #pragma once
 
 #include "cuda/sparse_tile.h"
@@ -15,25 +16,26 @@
 namespace diloco::cuda {
 
 constexpr int kNumBins = 256;
-constexpr int kBinShift = 19;  // of the bits of a magnitude
+constexpr int kBinShift = 19;  // the bin of a magnitude is made of its bits above this many
 constexpr int kMostListed = 512;
 constexpr int kKeyBits = 31, kIndexBits = 12;
 constexpr int kNumCounts = kKeyBits + 1 + kIndexBits;
 constexpr int kKeptWords = kSparseTile / 32;
 static_assert(kNumBins == kBlockThreads && kMostListed == 2 * kBlockThreads);
 
-// Shared memory of an encoding.
+// The shared memory that the choice and the encoding of a block need.
 struct ChoiceMemory {
     alignas(16) uint32_t quad_bins[kNumBins];
     alignas(16) uint32_t list_bins[kNumBins];
-    uint32_t ties[kMostListed];  // of the last bin: low bits of the magnitude, index backwards
-    uint16_t list[kMostListed];  // indices, in any order
-    uint32_t kept[kKeptWords];   // a bit for each element
-    uint32_t kept_before[kKeptWords];
+    // For each element in the bin of step 4, the low bits of the magnitude, then 4095 - index.
+    uint32_t ties[kMostListed];
+    uint16_t list[kMostListed];        // indices of the listed elements, in any order
+    uint32_t kept[kKeptWords];         // a bit for each element: whether it is kept
+    uint32_t kept_before[kKeptWords];  // the number of kept elements before each word of `kept`
     uint32_t counts[kNumCounts];
-    uint32_t upper[kMostUpperWords];
-    uint16_t indices[kMostKept];  // of the kept elements in order, bit 15: is negative
-    uint32_t largest[kBlockWarps];
+    uint32_t upper[kMostUpperWords];  // the 2 k bits of the code (wire/sparse.h)
+    uint16_t indices[kMostKept];      // the kept indices in order; bit 15: the element is negative
+    uint32_t largest[kBlockWarps];    // the bits of each warp's largest magnitude
     uint32_t num_listed, num_ties, num_kept_ties, sum;
 };
 
@@ -43,9 +45,10 @@ DILOCO_DEVICE uint32_t bin_of(uint32_t largest, uint32_t key) {
     return (largest >> kBinShift) - (key >> kBinShift);
 }
 
-// The bin in which the `wanted`-th largest element lies, and how many lie in the bins before it.
+// The bin of the `wanted`-th largest element, and the number of elements in the bins before it.
+// Bin 0 has the largest elements.
 struct Cut {
-    uint32_t bin;  // kNumBins if the bins hold fewer
+    uint32_t bin;  // kNumBins if all bins together have fewer elements
     uint32_t before;
 };
 
@@ -76,7 +79,7 @@ DILOCO_DEVICE void find_cut(const Lanes& lanes, const uint32_t* bins, uint32_t w
     });
 }
 
-// Calls f(j, i, value) for the elements of a lane, which are on its warp's stage.
+// Calls f(j, i, value) for element i of quad j of a lane, for all its elements on the stage.
 template <class F>
 DILOCO_DEVICE void each_staged(const float* stage, int lane, F&& f) {
     DILOCO_UNROLL
@@ -87,7 +90,8 @@ DILOCO_DEVICE void each_staged(const float* stage, int lane, F&& f) {
     }
 }
 
-// Lists the elements of a warp for which wants(lane, key, index) is true.
+// Adds the elements of a warp for which wants(lane, key, index) is true to the list. A key has the
+// bits of a magnitude.
 template <class Lanes, class F>
 DILOCO_DEVICE void list_elements(const Lanes& lanes, int warp, uint32_t largest,
                                  ChoiceMemory& memory, F&& wants) {
@@ -121,7 +125,8 @@ DILOCO_DEVICE void list_elements(const Lanes& lanes, int warp, uint32_t largest,
     });
 }
 
-// Lists at least the k largest elements; more than fit are counted, and then the list is of no use.
+// Lists at least the k largest elements (steps 1 and 2). If num_listed is above kMostListed then,
+// the list is incomplete and cannot be used.
 template <class Block>
 DILOCO_DEVICE void list_largest(const Block& block, SparseCode code, uint32_t largest,
                                 ChoiceMemory& memory) {
@@ -156,8 +161,8 @@ DILOCO_DEVICE void list_largest(const Block& block, SparseCode code, uint32_t la
     });
 }
 
-// The number of elements on the stages for which f(key, index) is true; each call has a counter of
-// its own.
+// The number of elements of the block for which f(key, index) is true. `counter` must be zero, so
+// each call needs its own.
 template <class Block, class F>
 DILOCO_DEVICE int count_elements(const Block& block, uint32_t& counter, F&& f) {
     block.each_warp([&](int warp, const auto& lanes) {
@@ -177,7 +182,7 @@ DILOCO_DEVICE int count_elements(const Block& block, uint32_t& counter, F&& f) {
     return static_cast<int>(counter);
 }
 
-// Lists the k largest elements and no others.
+// Lists exactly the k largest elements, found bit by bit.
 template <class Block>
 DILOCO_DEVICE void list_by_counting(const Block& block, SparseCode code, uint32_t largest,
                                     ChoiceMemory& memory) {
@@ -191,7 +196,7 @@ DILOCO_DEVICE void list_by_counting(const Block& block, SparseCode code, uint32_
     }
     const int above = count_elements(block, memory.counts[kKeyBits],
                                      [&](uint32_t key, int) { return key > least; });
-    // The last of the equal elements that are kept.
+    // Find the index of the last element that is kept among those equal to the k-th largest.
     int last = 0;
     DILOCO_NO_UNROLL
     for (int bit = kIndexBits - 1; bit >= 0; --bit) {
@@ -217,7 +222,7 @@ DILOCO_DEVICE void keep(ChoiceMemory& memory, uint32_t index) {
     atomic_or(&memory.kept[index / 32], 1u << (index % 32));
 }
 
-// Calls f(lane, index) for the listed elements of a warp's lanes.
+// Calls f(lane, index) for the listed elements, which are distributed over the lanes of all warps.
 template <class Lanes, class F>
 DILOCO_DEVICE void each_listed(const Lanes& lanes, int warp, const ChoiceMemory& memory,
                                uint32_t num_listed, F&& f) {
@@ -229,7 +234,7 @@ DILOCO_DEVICE void each_listed(const Lanes& lanes, int warp, const ChoiceMemory&
     });
 }
 
-// Marks the k largest of the listed elements as kept.
+// Marks the k largest of the listed elements as kept (steps 3 and 4).
 template <class Block>
 DILOCO_DEVICE void keep_largest(const Block& block, SparseCode code, uint32_t largest,
                                 ChoiceMemory& memory) {
@@ -274,8 +279,7 @@ DILOCO_DEVICE void keep_largest(const Block& block, SparseCode code, uint32_t la
     });
 }
 
-// Puts bits for the kept elements into memory.kept, and the number of kept ones before each word
-// into memory.kept_before. Every kept element is listed.
+// Makes the choice: fills memory.kept and memory.kept_before. Every kept element is in the list.
 template <class Block>
 DILOCO_DEVICE void choose(const Block& block, SparseCode code, uint32_t largest,
                           ChoiceMemory& memory) {

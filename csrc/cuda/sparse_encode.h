@@ -1,4 +1,4 @@
-// Encoding of a block in a sparse format.
+// Encoding of a block in a sparse format (wire/sparse.h) by the warps of a thread block.
 #pragma once
 
 #include "cuda/encode_tile.h"
@@ -7,10 +7,10 @@
 
 namespace diloco::cuda {
 
-// Of a warp: its part of x, and a residual that is on its way.
+// The floats of a warp's stage: its 512 elements of x, and a residual that is being copied.
 constexpr int kSparseStageFloats = 2 * (kPart + kStageSlack);
 
-// Puts a warp's part of x on its stage, finds its largest magnitude, and clears the memory.
+// Writes a warp's 512 elements x to its stage, finds their largest magnitude, and clears `memory`.
 template <class Lanes>
 DILOCO_DEVICE void begin_encoding(const Lanes& lanes, int warp, const StepQuads<Lanes>& x,
                                   ChoiceMemory& memory) {
@@ -33,7 +33,7 @@ DILOCO_DEVICE void begin_encoding(const Lanes& lanes, int warp, const StepQuads<
     });
 }
 
-// Adds the bad elements of a block to the count.
+// Adds the number of bad elements of a block to *nonfinite.
 template <class Block>
 DILOCO_DEVICE void count_bad(const Block& block, int64_t* nonfinite) {
     if (nonfinite == nullptr) return;
@@ -48,7 +48,8 @@ DILOCO_DEVICE void count_bad(const Block& block, int64_t* nonfinite) {
     });
 }
 
-// Puts the kept indices in order, sets the ones of the upper part, and adds up the magnitudes.
+// Writes the kept indices to memory.indices in order, makes the 2 k bits of the code
+// (memory.upper), and adds up the kept magnitudes (memory.sum).
 template <class Block>
 DILOCO_DEVICE void order_kept(const Block& block, SparseCode code, uint32_t largest,
                               ChoiceMemory& memory) {
@@ -66,7 +67,7 @@ DILOCO_DEVICE void order_kept(const Block& block, SparseCode code, uint32_t larg
             memory.indices[j] = static_cast<uint16_t>(bits >> 31 << 15 | index);
             const int place = static_cast<int>(index >> code.low_bits()) + j;
             atomic_or(&memory.upper[place / 32], 1u << (place % 32));
-            // At most 2^22, which is the low bits of the sum.
+            // Adding the constant rounds `scaled`, at most 2^22, into the low bits of the sum.
             const float scaled = wire::mul(wire::bits_float(bits & wire::kMagnitudeMask), unit);
             sum[lane] += wire::float_bits(wire::add(scaled, kRoundingMagic)) -
                          wire::float_bits(kRoundingMagic);
@@ -78,7 +79,7 @@ DILOCO_DEVICE void order_kept(const Block& block, SparseCode code, uint32_t larg
     });
 }
 
-// Writes the scale and the code of a block from the kept indices; zeros if the scale is zero.
+// Writes the scale and the code of a block, made from the kept indices; zeros if the scale is zero.
 template <class Lanes>
 DILOCO_DEVICE void store_code(const Lanes& lanes, int warp, SparseCode code,
                               const ChoiceMemory& memory, uint16_t scale, uint8_t* scale_at,
@@ -111,7 +112,7 @@ DILOCO_DEVICE void store_code(const Lanes& lanes, int warp, SparseCode code,
     });
 }
 
-// The part of x that is on a warp's stage, minus what was sent of it.
+// The error of the encoding: a warp's elements on its stage minus their decoded values.
 template <class Lanes>
 DILOCO_DEVICE void take_rest(const Lanes& lanes, int warp, const ChoiceMemory& memory,
                              uint16_t scale, StepQuads<Lanes>& rest) {
@@ -132,7 +133,8 @@ DILOCO_DEVICE void take_rest(const Lanes& lanes, int warp, const ChoiceMemory& m
     lanes.sync();
 }
 
-// Encodes what is on the stages, and stores what the encoding lost if it is wanted.
+// Encodes the block that is on the stages, and writes the error of the encoding to the new
+// residual, if there is one.
 template <class Block>
 DILOCO_DEVICE void encode_staged(const Block& block, const EncodeTarget& target, const Tile& tile,
                                  ChoiceMemory& memory) {
@@ -148,7 +150,7 @@ DILOCO_DEVICE void encode_staged(const Block& block, const EncodeTarget& target,
         choose(block, code, largest, memory);
         order_kept(block, code, largest, memory);
     }
-    // Without a choice the sum is zero, and the scale, too.
+    // If no elements were chosen, the sum is zero, and so is the scale.
     const uint16_t scale =
         wire::sparse_scale(memory.sum, wire::block_exponent(largest), code.log_kept);
     block.each_warp([&](int warp, const auto& lanes) {
@@ -170,7 +172,7 @@ struct ReduceMemory {
     SumMemory sum;
 };
 
-// payload <- Q(c(outer) - params + residual), or Q(params + residual).
+// One block of encode: writes the code of c(outer) - params + residual, or of params + residual.
 template <class Block>
 DILOCO_DEVICE void encode_sparse_block(const Block& block, const EncodeArgs& args, uint32_t index,
                                        EncodeMemory& memory) {
@@ -189,7 +191,7 @@ DILOCO_DEVICE void encode_sparse_block(const Block& block, const EncodeArgs& arg
     encode_staged(block, args.target, tile, memory.choice);
 }
 
-// result <- Q(sum of coefficient * decoded run + residual).
+// One block of reduce: writes the code of the weighted sum of the runs plus residual.
 template <class Block>
 DILOCO_DEVICE void encode_sparse_block(const Block& block, const ReduceArgs& args, uint32_t index,
                                        ReduceMemory& memory) {

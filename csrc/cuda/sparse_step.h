@@ -1,5 +1,5 @@
-// The outer step and decode of a block in a sparse format: every warp does its part as the other
-// operators do a tile, around the sum that all warps build together.
+// The outer step and decode of a block in a sparse format. All warps compute the weighted sum
+// together; then each warp handles its 512 elements as a tile of step_tile.h.
 #pragma once
 
 #include "cuda/sparse_sum.h"
@@ -8,9 +8,9 @@ namespace diloco::cuda {
 
 constexpr int kSparseStepFloats = kPart + kStageSlack;
 
-// Runs finish(lanes, part, place, sum) in each warp whose part of the block holds elements, after
-// the sum over the terms. Other arrays are read after the sum, whose registers they would take;
-// meanwhile other CTAs keep the memory busy.
+// Computes the sum over the terms, then calls finish(lanes, part, place, sum) in each warp that has
+// elements of the block. Other arrays are read only after the sum, which needs the registers;
+// meanwhile other thread blocks keep the memory busy.
 template <class Block, class Finish>
 DILOCO_DEVICE void with_sum(const Block& block, const Runs& runs, const Terms& terms,
                             uint32_t index, SumMemory& memory, Finish&& finish) {

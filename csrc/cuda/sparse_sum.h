@@ -1,30 +1,31 @@
-// The weighted sum of sparse payloads over a block. The code of a term is spread out over the
-// stages, which are zero but for its kept elements; every lane then adds its own elements, also the
-// zeros. So the terms are added in order, and each product and each sum is rounded once.
+// The weighted sum of sparse payloads over a block. The kept elements of a term are written to the
+// stages, which are zero elsewhere; then every lane adds its own elements, zeros included. So the
+// terms are added in order, and each product and each sum is rounded once.
 #pragma once
 
 #include "cuda/sparse_tile.h"
 
 namespace diloco::cuda {
 
-// Terms whose codes are read at a time: a quarter of the threads reads one.
+// The number of terms whose codes are read at a time. A quarter of the threads reads each of them.
 constexpr int kTermBatch = 4;
 constexpr int kTermThreads = kBlockThreads / kTermBatch;
-constexpr int kScaleWord = kTermThreads - 1;  // behind the words of the code
+constexpr int kScaleWord = kTermThreads - 1;  // the scale's place behind the words of the code
 static_assert(kMostWords <= kScaleWord);
 
-// Shared memory of a sum.
+// The shared memory that a sum needs.
 struct SumMemory {
     uint32_t words[kTermBatch][kTermThreads];
     uint16_t indices[kTermBatch][kMostKept];
-    uint32_t is_wrong[kTermBatch];  // no encoder makes the code or the scale
+    uint32_t is_wrong[kTermBatch];  // no encoder writes such a code or scale: the term is NaN
 };
 
 DILOCO_DEVICE float scale_of_term(const SumMemory& memory, int t) {
     return wire::received_scale(static_cast<uint16_t>(memory.words[t][kScaleWord]), 1);
 }
 
-// What a thread reads of the terms from number `first` on: a word of a code, or a scale.
+// Reads the word that belongs to a thread, of the kTermBatch terms from `first` on: a word of a
+// code, or a scale.
 DILOCO_DEVICE uint32_t load_of_terms(const Terms& terms, const Tile& tile, SparseCode code,
                                      int first, int thread) {
     const int t = first + thread / kTermThreads, word = thread % kTermThreads;
@@ -35,7 +36,8 @@ DILOCO_DEVICE uint32_t load_of_terms(const Terms& terms, const Tile& tile, Spars
     return load_word(payload + tile.codes + 4 * word, is_aligned(payload));
 }
 
-// The index of kept element number j of a term, whose one is bit `place` of the upper part.
+// The index of kept element j of a term. `place` is the position of the j-th set bit in the 2 k
+// bits of the code (wire/sparse.h).
 DILOCO_DEVICE int kept_index(const uint32_t* words, SparseCode code, int place, int j) {
     int index = (place - j) << code.low_bits();
     DILOCO_NO_UNROLL
@@ -45,8 +47,8 @@ DILOCO_DEVICE int kept_index(const uint32_t* words, SparseCode code, int place, 
     return index;
 }
 
-// Finds the indices of the terms that were read. Two warps take every other word of a term's upper
-// part; the number of a one is that of the ones before it.
+// Finds the kept indices of the terms that were read. Two warps share the words of a term's 2 k
+// bits. A set bit belongs to kept element j if j bits are set before it.
 template <class Block>
 DILOCO_DEVICE void find_indices(const Block& block, SparseCode code, int count, SumMemory& memory) {
     constexpr int kWarpsOfTerm = kBlockWarps / kTermBatch;
@@ -84,7 +86,7 @@ DILOCO_DEVICE void find_indices(const Block& block, SparseCode code, int count, 
     });
 }
 
-// Marks the terms whose indices do not ascend or are past the end of the block.
+// Marks terms as wrong whose indices do not ascend or are beyond the block's end.
 template <class Block>
 DILOCO_DEVICE void check_indices(const Block& block, SparseCode code, int count,
                                  SumMemory& memory) {
@@ -103,7 +105,7 @@ DILOCO_DEVICE void check_indices(const Block& block, SparseCode code, int count,
     });
 }
 
-// Puts the kept elements of term number t of those that were read to their places.
+// Writes the kept elements of term t of the batch to their places on the stages.
 template <class Block>
 DILOCO_DEVICE void spread_term(const Block& block, SparseCode code, int t,
                                const SumMemory& memory) {
@@ -119,12 +121,13 @@ DILOCO_DEVICE void spread_term(const Block& block, SparseCode code, int t,
     });
 }
 
-// sum = c0 d0 + c1 d1 + ..., each product rounded, then added, in order; zero where no element is.
+// The weighted sum of all terms' decoded values. Each product is rounded, and the products are
+// added in order. Elements behind the block's last are zero.
 template <class Block>
 DILOCO_DEVICE void sum_sparse(const Block& block, const Runs& runs, const Terms& terms,
                               const Tile& tile, SumMemory& memory, BlockQuads<Block>& sum) {
     const SparseCode code{runs.log_kept};
-    // The words of the next terms are on their way while these are added.
+    // The words of the next terms are read while the present terms are added.
     typename Block::template Each<typename Block::Lanes::template Of<uint32_t>> next;
     block.each_warp([&](int warp, const auto& lanes) {
         lanes.each([&](int lane) {
@@ -132,7 +135,7 @@ DILOCO_DEVICE void sum_sparse(const Block& block, const Runs& runs, const Terms&
             sum[warp][lane] = {};
         });
         stage<kPartQuads>(lanes, sum[warp]);
-        // -0 + x is x for every x, also for -0.
+        // The sum begins with -0, because -0 + x is x for every x, even for -0.
         each_element(lanes, [&](int lane, int j, int i) { sum[warp][lane].q[j].v[i] = -0.0f; });
     });
     DILOCO_NO_UNROLL
@@ -151,7 +154,7 @@ DILOCO_DEVICE void sum_sparse(const Block& block, const Runs& runs, const Terms&
             check_indices(block, code, count, memory);
         }
         spread_term(block, code, within, memory);
-        // A product with NaN is NaN, also that of zero.
+        // With a coefficient of NaN all elements of a wrong term become NaN, zeros included.
         const float coefficient = memory.is_wrong[within] != 0 ? wire::bits_float(0x7FC00000u)
                                                                : term_at(terms, t).coefficient;
         block.each_warp([&](int warp, const auto& lanes) {

@@ -1,8 +1,8 @@
-// The blocks of the sparse formats (wire/sparse.h) on a CTA: a block of 4096 elements is a part of
-// 512 for each of eight warps, which hold it as the other operators hold a tile. The number of kept
-// elements is an argument, so that one kernel serves all sparse formats.
+// A block of a sparse format (wire/sparse.h) on a CUDA thread block: each of its eight warps has a
+// part of 512 of the 4096 elements, and holds it as a tile (tiles.h). The number of kept elements
+// is an argument, so that one kernel serves all sparse formats.
 //
-// A word is 32 bits of the code; no region of the code begins within one.
+// A word is 32 bits of the code. Every region of the code begins with a new word.
 #pragma once
 
 #include "cuda/block_warps.h"
@@ -19,7 +19,7 @@ static_assert(kPart * kBlockWarps == kSparseTile &&
 template <class Block>
 using BlockQuads = typename Block::template Each<StepQuads<typename Block::Lanes>>;
 
-// The sparse format of a payload.
+// The layout of a code in a sparse format, in words.
 struct SparseCode {
     int log_kept;
 
@@ -54,7 +54,7 @@ DILOCO_DEVICE Tile sparse_tile_at(const Runs& runs, uint32_t index) {
     return tile;
 }
 
-// The part of a block that is a warp's; empty where no element is.
+// The part of a block that belongs to a warp; its size may be 0.
 DILOCO_DEVICE Tile part_of(const Tile& tile, int warp) {
     Tile part = tile;
     const int32_t left = tile.size - kPart * warp;
@@ -63,7 +63,7 @@ DILOCO_DEVICE Tile part_of(const Tile& tile, int warp) {
     return part;
 }
 
-// Element `index` of the block, where each warp's stage holds its part.
+// Element `index` of the block, which is on the stage of the warp that has this part.
 template <class Block>
 DILOCO_DEVICE float& staged(const Block& block, uint32_t index) {
     return block.stage(static_cast<int>(index / kPart))[index % kPart];

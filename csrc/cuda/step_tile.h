@@ -1,5 +1,5 @@
-// One tile of the outer step, of decode and of merge: no lane needs another's values, so a tile
-// of any size may hold parts of blocks.
+// One tile of the outer step, of decode and of merge. No lane needs another lane's values, so a
+// tile need not have complete blocks.
 #pragma once
 
 #include "codec/step_rule.h"
@@ -36,7 +36,7 @@ DILOCO_DEVICE void each_element(const Lanes& lanes, F&& f) {
     });
 }
 
-// outer <- alpha * params + (1 - alpha) * outer, rounded toward c(outer).
+// Sets `outer` to alpha * params + (1 - alpha) * outer, as codec::merged() does.
 template <class Lanes>
 DILOCO_DEVICE void blend(const Lanes& lanes, const Segments& params, const Tile& tile, Place& place,
                          float alpha, float one_minus_alpha, StepQuads<Lanes>& outer) {
@@ -60,7 +60,8 @@ DILOCO_DEVICE void blend(const Lanes& lanes, const Segments& params, const Tile&
         });
 }
 
-// params <- outer rounded to nearest, or with an alpha the result of `blend`, in `outer`.
+// Writes outer to the parameters, rounded to nearest. If alpha is not 0, `outer` first becomes the
+// result of blend().
 template <class Lanes>
 DILOCO_DEVICE void merge_into(const Lanes& lanes, const Segments& params, const Tile& tile,
                               Place& place, float alpha, float one_minus_alpha,
@@ -69,7 +70,8 @@ DILOCO_DEVICE void merge_into(const Lanes& lanes, const Segments& params, const 
     store_tile<kStepQuads>(lanes, params, tile, place, outer);
 }
 
-// The arrays of a step: g, the sum of the terms, and what is read before it is needed.
+// The values of a tile in a step: outer, the first and second state tensor of the optimizer, and
+// the gradient g, which is the weighted sum of the terms.
 template <class Lanes>
 struct StepArrays {
     StepQuads<Lanes> outer, first, second, g;
@@ -88,7 +90,8 @@ DILOCO_DEVICE void load_step(const Lanes& lanes, const StepArgs& args, const Til
     if constexpr (kIsAdam) load_flat(lanes, args.second, tile, a.second);
 }
 
-// outer -= step(g), with the state of SGD, heavy ball, Nesterov or Adam, and the merge.
+// Takes the outer step of SGD, heavy ball, Nesterov or Adam with gradient g, writes outer and the
+// optimizer's state, and merges outer into the parameters.
 template <bool kIsAdam, class Lanes>
 DILOCO_DEVICE void finish_step(const Lanes& lanes, const StepArgs& args, const Tile& tile,
                                Place& place, StepArrays<Lanes>& a) {
@@ -181,7 +184,7 @@ DILOCO_DEVICE uint32_t count_whole(const Lanes& lanes, const DecodeArgs& args, c
     return count_whole<kQuads>(lanes, args.outs, tile, most, place);
 }
 
-// outs <- sum of coefficient * decoded payload.
+// One tile of decode: writes the weighted sum of the decoded payloads to `outs`.
 template <Format kFormat, class Lanes, class T>
 DILOCO_DEVICE void decode_tile(const Lanes& lanes, const DecodeArgs& args, const T& tile,
                                Place& place) {
@@ -192,7 +195,7 @@ DILOCO_DEVICE void decode_tile(const Lanes& lanes, const DecodeArgs& args, const
     store_tile<kQuads>(lanes, args.outs, tile, place, sum);
 }
 
-// Takes `index` to `end`; decodes the whole tiles on the way.
+// Decodes the whole tiles from `index` to `end`, and leaves `index` at `end`.
 template <Format kFormat, class Lanes>
 DILOCO_DEVICE void decode_whole(const Lanes& lanes, const DecodeArgs& args, uint32_t& index,
                                 uint32_t end) {
@@ -208,7 +211,7 @@ DILOCO_DEVICE void decode_whole(const Lanes& lanes, const DecodeArgs& args, uint
         });
 }
 
-// Writes the parameters of a tile as `merge_into` does.
+// One tile of merge: writes the parameters as merge_into() does.
 template <class Lanes>
 DILOCO_DEVICE void merge_tile(const Lanes& lanes, const MergeArgs& args, uint32_t index,
                               Place& place) {

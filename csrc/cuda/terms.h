@@ -7,24 +7,27 @@
 
 namespace diloco::cuda {
 
-// How many terms' codes a lane reads before it uses the first: as many registers as the sum has. A
-// kernel of whole tiles has more warps instead.
+// The number of terms whose codes a lane reads before it uses the first: they take as many
+// registers as the sum. A kernel for whole tiles reads one term at a time, and has more warps
+// instead.
 template <Format kFormat, class T>
 constexpr int kTermsAtOnce = T::kIsWhole ? 1 : kQuad / CodeQuad<kFormat>::kWords;
 
-// The part of a term that a lane has read.
+// The codes and scales of a term that a lane has read.
 template <Format kFormat, int kQuads, class T>
 struct TermCodes {
     static constexpr int kScales = T::kIsWhole ? kTile<kQuads> / kUsualBlock : 1;
     CodeQuad<kFormat> quads[kQuads];
-    // As they are in the payload: of block number `lane` of the tile, or of usual blocks of each.
+    // bf16 bits of scales. In a whole tile every lane has the scales of all the tile's blocks; else
+    // lane l has the scale of the tile's block l.
     uint32_t scale[kScales];
 };
 
 // A sum begins with -0: x + -0 is x for every x, -0 and +0 as well.
 constexpr float kEmptySum = -0.0f;
 
-// sum + c d: each product is rounded, then the sum.
+// Adds coefficient * (code * scale) to the first `count` elements of the sum; each product and the
+// sum is rounded. The other elements become zero.
 template <Format kFormat>
 DILOCO_DEVICE void add_term(Quad& sum, const CodeQuad<kFormat>& codes, float scale,
                             float coefficient, int count) {
@@ -38,10 +41,10 @@ DILOCO_DEVICE void add_term(Quad& sum, const CodeQuad<kFormat>& codes, float sca
     }
 }
 
-// Whether c d = code * (coefficient * scale) is exact in fp32, so that a fused multiply-add gives
-// what rounding the product first gives. It is where the coefficient is 2^-7 to 1 and a power of
-// two, as equal weights of 2, 4, 8... replicas are, and the scale is at most 2^118: a code has at
-// most 8 significant bits and a scale 8, none of them below 2^-9 and 2^-133.
+// Whether code * (coefficient * scale) can be exact in fp32, so that a fused multiply-add gives the
+// same result as rounding the product first. It is exact if the coefficient is a power of two from
+// 2^-7 to 1, as for equal weights of 2, 4, 8... replicas, and the scale is at most 2^118: code and
+// scale have at most 8 significant bits each, and no bit below 2^-9 and 2^-133.
 template <Format kFormat>
 constexpr bool kCanFuse = wire::has_scales(kFormat) && kFormat != Format::kFp8E5m2;
 constexpr uint32_t kLargestFusedScale = 0x7A80;  // 2^118 in bf16; negative ones are above
@@ -51,7 +54,7 @@ DILOCO_DEVICE bool is_exact_coefficient(float coefficient) {
     return (bits & 0x007FFFFFu) == 0 && bits >= (127u - 7u) << 23 && bits <= 127u << 23;
 }
 
-// sum = sum + code * factor.
+// Adds code * factor to each element of the sum, by a fused multiply-add.
 template <Format kFormat>
 DILOCO_DEVICE void fuse_term(Quad& sum, const CodeQuad<kFormat>& codes, float factor) {
     const Quad values = values_of<kFormat>(codes);
@@ -59,8 +62,8 @@ DILOCO_DEVICE void fuse_term(Quad& sum, const CodeQuad<kFormat>& codes, float fa
     for (int i = 0; i < kQuad; ++i) sum.v[i] = wire::fused(values.v[i], factor, sum.v[i]);
 }
 
-// Begins to read a whole tile of an aligned payload. A scale is read and not used here, so that no
-// read waits for another.
+// Begins to read the codes and scales of a complete tile of an aligned payload. Scales are not used
+// here, so that no read waits for another.
 template <Format kFormat, int kQuads, class T>
 DILOCO_DEVICE void load_term(const Runs& runs, const Term& term, const T& tile, int lane,
                              TermCodes<kFormat, kQuads, T>& to) {
@@ -82,7 +85,7 @@ DILOCO_DEVICE void load_term(const Runs& runs, const Term& term, const T& tile, 
     }
 }
 
-// Adds a term whose codes were read.
+// Adds a term whose codes load_term() has read.
 template <Format kFormat, int kQuads, bool kFuses, class T, class Lanes>
 DILOCO_DEVICE void add_codes(
     const Lanes& lanes, const Runs& runs, float coefficient,
@@ -112,8 +115,8 @@ DILOCO_DEVICE void add_codes(
     }
 }
 
-// Adds terms t to t + kTerms. There is no branch between the reads of the terms' codes: each would
-// make the next read wait for the one before.
+// Adds terms t to t + kTerms - 1. There is no branch between the reads of their codes, because a
+// branch would make the next read wait for the one before.
 template <Format kFormat, int kQuads, int kTerms, class Lanes, class T>
 DILOCO_DEVICE void add_batch(const Lanes& lanes, const Runs& runs, const Terms& terms, int t,
                              const T& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
@@ -149,7 +152,7 @@ DILOCO_DEVICE void add_batch(const Lanes& lanes, const Runs& runs, const Terms& 
     }
 }
 
-// The sum over a tile that is there as a whole, of payloads that are aligned.
+// The sum over a tile that has all its elements, if all payloads are aligned.
 template <Format kFormat, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void sum_whole(const Lanes& lanes, const Runs& runs, const Terms& terms,
                              const T& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
@@ -175,7 +178,7 @@ DILOCO_DEVICE void sum_whole(const Lanes& lanes, const Runs& runs, const Terms& 
     }
 }
 
-// The sum over any tile, of any payloads, quad by quad, on the stage.
+// The sum over any tile, of any payloads, quad by quad by way of the stage.
 template <Format kFormat, int kQuads, class Lanes>
 DILOCO_DEVICE void sum_any(const Lanes& lanes, const Runs& runs, const Terms& terms,
                            const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
@@ -205,7 +208,8 @@ DILOCO_DEVICE void sum_any(const Lanes& lanes, const Runs& runs, const Terms& te
     unstage<kQuads>(lanes, sum);
 }
 
-// sum = c0 d0 + c1 d1 + ..., each product rounded, then added, in order; zero where no element is.
+// The weighted sum of all terms' decoded values. Each product is rounded, and the products are
+// added in order. Elements behind the tile's last are zero.
 template <Format kFormat, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void sum_terms(const Lanes& lanes, const Runs& runs, const Terms& terms,
                              const T& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {

@@ -1,13 +1,13 @@
-// A tile: kQuads * 128 neighbouring elements of one run, the work of a warp at a time. Lane l holds
-// the quads that begin at elements 4 (l + 32 j), j < kQuads, so that a warp's accesses are 512
-// contiguous bytes of fp32, all of them issued before the first is used.
+// A tile is kQuads * 128 consecutive elements of one run, on which a warp works at a time. A quad
+// is four consecutive elements (quads.h). Lane l has the quads that begin at elements 4 (l + 32 j),
+// j < kQuads, so that the warp reads 512 contiguous bytes of fp32 at once.
 //
-// A whole tile in one array that is aligned is read and written by quads. A kernel of WholeTiles
-// holds no code but that; any other tile is the work of a second launch (Rest, cuda/arguments.h).
-// There, a tensor whose address is odd and a tile that is cut short by the end are fetched to the
-// stage 16 bytes at a time, at the place modulo 16 that they have in memory. A tile that straddles
-// tensors is read element by element, and what is not written by quads is written so: 32
-// neighbouring elements at a time.
+// A "whole" tile has all its elements, lies in one tensor, and is aligned, so that it is read and
+// written quad by quad. The first launch of a kernel takes the whole tiles (WholeTile); a second
+// launch takes the other tiles (Rest, cuda/arguments.h). There, a tile in a misaligned tensor, or
+// one that is cut short by the end of a run, is copied to the stage (lanes.h) 16 bytes at a time,
+// each byte to the same address modulo 16. A tile with elements of several tensors is read element
+// by element, and all these tiles are written so, 32 consecutive elements at a time.
 #pragma once
 
 #include <type_traits>
@@ -25,30 +25,30 @@ struct Quads {
 template <int kQuads>
 constexpr int kTile = kQuads * kQuad * kLanes;
 
-// Where quad j of a lane begins in the tile.
+// The element of the tile at which quad j of a lane begins.
 DILOCO_DEVICE int quad_at(int lane, int j) { return kQuad * (lane + kLanes * j); }
 
 struct Tile {
-    int64_t first;      // element of the fragment
-    int32_t size;       // elements, at most kTile
-    int64_t scales;     // byte of a payload where the first element's scale lies
-    int64_t codes;      // likewise its code; but for the rotated formats a multiple of 16
-    int64_t run;        // likewise the run
-    int32_t first_row;  // of its block: the tile begins 128 times as many elements behind the block
-    int64_t left =
-        0;  // elements of the run from the first on; unused where all tiles are one run's
-    static constexpr bool kIsWhole = false;  // known when the kernel is compiled
+    int64_t first;   // index of the first element in the fragment
+    int32_t size;    // number of elements, at most kTile
+    int64_t scales;  // byte of a payload at which the first element's scale lies
+    int64_t codes;   // byte at which its code lies; a multiple of 16 except in rotated formats
+    int64_t run;     // byte at which its run begins
+    // In rotated and sparse formats the tile begins 128 * first_row elements behind its block.
+    int32_t first_row;
+    // Elements of the run from `first` on; not set for norms and for sparse formats.
+    int64_t left = 0;
+    static constexpr bool kIsWhole = false;  // whether the type is WholeTile
 
-    // Elements of quad j of a lane that exist.
+    // The number of elements of quad j of a lane that exist.
     DILOCO_DEVICE int count(int lane, int j) const {
         const int left = size - quad_at(lane, j);
         return left < 0 ? 0 : left < kQuad ? left : kQuad;
     }
 };
 
-// A tile of kTile elements whose arrays are aligned, each in one piece; kDType is the tensor's.
-// encode and reduce have such tiles for the usual blocks, without error feedback, encode with an
-// outer.
+// A whole tile of a tensor of type kTensor, see above. encode and reduce use this type only for
+// blocks of kUsualBlock elements and without error feedback, and encode only with outer values.
 template <DType kTensor = DType::kFp32>
 struct WholeTile : Tile {
     DILOCO_DEVICE explicit WholeTile(const Tile& tile) : Tile(tile) {}
@@ -57,7 +57,7 @@ struct WholeTile : Tile {
     DILOCO_DEVICE constexpr int count(int, int) const { return kQuad; }
 };
 
-// Goes on to a later tile of a run.
+// Moves `tile` on by `count` tiles within its run.
 template <Format kFormat, int kQuads>
 DILOCO_DEVICE void advance(const Runs& runs, Tile& tile, uint32_t count = 1) {
     tile.first += kTile<kQuads> * count;
@@ -90,9 +90,9 @@ DILOCO_DEVICE Tile tile_at(const Runs& runs, uint32_t index) {
     return tile;
 }
 
-// The last index below `count` for which begins(index) is true, as it is for all before that and
-// for 0. Each lane looks at one entry in 32nds of the list, then of the part that is left: two
-// reads, one after the other, for up to 1024 entries.
+// Returns the last index below `count` for which begins(index) is true; it must be true for 0 and
+// for all indices before that one. The lanes test 32 evenly spaced entries at a time, so that two
+// steps do for 1024 entries.
 template <class Lanes, class F>
 DILOCO_DEVICE int32_t find(const Lanes& lanes, int32_t count, F&& begins) {
     int32_t begin = 0;
@@ -109,17 +109,17 @@ DILOCO_DEVICE int32_t find(const Lanes& lanes, int32_t count, F&& begins) {
     return begin;
 }
 
-// The segment in which a tile begins.
+// The segment (tensor) in which a tile begins; see Segment in arguments.h.
 struct Place {
     uint64_t origin = 0;
-    int64_t end = 0;  // the element at which the next segment begins
-    int32_t entry = 0;
-    uint32_t within_16 = 0;  // of the origin
+    int64_t end = 0;         // the element at which the next segment begins
+    int32_t entry = 0;       // index in the list of segments
+    uint32_t within_16 = 0;  // origin % 16
     DType dtype = DType::kFp32;
 };
 
-// Call this before a tile's arrays are read: what is read here is used here, and the compiler may
-// make one wait of that and of all that is under way.
+// Sets `place` to the segment of an element. Call it before reads of a tile's arrays begin: it uses
+// what it reads at once, and the compiler might then wait for all reads that have begun, too.
 template <class Lanes>
 DILOCO_DEVICE void move_to(const Lanes& lanes, const Segments& segments, int64_t element,
                            Place& place) {
@@ -134,7 +134,7 @@ DILOCO_DEVICE void move_to(const Lanes& lanes, const Segments& segments, int64_t
     place.end = begin_of(segment_at(segments, place.entry + 1));
 }
 
-// An array that holds the whole fragment.
+// The segment of an array that holds all elements of the fragment.
 DILOCO_DEVICE Segment whole(const void* data, DType dtype) { return Segment::of(data, dtype, 0); }
 
 template <DType kDType>
@@ -142,11 +142,11 @@ DILOCO_DEVICE uint64_t address_in(const Segment& segment, int64_t element) {
     return segment.origin + static_cast<uint64_t>(element) * (kDType == DType::kFp32 ? 4 : 2);
 }
 
-// From a lane's quad to its next one.
+// The distance in bytes between successive quads of a lane.
 template <DType kDType>
 constexpr uint64_t kRowBytes = kQuad * kLanes * (kDType == DType::kFp32 ? 4 : 2);
 
-// Calls f with the segment's dtype as a compile-time constant.
+// with_dtype() calls f with the dtype as a compile-time constant.
 template <DType kDType>
 struct DTypeConstant {
     static constexpr DType value = kDType;
@@ -167,8 +167,8 @@ DILOCO_DEVICE bool is_quad_aligned(uint64_t origin) {
     return origin % (kDType == DType::kFp32 ? 16 : 8) == 0;
 }
 
-// How many whole tiles there are from `tile` on, one behind the other in one run and in one tensor
-// whose quads are aligned; at most `most`.
+// The number of whole tiles from `tile` on that follow each other in one tensor, at most `most`; 0
+// if the tensor is misaligned. The caller sees to it that they lie in one run.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE uint32_t count_whole(const Lanes& lanes, const Segments& segments, const Tile& tile,
                                    uint32_t most, Place& place) {
@@ -178,7 +178,7 @@ DILOCO_DEVICE uint32_t count_whole(const Lanes& lanes, const Segments& segments,
     return beyond != 0 ? 0 : count < most ? static_cast<uint32_t>(count) : most;
 }
 
-// The number of tile i of those that a kernel of whole tiles leaves.
+// The index, among all tiles, of tile i of the Rest.
 template <class Lanes>
 DILOCO_DEVICE uint32_t rest_tile(const Lanes& lanes, const Rest& rest, uint32_t i) {
     const TileRange* list = rest.in_memory != nullptr ? rest.in_memory : rest.inlined;
@@ -186,8 +186,8 @@ DILOCO_DEVICE uint32_t rest_tile(const Lanes& lanes, const Rest& rest, uint32_t 
     return list[entry].first + (i - list[entry].before);
 }
 
-// Takes `index` to `end`; calls f(tile, count, place) for the whole tiles on the way: for those
-// that lie one behind the other in one run and one tensor at a time.
+// Visits the tiles from `index` to `end`, and leaves `index` at `end`. Calls f(tile, count, place)
+// for each series of `count` whole tiles in one run and one tensor, and skips the other tiles.
 template <Format kFormat, int kQuads, class Lanes, class Args, class F>
 DILOCO_DEVICE void each_stretch(const Lanes& lanes, const Args& args, const Runs& runs,
                                 uint32_t& index, uint32_t end, F&& f) {
@@ -202,7 +202,8 @@ DILOCO_DEVICE void each_stretch(const Lanes& lanes, const Args& args, const Runs
     }
 }
 
-// Calls f(tile i of the rest) unless that tile is whole.
+// Calls f with tile i of the Rest, unless the tile is whole and so the first launch's. (If all
+// tiles are in the Rest, there is no first launch.)
 template <Format kFormat, int kQuads, class Lanes, class Args, class F>
 DILOCO_DEVICE void if_left(const Lanes& lanes, const Args& args, const Runs& runs, const Rest& rest,
                            uint32_t i, Place& place, F&& f) {
@@ -213,7 +214,7 @@ DILOCO_DEVICE void if_left(const Lanes& lanes, const Args& args, const Runs& run
     if (!is_whole) f(tile);
 }
 
-// x = f(x, y), element by element.
+// Sets each element x to f(x, y).
 template <int kQuads, class Lanes, class F>
 DILOCO_DEVICE void combine(const Lanes& lanes, typename Lanes::template Of<Quads<kQuads>>& x,
                            const typename Lanes::template Of<Quads<kQuads>>& y, F&& f) {
@@ -240,7 +241,7 @@ DILOCO_DEVICE void stage(const Lanes& lanes, const typename Lanes::template Of<Q
     lanes.sync();
 }
 
-// The quads of a lane from the stage.
+// Reads the quads of each lane from the stage.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void unstage(const Lanes& lanes, typename Lanes::template Of<Quads<kQuads>>& x) {
     lanes.sync();
@@ -253,9 +254,9 @@ DILOCO_DEVICE void unstage(const Lanes& lanes, typename Lanes::template Of<Quads
     lanes.sync();
 }
 
-// Begins to copy bytes [address, address + num_bytes) to a stage, to the place modulo 16 that they
-// have in memory, and nothing else. All copies of whole 16 bytes are under way before the first
-// arrives.
+// Begins to copy bytes [address, address + num_bytes) to a stage, at an offset of address % 16, so
+// that aligned units of 16 bytes stay aligned. Reads no other bytes. The copies of 16 bytes are
+// asynchronous.
 template <int kElement, int kMaxBytes, class Lanes>
 DILOCO_DEVICE void fetch(const Lanes& lanes, float* stage, uint64_t address, int num_bytes) {
     const int begin = static_cast<int>(address % 16), end = begin + num_bytes;
@@ -269,7 +270,7 @@ DILOCO_DEVICE void fetch(const Lanes& lanes, float* stage, uint64_t address, int
                 lanes.fetch(bytes + at, origin + static_cast<uint64_t>(at));
             }
         }
-        // The elements before the first and after the last whole 16 bytes.
+        // The elements before the first and after the last complete unit of 16 bytes.
         const auto copy = [&](int at) {
             using T = std::conditional_t<kElement == 4, uint32_t, uint16_t>;
             *reinterpret_cast<T*>(bytes + at) = load_global<T>(origin + static_cast<uint64_t>(at));
@@ -282,7 +283,7 @@ DILOCO_DEVICE void fetch(const Lanes& lanes, float* stage, uint64_t address, int
     });
 }
 
-// The quad that begins at element `at` of a tile whose bytes were fetched from `address`.
+// The quad at element `at` of a tile that fetch() has copied from `address` to the stage.
 template <DType kDType>
 DILOCO_DEVICE Quad fetched_quad(const float* stage, uint64_t address, int at) {
     const auto lead = static_cast<uint32_t>(address % 16);
@@ -324,7 +325,8 @@ DILOCO_DEVICE void fetch_tile(const Lanes& lanes, float* stage, const Segment& s
                                               tile.size * kElement);
 }
 
-// Waits for fetch_tile and takes the quads of a lane; elements that do not exist are zero.
+// Waits for fetch_tile(), and reads the quads of each lane from the stage. Elements behind the
+// tile's last are zero.
 template <DType kDType, int kQuads, class Lanes>
 DILOCO_DEVICE void take_fetched(const Lanes& lanes, const float* stage, const Segment& segment,
                                 const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& x) {
@@ -344,8 +346,7 @@ DILOCO_DEVICE void take_fetched(const Lanes& lanes, const float* stage, const Se
     lanes.sync();
 }
 
-// Reads a tile that lies in one segment, whose quads are aligned or not; elements that do not exist
-// are zero.
+// Reads a tile that lies in one segment, aligned or not. Elements behind the tile's last are zero.
 template <DType kDType, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void load_inside(const Lanes& lanes, const Segment& segment, bool is_aligned,
                                const T& tile, typename Lanes::template Of<Quads<kQuads>>& x) {
@@ -366,7 +367,7 @@ DILOCO_DEVICE void load_inside(const Lanes& lanes, const Segment& segment, bool 
     }
 }
 
-// The same of a flat array.
+// As load_inside(), for an array that holds all elements of the fragment.
 template <DType kDType, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void load_flat_tile(const Lanes& lanes, const void* array, const T& tile,
                                   typename Lanes::template Of<Quads<kQuads>>& x) {
@@ -409,8 +410,8 @@ DILOCO_DEVICE void store_flat_tile(const Lanes& lanes, void* array, const T& til
     store_inside<kDType, kQuads>(lanes, segment, is_aligned, tile, x);
 }
 
-// Calls f(segment, whether its quads are aligned, dtype constant) when the tile lies in one
-// segment, else `straddles(entry)`, the segment of the tile's first element in the list.
+// Calls f(segment, is_aligned, dtype constant) if the tile lies in one segment, else
+// straddles(entry), where `entry` points to the segment of the tile's first element.
 template <class Lanes, class T, class F, class G>
 DILOCO_DEVICE void by_place(const Lanes& lanes, const Segments& segments, const T& tile,
                             Place& place, F&& f, G&& straddles) {
@@ -429,7 +430,7 @@ DILOCO_DEVICE void by_place(const Lanes& lanes, const Segments& segments, const 
 
 constexpr int kStraddleBatch = 4;  // elements of a lane that are read before the first is used
 
-// Reads a tile of several segments, of which `entry` is the first.
+// Reads a tile with elements of several segments. `entry` points to the first of them.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void load_straddling(const Lanes& lanes, const Segment* entry, const Tile& tile,
                                    typename Lanes::template Of<Quads<kQuads>>& x) {
@@ -472,8 +473,8 @@ DILOCO_DEVICE void load_straddling(const Lanes& lanes, const Segment* entry, con
     unstage<kQuads>(lanes, x);
 }
 
-// Calls f(index in the tile, address, dtype) for each element of a tile of several segments, 32
-// neighbouring elements at a time; `entry` is the first segment.
+// Calls f(index in the tile, address, dtype) for each element of a tile with elements of several
+// segments; the lanes take 32 consecutive elements at a time. `entry` points to the first segment.
 template <class Lanes, class F>
 DILOCO_DEVICE void each_straddling(const Lanes& lanes, const Segment* entry, const Tile& tile,
                                    F&& f) {
@@ -502,7 +503,7 @@ DILOCO_DEVICE void load_tile(const Lanes& lanes, const Segments& segments, const
         [&](const Segment* entry) { load_straddling<kQuads>(lanes, entry, tile, x); });
 }
 
-// x <- c(x): the values that the fragment's tensors would hold.
+// Rounds each element to the dtype of its tensor, as codec::as_written() does.
 template <int kQuads, class Lanes, class T>
 DILOCO_DEVICE void round_tile(const Lanes& lanes, const Segments& segments, const T& tile,
                               Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {

@@ -9,7 +9,7 @@ namespace py = pybind11;
 namespace diloco {
 namespace {
 
-// Mod 2^64: a sum may come from an int64 tensor, where its upper half is negative.
+// The number mod 2^64: a sum from 2^63 on is negative if it comes from an int64 tensor.
 uint64_t mod64(const py::int_& number) {
     const uint64_t value = PyLong_AsUnsignedLongLongMask(number.ptr());
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();

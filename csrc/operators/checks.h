@@ -1,6 +1,6 @@
-// Argument checks of the operators: each tensor and number is looked at once, and an error is one
-// sentence with what was given and what is expected. Included by cpu.cpp and cuda.cpp alone.
-// `device` is where an operator's tensors lie.
+// Argument checks of the operators. Each tensor and number is checked once, and an error is one
+// sentence that says what was given and what is expected. Only cpu.cpp and cuda.cpp include this
+// file. `device` is the device on which an operator's tensors must be.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,8 @@ using codec::DType;
 using wire::Format;
 using OptionalTensor = std::optional<Tensor>;
 
-// More than any memory holds; bytes and bits of as many elements are still far from an overflow.
+// The most elements of a fragment: more than any memory holds, and so few that their bytes and bits
+// do not overflow an int64.
 constexpr int64_t kMaxElements = int64_t{1} << 48;
 
 Format parse_format(c10::string_view name) {
@@ -92,11 +93,11 @@ void check_flat_of(c10::Device device, const char* name, const Tensor& tensor, i
                       " elements like ", whole, ", got ", tensor.numel());
 }
 
-// A fragment's tensors as pointers. The storage is kept by the thread, so that nothing is allocated
-// in steady state.
+// The pointers to a fragment's tensors. Each thread reuses one list for them, so that later calls
+// allocate nothing.
 class FragmentView {
   public:
-    // `begin`: the place of the first tensor in the fragment.
+    // `begin` is the index in the fragment of the first tensor's first element.
     FragmentView(c10::Device device, const char* name, TensorList tensors, int64_t begin = 0)
         : storage_(thread_storage()) {
         storage_.clear();
@@ -132,13 +133,13 @@ void check_range(const codec::RunLayout& layout, int64_t begin, int64_t end, int
         " elements, or end at the fragment's ", num_elements);
 }
 
-// The place in a fragment of its only tensor, before check_window says whether it can be right.
+// `outer_begin`, limited to valid indices. check_window() reports later if it was not valid.
 int64_t window_begin(int64_t outer_begin) {
     return std::clamp<int64_t>(outer_begin, 0, kMaxElements);
 }
 
-// `outer` holds elements [outer_begin, outer_begin + its size) of the fragment, among them
-// [begin, end).
+// Checks that `outer`, which has the fragment's elements from outer_begin on, contains [begin,
+// end).
 void check_window(c10::Device device, const codec::RunLayout& layout, const Tensor& outer,
                   int64_t outer_begin, int64_t begin, int64_t end, int64_t num_elements) {
     check_flat(device, "outer", outer, at::kFloat);
@@ -171,7 +172,7 @@ int64_t runs_up_to(const codec::RunLayout& layout, int64_t end) {
     return (end + layout.run_elements - 1) / layout.run_elements;
 }
 
-// Payloads and their factors as pointers and fp32 numbers.
+// Pointers to payloads, and their coefficients in fp32.
 struct TermList {
     std::array<const uint8_t*, codec::kMaxTerms> payloads;
     std::array<float, codec::kMaxTerms> coefficients;
@@ -206,7 +207,7 @@ const TermList& check_terms(c10::Device device, TensorList payloads,
     return terms;
 }
 
-// The runs that `reduce` sums, as terms.
+// Checks the arguments of `reduce`, and returns the runs that it sums as terms.
 const TermList& check_runs(c10::Device device, const Tensor& received, const Tensor& result,
                            c10::ArrayRef<double> weights, int64_t num_elements,
                            const codec::RunLayout& layout, int64_t index_begin) {
@@ -236,7 +237,7 @@ void check_count(c10::Device device, const char* name, const OptionalTensor& cou
     TORCH_CHECK_VALUE(count->numel() == 1, name, " must have one element, got ", count->numel());
 }
 
-// The bound on the blocks of a kernel's grid; 0: none.
+// Checks max_blocks, the most thread blocks of a kernel; 0 means no limit.
 void check_max_blocks(int64_t max_blocks) {
     TORCH_CHECK_VALUE(max_blocks >= 0, "max_blocks must not be negative, got ", max_blocks);
 }
@@ -266,7 +267,7 @@ DType check_residuals(c10::Device device, const OptionalTensor& residual,
     return dtype;
 }
 
-// The arguments of `digest`.
+// Checks the arguments of `digest`.
 void check_digest(c10::Device device, const Tensor& tensor, const Tensor& sums,
                   int64_t first_word) {
     check_device(device, "tensor", tensor);
@@ -282,7 +283,8 @@ void* data_or_null(const OptionalTensor& tensor) {
     return tensor.has_value() ? tensor->data_ptr() : nullptr;
 }
 
-// Where element 0 of the fragment would be, of a checked window's data: kernels count from there.
+// The address that element 0 of the fragment would have, if `window` has the elements from
+// outer_begin on. Kernels take this address.
 float* origin_or_null(const OptionalTensor& window, int64_t outer_begin) {
     return window.has_value() ? window->data_ptr<float>() - outer_begin : nullptr;
 }

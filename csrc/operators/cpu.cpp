@@ -38,7 +38,7 @@ struct CpuEngine {
         encode(args, 0, num_elements, nonfinite, max_blocks);
     }
 
-    // Returns whether the verdict lets the step happen.
+    // Takes the step unless the verdict is not zero. Returns whether it was taken.
     bool outer_step(codec::StepArgs& args, const TermList&, int64_t begin, int64_t end,
                     const int64_t* verdict) {
         if (verdict != nullptr && *verdict != 0) return false;
@@ -51,7 +51,7 @@ struct CpuEngine {
 
     void decode(codec::DecodeArgs& args, const TermList&, int64_t begin, int64_t end, int64_t) {
         args.kernels = kernels;
-        // Also when it is decoded part by part.
+        // The size of the fragment decides, even if this call decodes only a part of it.
         args.is_large = args.outs.num_elements >= kLargeElements;
         parallel(begin, end, args.layout.block_size,
                  [&](int64_t first, int64_t last) { codec::decode(args, first, last); });
@@ -64,7 +64,7 @@ struct CpuEngine {
                  [&](int64_t first, int64_t last) { codec::merge(args, first, last); });
     }
 
-    // The sums of the chunks are added in order, whatever the number of threads.
+    // The chunks' sums are added in order, so that the result does not depend on the threads.
     void norms(codec::NormsArgs& args, double* out) {
         args.kernels = kernels;
         const int64_t num_elements = args.params.num_elements;
@@ -86,7 +86,7 @@ struct CpuEngine {
         out[1] = static_cast<double>(total.nonfinite);
     }
 
-    // Sums mod 2^64 come out the same whatever the number of threads.
+    // Each thread makes sums of its own. Sums mod 2^64 do not depend on the number of threads.
     void digest(const Tensor& tensor, uint64_t* totals, uint64_t first_word, int64_t) {
         const auto* data = static_cast<const uint8_t*>(tensor.const_data_ptr());
         const auto num_bytes = static_cast<int64_t>(tensor.nbytes());
@@ -107,7 +107,8 @@ struct CpuEngine {
     const codec::Kernels* const kernels;
 };
 
-// The products of the chunks are added in order, whatever the number of threads.
+// The operator gram. The chunks' products are added in order, so that the result does not depend on
+// the number of threads.
 void gram_cpu(TensorList payloads, const Tensor& out, int64_t begin, int64_t end,
               int64_t num_elements, int64_t run_elements, c10::string_view wire, int64_t block_size,
               int64_t first_row, c10::string_view impl) {
@@ -155,7 +156,7 @@ std::vector<std::string> cpu_impls() {
     return names;
 }
 
-// Runs one of the plain loops that the kernels are measured against.
+// Runs one of the plain loops of codec/bench/floors.h, to which benchmarks compare the kernels.
 void floor_cpu(c10::string_view kind, TensorList buffers) {
     std::array<codec::FloorBuffer, codec::kMaxFloorBuffers> pointers{};
     TORCH_CHECK_VALUE(buffers.size() <= pointers.size(), "at most ", pointers.size(),
@@ -194,8 +195,8 @@ struct Plain<kName, kFunction> {
     static void run(Args... args) { kFunction(args...); }
 };
 
-// Under torch.compile and on fake tensors there is nothing to compute: the operators only write
-// their arguments.
+// The Meta registrations, for torch.compile and fake tensors. They do nothing: the operators return
+// nothing and only write to their arguments.
 template <const char* kName, auto kFunction>
 struct Fake;
 template <const char* kName, class... Args, void (*kFunction)(Args...)>

@@ -1,5 +1,5 @@
-// Shared by the CPU operators: the division over the intra-op pool and the choice of the kernels.
-// Included by cpu.cpp alone.
+// The division of an operator's work over the intra-op pool, and the choice of its kernels. Only
+// cpu.cpp includes this file.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -15,9 +15,11 @@
 namespace diloco {
 namespace {
 
-// From here on the data of an operator do not fit in a core's caches: results are stored past them.
+// From this number of elements on, an operator's data exceed a core's caches, and results are
+// written by non-temporal stores.
 constexpr int64_t kLargeElements = int64_t{1} << 20;
-constexpr int64_t kParallelGrain = int64_t{1} << 18;  // elements: some 100 us of one thread
+// The fewest elements for one thread, which take about 100 microseconds.
+constexpr int64_t kParallelGrain = int64_t{1} << 18;
 
 // Calls body(begin, end) for parts of [begin, end) that start at multiples of `unit`, on the
 // intra-op pool.

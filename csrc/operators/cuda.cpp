@@ -1,10 +1,10 @@
-// The operators torch.ops.diloco_comm.* on CUDA tensors: arguments are checked as on the CPU, put
-// into kernel parameters, and enqueued on the current stream of the tensors' device. The host
-// neither reads nor waits for anything on the device.
+// The operators torch.ops.diloco_comm.* on CUDA tensors. Their arguments are checked as on the CPU
+// and become kernel parameters; the kernels are enqueued on the current stream of the tensors'
+// device. The host never waits for the device.
 //
-// Nothing here refers to libtorch_cuda or libc10_cuda, so the extension loads where they are not.
-// The tests compile this file with DILOCO_EMULATED: the same code on CPU tensors, with kernels that
-// run the lanes of a warp one after the other.
+// This file does not need libtorch_cuda or libc10_cuda, so that the extension also loads under a
+// torch without CUDA. The tests compile it with DILOCO_EMULATED: then it works on CPU tensors, with
+// kernels that run the lanes of a warp one after the other.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
@@ -31,7 +31,7 @@
 namespace diloco {
 namespace {
 
-// The target arguments, which encode and reduce share.
+// Sets the arguments that encode and reduce have in common.
 void set_target(cuda::EncodeTarget& target, const codec::EncodeArgs& args,
                 const OptionalTensor& nonfinite) {
     target.payload = args.payload;
@@ -47,12 +47,12 @@ bool is_aligned(const void* data) {
     return data != nullptr && reinterpret_cast<uint64_t>(data) % wire::kAlignment == 0;
 }
 
-// Whether there are kernels of whole tiles for that wire.
+// Whether the layout has a kernel for whole tiles (cuda/tiles.h).
 bool has_usual_blocks(const codec::RunLayout& layout) {
     return wire::has_element_codes(layout.format) && layout.block_size == cuda::kUsualBlock;
 }
 
-// The same for these arrays of encode and reduce.
+// Whether encode or reduce can use its kernel for whole tiles with this target.
 bool has_whole_tiles(const cuda::EncodeTarget& target, const codec::RunLayout& layout) {
     return has_usual_blocks(layout) && target.residual == nullptr &&
            target.new_residual == nullptr && is_aligned(target.payload);
@@ -96,7 +96,7 @@ struct CudaEngine : Call {
         cuda::reduce(to, rest, args.layout.format, args.is_stochastic, queue(max_blocks));
     }
 
-    // Returns that the step may have happened: the device reads the verdict.
+    // Always returns true: the step may have been taken. Only the device knows the verdict.
     bool outer_step(const codec::StepArgs& args, const TermList& terms, int64_t begin, int64_t end,
                     const int64_t* verdict) {
         cuda::StepArgs to;
@@ -158,8 +158,8 @@ struct CudaEngine : Call {
     }
 };
 
-// Runs Triton's operator of that name, which Python registers, when `impl` is "triton", and where
-// the kernels do not run: a call finds that out before it does anything.
+// Runs Triton's operator of the same name, which Python registers, if `impl` is "triton" or the
+// call throws Unserved, which it does before it has changed anything.
 template <const char* kName, auto kKernel>
 struct OrTriton;
 template <const char* kName, class... Args, void (*kKernel)(Args...)>

@@ -1,5 +1,5 @@
-// Shared by the CUDA operators: the call with its device and stream, and kernel parameters made
-// from checked tensors. Included by cuda.cpp alone.
+// A call of a CUDA operator with its device and stream, and the kernel parameters that are made
+// from checked tensors. Only cuda.cpp includes this file.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,8 +18,8 @@
 #include "operators/checks.h"
 
 #if !defined(DILOCO_EMULATED)
-// Of torch's stable C interface, in libtorch_cuda; null where torch was built without CUDA. Returns
-// zero when it could.
+// A function of torch's stable C interface, in libtorch_cuda. Its address is null if torch was
+// built without CUDA. Returns zero on success.
 extern "C" __attribute__((weak, visibility("default"))) int32_t
 aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 #endif
@@ -43,8 +43,8 @@ void* current_stream(c10::Device device) {
 }
 #endif
 
-// Whether the kernels run on a device, then the facts that decide (cuda::support), which the driver
-// is asked for once. implementations.py makes a sentence of them.
+// Returns whether the kernels run on a device (1 or 0), then the numbers of cuda::support(), from
+// which implementations.py makes a sentence. The driver is asked once for each device.
 const std::vector<int64_t>& support_of(int64_t device) {
     static std::mutex mutex;
     static std::map<int64_t, std::vector<int64_t>> known;
@@ -53,7 +53,8 @@ const std::vector<int64_t>& support_of(int64_t device) {
     if (!found.empty()) return found;
     found = cuda::support(static_cast<int>(device));
     const int64_t arch = found[2];
-    // Machine code runs on later devices of its generation, too.
+    // Machine code also runs on devices with a higher minor version of the same architecture. Later
+    // architectures compile the PTX of the last one.
     const bool runs = std::any_of(found.begin() + 3, found.end(), [&](int64_t each) {
         return arch / 100 == each / 100 && arch >= each;
     });
@@ -61,16 +62,17 @@ const std::vector<int64_t>& support_of(int64_t device) {
     return found;
 }
 
-// The end of a call that leaves the choice, on a device that the kernels do not run on.
+// Thrown by a call with an empty `impl`, if the kernels do not run on the device: Triton is used
+// then.
 struct Unserved {};
 
-// One call of an operator: its device, the queue, and device memory for lists that are too long for
-// the kernel's parameters. That memory is the caching allocator's, in the order of the stream.
+// One call of an operator: its device and stream, and device memory for lists that are too long for
+// the kernel's parameters. The memory comes from the caching allocator, in the order of the stream.
 class Call {
   public:
-    // An empty `impl` is a caller's that leaves the choice to the dispatcher, which has come here
-    // by the tensors' device. The table of defaults (diloco_comm/ops/implementations.py) was asked
-    // before that: by diloco_comm.ops, and for the engine's encode by exchange.py.
+    // With an empty `impl` the caller leaves the choice to the dispatcher, which has chosen this
+    // code by the tensors' device. The table of defaults (diloco_comm/ops/implementations.py) was
+    // asked before: by diloco_comm.ops, and for the engine's encode by exchange.py.
     Call(c10::string_view impl, const Tensor& tensor) : device(tensor.device()), guard_(device) {
         TORCH_CHECK_VALUE(impl.empty() || impl == kImpl, "impl '", impl,
                           "' does not run on tensors of ", device, "; available: ", kImpl);
@@ -81,14 +83,15 @@ class Call {
         queue_ = {device.index(), current_stream(device)};
     }
 
-    // For a kernel of at most `max_blocks` blocks; 0: of as many as there is work for.
+    // The queue for a kernel of at most `max_blocks` thread blocks; 0 means no limit.
     cuda::Queue queue(int64_t max_blocks = 0) const {
         cuda::Queue queue = queue_;
         queue.max_blocks = max_blocks;
         return queue;
     }
 
-    // Device memory until the call ends; what is enqueued by then may go on using it.
+    // Device memory that is freed at the end of the call. Kernels that are enqueued before may
+    // still use it, because the allocator gives it only to later work of the same stream.
     void* scratch(int64_t num_bytes) {
         const auto options = at::TensorOptions().device(device).dtype(at::kByte);
         scratch_.push_back(at::empty({std::max<int64_t>(num_bytes, 1)}, options));
@@ -111,8 +114,8 @@ class Call {
     std::vector<Tensor> scratch_;
 };
 
-// Cuts elements [begin, end) into tiles of `tile` elements, or of a block of a sparse wire. A warp
-// gets at most `most` of them, where enough warps are left to fill a device several times.
+// Divides elements [begin, end) into tiles of `tile` elements; on a sparse wire a tile is a block.
+// A warp gets up to `most` tiles, if there are still enough warps to fill a device several times.
 cuda::Runs runs_of(const codec::RunLayout& layout, int64_t begin, int64_t end, int64_t tile,
                    uint32_t most = 1) {
     constexpr int64_t kEnoughWarps = 16384;
@@ -146,14 +149,15 @@ cuda::Runs runs_of(const codec::RunLayout& layout, int64_t begin, int64_t end, i
     return runs;
 }
 
-// One run that is the whole fragment, for the operators that know no wire.
+// A single run with all elements of the fragment, for the operators that have no wire format.
 cuda::Runs one_run(int64_t num_elements) {
     constexpr int64_t kBlock = codec::kPlainBlock;
     const int64_t rounded = std::max<int64_t>((num_elements + kBlock - 1) / kBlock, 1) * kBlock;
     return runs_of({Format::kFp32, codec::kPlainBlock, rounded}, 0, num_elements, cuda::kStepTile);
 }
 
-// The tensors that hold elements of [begin, end); returns their list, until the next call.
+// Sets `to` to the tensors that have elements of [begin, end). The returned list of them is valid
+// until the next call on this thread.
 using SegmentList = std::vector<cuda::Segment>;
 const SegmentList& set_segments(Call& call, cuda::Segments& to, const codec::Fragment& fragment,
                                 int64_t begin, int64_t end) {
@@ -175,12 +179,13 @@ const SegmentList& set_segments(Call& call, cuda::Segments& to, const codec::Fra
     return list;
 }
 
-// The ranges of tiles that are not whole, in order.
+// Collects the ranges of tiles that are not whole (cuda/tiles.h), in order.
 class RestList {
   public:
     RestList(const cuda::Runs& runs, int64_t tile) : runs_(runs), tile_(tile) {}
 
-    // The tensor's tiles, if its quads are not aligned, else the one in which it begins.
+    // Adds the tiles of a tensor if it is misaligned. Else adds the tile in which the tensor
+    // begins, unless it begins with a tile.
     void add_tensor(const cuda::Segment& tensor, int64_t begin, int64_t end) {
         const int64_t first = tile_of(begin);
         const uint64_t quad = dtype_of(tensor) == DType::kFp32 ? 16 : 8;
@@ -191,10 +196,10 @@ class RestList {
         }
     }
 
-    // The tiles that the ends of runs cut.
+    // Adds the tiles that the end of a run cuts short, as far as they come before tile `before`.
     void add_cuts(int64_t before) {
         const int64_t size = runs_.end - runs_.begin;
-        // Whole runs of whole tiles cut none.
+        // Complete runs cut no tile if their length is a multiple of the tile's.
         if (runs_.run_elements % tile_ == 0) {
             next_run_ = std::max(next_run_, size / runs_.run_elements);
         }
@@ -235,8 +240,8 @@ class RestList {
     int64_t num_tiles_ = 0, end_ = 0, next_run_ = 0;
 };
 
-// Sets `to` to the tiles of `runs` that a launch of whole tiles leaves. The elements lie in
-// `tensors`, or in payloads alone. All tiles are left where none can be whole.
+// Sets `to` to the tiles of `runs` that are left for the second launch (cuda/tiles.h). The elements
+// are in `tensors`, or only in payloads. Without has_whole no tile can be whole, so all are left.
 void set_rest(Call& call, cuda::Rest& to, const cuda::Runs& runs, int64_t tile, bool has_whole,
               const SegmentList& tensors = {}) {
     RestList list(runs, tile);
@@ -254,13 +259,14 @@ void set_rest(Call& call, cuda::Rest& to, const cuda::Runs& runs, int64_t tile, 
     if (to.count <= cuda::kInlineSegments) {
         std::copy(list.ranges().begin(), list.ranges().end(), to.inlined);
     } else {
-        if (to.count % 2 != 0) list.ranges().push_back({});  // to whole 16 bytes
+        if (to.count % 2 != 0) list.ranges().push_back({});  // a multiple of 16 bytes is uploaded
         to.in_memory = call.uploaded(list.ranges());
     }
 }
 
-// log2 of the coefficients where they are equal and a power of two from 2^-7 to 1, and as many as
-// dot products take, else 1.
+// log2 of the coefficients, if reduce can use dot products (cuda/dot_tile.h): all coefficients
+// equal the same power of two from 2^-7 to 1, and their number is one that dot products take.
+// Else 1.
 int32_t dot_exponent(const TermList& terms) {
     if (terms.count % cuda::kDotTerms != 0 || terms.count > cuda::kMostDotTerms) return 1;
     int exponent = 0;

@@ -1,6 +1,6 @@
-// The operators torch.ops.diloco_comm.*, the same on every device: every argument is checked once,
-// here, and an engine of the device runs the checked call. An error is one sentence with what was
-// given and what is expected. Included by cpu.cpp and cuda.cpp alone.
+// The operators torch.ops.diloco_comm.* for all devices. Every argument is checked here, once; then
+// the class `Engine` of the device runs the checked call. An error is one sentence that says what
+// was given and what is expected. Only cpu.cpp and cuda.cpp include this file.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,8 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 
-// Autograd must notice that a tensor it saved was written.
+// Raises the version of a tensor that an operator has written, so that autograd notices if it has
+// saved the tensor.
 void mark_written(const Tensor& tensor) {
     if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
@@ -53,7 +54,7 @@ codec::StepConstants step_constants(c10::string_view optimizer, bool has_momentu
     TORCH_CHECK_VALUE(clip > 0.0, "clip must be positive, got ", clip);
     constants.lr = static_cast<float>(lr);
     constants.mu = static_cast<float>(mu);
-    // Schemas cannot say inf: a bound that fp32 cannot hold is none.
+    // Operator schemas have no literal for infinity, so a bound above fp32's range means none.
     constexpr float kLargest = std::numeric_limits<float>::max();
     constants.clip =
         clip > kLargest ? std::numeric_limits<float>::infinity() : static_cast<float>(clip);
@@ -94,7 +95,7 @@ codec::StepConstants arrival_constants(bool has_pending, double lr, double mu, d
     return constants;
 }
 
-// The arguments that encode and reduce share.
+// Checks and sets the arguments that encode and reduce have in common.
 void set_target(codec::EncodeArgs& args, c10::Device device, const Tensor& payload,
                 int64_t num_elements, bool stochastic, int64_t rng_key,
                 const OptionalTensor& residual, const OptionalTensor& new_residual,
@@ -115,8 +116,9 @@ void set_terms(Args& args, const TermList& terms) {
     args.num_terms = terms.count;
 }
 
-// `Engine` is made in each call, from `impl` and a tensor on the device of the call. Its functions
-// take what was checked; counts, verdicts and sums are of its device.
+// The operators for one device. Each call makes an `Engine` from `impl` and a tensor on the device
+// of the call, and calls its function with checked arguments. Pointers to counts, verdicts and sums
+// are in the memory of that device.
 template <class Engine>
 struct Operators {
     static void encode(const OptionalTensor& outer, TensorList params, const Tensor& payload,
@@ -203,7 +205,8 @@ struct Operators {
         args.constants =
             arrival_constants(pending.has_value(), lr, mu, direct, ahead, behind, first, last);
         args.layout = parse_layout(wire, block_size, run_elements);
-        // The fragment is outer alone, and ends where outer ends: parameters are not written.
+        // This operator writes no parameters, so `outer` takes their place as the fragment's only
+        // tensor.
         step(engine, args, outer, last ? momentum : OptionalTensor(), pending, outer, payloads,
              coefficients, begin, end, verdict, outer_begin, "pending", window_begin(outer_begin));
     }

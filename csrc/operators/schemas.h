@@ -1,5 +1,5 @@
-// The schemas of torch.ops.diloco_comm.*, the same on every device. diloco_comm/ops has functions
-// of the same names. Included by cpu.cpp, and by cuda.cpp where its kernels are emulated.
+// The schemas of torch.ops.diloco_comm.* for all devices. diloco_comm/ops has functions of the same
+// names. Only cpu.cpp includes this file, and in tests cuda.cpp with emulated kernels.
 #pragma once
 
 namespace diloco {

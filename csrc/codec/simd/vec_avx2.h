@@ -1,6 +1,6 @@
-// Eight fp32 lanes of AVX2 with F16C. Same names as vec_avx512.h; kernels.h is written once
-// over both. Included by exactly one translation unit, inside its own flags; everything has
-// internal linkage.
+// The class Vec for AVX2 with F16C: vectors of eight fp32 lanes. vec_avx512.h has a class with the
+// same functions, and the kernels are written once for both. Only kernels_avx2.cpp, which has its
+// own compiler flags, includes this file; everything in it has internal linkage.
 #pragma once
 
 #include <immintrin.h>
@@ -24,11 +24,12 @@ struct Vec {
     static F load_fp16(const uint16_t* p) { return _mm256_cvtph_ps(load128(p)); }
     static I load_u16(const uint16_t* p) { return _mm256_cvtepu16_epi32(load128(p)); }
     static I load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(load64(p)); }
-    // Four numbers in lanes of 64 bits.
+    // Loads four numbers of 16 bits to lanes of 64 bits.
     static I load_u16_as_64(const uint16_t* p) {
         return _mm256_cvtepu16_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     }
-    // Eight 4-bit codes: each byte goes to 64 bits, its high nibble is moved to the upper half.
+    // Loads eight 4-bit codes to lanes of 32 bits: each byte is widened to 64 bits, and its high
+    // nibble moved to the upper half.
     static I load_nibbles(const uint8_t* p) {
         int32_t packed;
         __builtin_memcpy(&packed, p, sizeof(packed));
@@ -36,7 +37,8 @@ struct Vec {
         return and_(or_(bytes, _mm256_slli_epi64(bytes, 28)), set(0xF));
     }
     static F load_e4m3(const uint8_t* p) {
-        // The code's bits as fp16 are its value times 2^-8; 0x7F, the NaN, becomes fp16's.
+        // The code, shifted to fp16's position, is its value times 2^-8. Only the NaN, 0x7F, must
+        // be replaced by a NaN of fp16.
         const __m128i code = _mm_slli_epi16(_mm_cvtepi8_epi16(load64(p)), 7);
         const __m128i half = _mm_and_si128(code, _mm_set1_epi16(static_cast<short>(0xBFFF)));
         const __m128i is_nan =
@@ -65,11 +67,12 @@ struct Vec {
         }
     }
     static void store_u16(uint16_t* p, I v) {
-        // packus works in 128-bit halves; lanes hold at most 0xFFFF.
+        // packus packs each 128-bit half by itself, so the halves are put together. The lanes hold
+        // at most 0xFFFF.
         const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v), 0x08);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
     }
-    // Codes of 32 elements, which are numbers of at most eight bits with their signs.
+    // Stores the codes of 32 elements, from lanes that hold signed numbers of at most eight bits.
     static void store_bytes(uint8_t* p, const I* v) {
         const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
         _mm256_storeu_si256(reinterpret_cast<I*>(p),
@@ -85,8 +88,8 @@ struct Vec {
     }
     static void store_bf16(uint16_t* p, F v) { store_upper(p, v, nearest_bf16(as_int(v))); }
     static void store_fp16(uint16_t* p, F v) { store128(p, to_half(v)); }
-    // Stores v rounded toward the target, a value of the dtype: down where they are equal.
-    // Cutting bits off a bf16 rounds to zero, and from zero after 0xFFFF has been added.
+    // Store v, rounded in the direction of `target`, which is a value of the dtype. Dropping the
+    // low 16 bits rounds toward zero; adding 0xFFFF before rounds away from zero.
     static void store_bf16_toward(uint16_t* p, F v, F target) {
         const F is_away = _mm256_xor_ps(less(v, target), less(v, zero()));
         store_upper(p, v, add(as_int(v), shift_right<16>(as_int(is_away))));
@@ -109,7 +112,7 @@ struct Vec {
     static I round_even(F v) { return _mm256_cvtps_epi32(v); }
     static I round_down(F v) { return _mm256_cvtps_epi32(_mm256_floor_ps(v)); }
     static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
-    // The nearest bf16 and fp16; a NaN stays one.
+    // Round to the nearest bf16 and fp16; a NaN stays a NaN.
     static F round_bf16(F v) {
         const I upper = and_(nearest_bf16(as_int(v)), set(kBf16Mask));
         return _mm256_or_ps(as_float(upper), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
@@ -159,7 +162,7 @@ struct Vec {
         return static_cast<uint32_t>(_mm_cvtsi128_si32(m));
     }
 
-    // fp64: the lower and the upper four lanes.
+    // fp64 arithmetic: low() and high() widen the lower and the upper four lanes.
     static D low(F v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
     static D high(F v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
     static D add(D a, D b) { return _mm256_add_pd(a, b); }
@@ -167,8 +170,8 @@ struct Vec {
     static D load(const double* p) { return _mm256_loadu_pd(p); }
     static void store(double* p, D v) { _mm256_storeu_pd(p, v); }
 
-    // Philox (wire/philox.h): four counters in 64-bit lanes. They are taken in an order that makes
-    // the outputs, once merged to 128 bits each, come out as consecutive counters.
+    // Philox (wire/philox.h) on four counters in 64-bit lanes. Their order is chosen so that
+    // store_philox() writes the outputs in the order of the counters.
     static constexpr int kPhiloxLanes = 4;
     static I philox_counters(uint64_t first) {
         return _mm256_add_epi64(set64(first), _mm256_setr_epi64x(0, 2, 1, 3));
@@ -176,12 +179,12 @@ struct Vec {
     static I high_half(I v) { return _mm256_srli_epi64(v, 32); }
     static I multiply_low(I a, I b) { return _mm256_mul_epu32(a, b); }
     static I set64(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
-    // Words of 64 bits, four of them.
+    // Loads four words of 64 bits.
     static I load_words(const uint8_t* p) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     }
     static I lane_numbers() { return _mm256_setr_epi64x(0, 1, 2, 3); }
-    // 1 << n in lanes of 64 bits; 0 where n, without a sign, is above 63.
+    // 1 << n in lanes of 64 bits; 0 if n, taken as unsigned, is above 63.
     static I bit64(I n) { return _mm256_sllv_epi64(set64(1), n); }
     static I add64(I a, I b) { return _mm256_add_epi64(a, b); }
     static I multiply64(I a, I b) {
@@ -198,7 +201,7 @@ struct Vec {
         return lanes[0] + lanes[1] + lanes[2] + lanes[3];
     }
     static I xor3(I a, I b, I c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
-    // The 16 bytes of each counter.
+    // Stores the 16 output bytes of each counter.
     static void store_philox(uint8_t* p, I w0, I w1, I w2, I w3) {
         const I a = _mm256_blend_epi32(w0, _mm256_slli_epi64(w1, 32), 0xAA);
         const I b = _mm256_blend_epi32(w2, _mm256_slli_epi64(w3, 32), 0xAA);
@@ -206,8 +209,8 @@ struct Vec {
         _mm256_storeu_si256(out, _mm256_unpacklo_epi64(a, b));
         _mm256_storeu_si256(out + 1, _mm256_unpackhi_epi64(a, b));
     }
-    // The 16 bits of eight elements from their bytes, above 8 zeros: each one's own above its
-    // neighbour's.
+    // Makes the 16 random bits of eight elements from their bytes: an element's own byte above its
+    // neighbour's, above 8 zero bits.
     static I load_random(const uint8_t* p) {
         const I order =
             _mm256_setr_epi32(static_cast<int>(0x80000180), static_cast<int>(0x80010080),
@@ -217,15 +220,15 @@ struct Vec {
         return _mm256_shuffle_epi8(_mm256_broadcastq_epi64(load64(p)), order);
     }
 
-    // Rotated formats (simd/rotation.h). Lane i of `across` is lane i ^ kStride of `v`.
+    // For the rotated formats (simd/rotation.h). Lane i of across(v) is lane i ^ kStride of v.
     template <int kStride>
     static I across(I v) {
         if constexpr (kStride == 1) return _mm256_shuffle_epi32(v, 0xB1);
         if constexpr (kStride == 2) return _mm256_shuffle_epi32(v, 0x4E);
         return _mm256_permute2x128_si256(v, v, 0x01);
     }
-    // v_i + v_(i ^ kStride) in lanes of 16 bits whose number lacks the bit kStride,
-    // v_(i ^ kStride) - v_i in the others. Stages inside vectors of 32 bits: transform_lanes().
+    // One stage of a transform in lanes of 16 bits. Lane i becomes v[i] + v[i ^ kStride] if i &
+    // kStride is 0, else v[i ^ kStride] - v[i]. For lanes of 32 bits see transform_lanes().
     template <int kStride>
     static I butterfly16(I v) {
         const I sign =
@@ -247,7 +250,7 @@ struct Vec {
         const I mask = load_mask16(bits);
         return _mm256_sub_epi16(xor_(v, mask), mask);
     }
-    // `yes` where a bit is set, else `no`.
+    // Lane i of 16 bits becomes `yes` if bit i is set, else `no`.
     static I pick16(const uint8_t* bits, short yes, short no) {
         return _mm256_blendv_epi8(_mm256_set1_epi16(no), _mm256_set1_epi16(yes), load_mask16(bits));
     }
@@ -263,15 +266,15 @@ struct Vec {
     static void store_mask(uint8_t* bits, M mask) {
         *bits = static_cast<uint8_t>(_mm256_movemask_ps(as_float(mask)));
     }
-    // The stages of a transform inside vectors are made on four vectors of consecutive elements at
-    // once, and without changes of signs: before a stage, vectors exchange lanes, so that what is
-    // to be added and subtracted stands in the same lanes of two vectors. load_halves() makes the
-    // first exchange while it loads: of bit 2 of an element's number and bit 4, in whose stage the
-    // vectors have been already. It leaves the stages of the bits 0 and 1 to transform_lanes(),
-    // afterwards the bits 0, 1, 2 of a lane's number are the bits 1, 3, 4 of the coefficient's, and
-    // the bits 0, 1 of the vector's number are the bits 0, 2.
+    // The stages of a transform inside vectors. They work on four vectors of consecutive elements
+    // at once: vectors first exchange lanes, so that the numbers to be added and subtracted are in
+    // the same lanes of two vectors, and no signs need changing. load_halves() exchanges bits 2 and
+    // 4 of the elements' indices while it loads; the stage of bit 4 must have been computed before.
+    // transform_lanes() computes the stages of bits 0 and 1. After it, bits 0, 1, 2 of a lane's
+    // index are bits 1, 3, 4 of the coefficient's index, and bits 0, 1 of the vector's index are
+    // its bits 0, 2.
     static constexpr int kLaneVectors = 4;
-    static constexpr int kExchanged = 2;  // vectors that exchange halves are so far apart
+    static constexpr int kExchanged = 2;  // the distance of vectors that exchange halves
     static void load_halves(const I* from, I* v) {
         const auto broadcast = [](const I* p, int half) __attribute__((always_inline)) {
             return _mm256_broadcastsi128_si256(reinterpret_cast<const __m128i*>(p)[half]);
@@ -291,7 +294,8 @@ struct Vec {
             }
         }
     }
-    // Stores the signs of four vectors from transform_lanes(), in the order of the coefficients.
+    // Stores the sign bits of four vectors after transform_lanes(), in the order of the
+    // coefficients.
     static void store_signs(uint8_t* bits, const I* v) {
         const I bytes =
             _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
@@ -300,8 +304,8 @@ struct Vec {
         const int mask = _mm256_movemask_epi8(_mm256_shuffle_epi8(bytes, order));
         __builtin_memcpy(bits, &mask, sizeof(mask));
     }
-    // Stores the bits v > border of four such vectors, and adds what those elements lack to the
-    // border to `sum`.
+    // Stores the bits v > border of four such vectors, and adds border - v of these elements to
+    // `sum`.
     static void store_larger(uint8_t* bits, I border, const I* v, I& sum) {
         I lacking[4];
         for (int i = 0; i < 4; ++i) {
@@ -310,14 +314,14 @@ struct Vec {
         }
         store_signs(bits, lacking);
     }
-    // The sum of the elements of which store_larger() stored bits.
+    // The sum of all elements above the border, from the sum that store_larger() has made.
     static uint32_t sum_of_larger(I sum, int32_t border, int num_larger) {
         return static_cast<uint32_t>(num_larger * border) - Vec::sum(sum);
     }
     static M is_negative(I v) { return _mm256_srai_epi32(v, 31); }
     static I negate_where(M m, I v) { return sub(xor_(v, m), m); }
     static I add_where(M m, I a, I b) { return add(a, and_(m, b)); }
-    // Sums of the squares of even lanes and of odd ones, 64 bits each.
+    // Adds the squares of all lanes to 64-bit sums, an even and an odd lane to each.
     static I add_squares(I sum, I v) {
         const I odd = _mm256_srli_epi64(v, 32);
         return _mm256_add_epi64(_mm256_add_epi64(sum, _mm256_mul_epi32(v, v)),
@@ -328,7 +332,7 @@ struct Vec {
         s = _mm_add_ps(s, _mm_movehl_ps(s, s));
         return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
     }
-    // x in the first lane, 0 in the others.
+    // A vector with x in the first lane and 0 in the others.
     static I set_first(int32_t x) { return _mm256_zextsi128_si256(_mm_cvtsi32_si128(x)); }
     static uint32_t sum(I v) {
         __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -338,13 +342,14 @@ struct Vec {
     }
 
   private:
-    // Numbers of eight bits, 0 to 3 of each vector and then 4 to 7 of each.
+    // Packs the lanes of four vectors to eight bits: lanes 0 to 3 of each vector, then lanes 4
+    // to 7.
     static I pack_signed(const I* v) {
         return _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
     }
     static F less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
     static constexpr int32_t kBf16Mask = static_cast<int32_t>(0xFFFF0000);
-    // In the upper half of each lane the nearest bf16; the lower half may be anything.
+    // The nearest bf16 in the upper half of each lane; the lower half has no meaning.
     static I nearest_bf16(I bits) {
         return add(add(bits, set(0x7FFF)), and_(shift_right<16>(bits), set(1)));
     }

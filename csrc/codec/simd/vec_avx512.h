@@ -1,6 +1,6 @@
-// Sixteen fp32 lanes of AVX-512 (F, BW, VL, DQ). Same names as vec_avx2.h; kernels.h is
-// written once over both. Included by exactly one translation unit, inside its own flags;
-// everything has internal linkage.
+// The class Vec for AVX-512 (F, BW, VL, DQ): vectors of sixteen fp32 lanes. vec_avx2.h has a class
+// with the same functions, and the kernels are written once for both. Only kernels_avx512.cpp,
+// which has its own compiler flags, includes this file; everything in it has internal linkage.
 #pragma once
 
 #include <immintrin.h>
@@ -24,17 +24,19 @@ struct Vec {
     static F load_fp16(const uint16_t* p) { return _mm512_cvtph_ps(load256(p)); }
     static I load_u16(const uint16_t* p) { return _mm512_cvtepu16_epi32(load256(p)); }
     static I load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(load128(p)); }
-    // Eight numbers in lanes of 64 bits.
+    // Loads eight numbers of 16 bits to lanes of 64 bits.
     static I load_u16_as_64(const uint16_t* p) {
         return _mm512_cvtepu16_epi64(load128(reinterpret_cast<const uint8_t*>(p)));
     }
-    // Sixteen 4-bit codes: each byte goes to 64 bits, its high nibble is moved to the upper half.
+    // Loads sixteen 4-bit codes to lanes of 32 bits: each byte is widened to 64 bits, and its high
+    // nibble moved to the upper half.
     static I load_nibbles(const uint8_t* p) {
         const I bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
         return _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28)), set(0xF));
     }
     static F load_e4m3(const uint8_t* p) {
-        // The code's bits as fp16 are its value times 2^-8; 0x7F, the NaN, becomes fp16's.
+        // The code, shifted to fp16's position, is its value times 2^-8. Only the NaN, 0x7F, must
+        // be replaced by a NaN of fp16.
         const __m256i code = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load128(p)), 7);
         const __m256i half = _mm256_and_si256(code, _mm256_set1_epi16(static_cast<short>(0xBFFF)));
         const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(
@@ -61,7 +63,7 @@ struct Vec {
         _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_load_si512(from));
     }
     static void store_u16(uint16_t* p, I v) { store256(p, _mm512_cvtepi32_epi16(v)); }
-    // Codes of 32 elements.
+    // Stores the codes of 32 elements, the low bytes of the lanes.
     static void store_bytes(uint8_t* p, const I* v) {
         for (int k = 0; k < 2; ++k) {
             _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + k, _mm512_cvtepi32_epi8(v[k]));
@@ -76,8 +78,8 @@ struct Vec {
     }
     static void store_bf16(uint16_t* p, F v) { store_upper(p, v, nearest_bf16(as_int(v))); }
     static void store_fp16(uint16_t* p, F v) { store256(p, to_half(v)); }
-    // Stores v rounded toward the target, a value of the dtype: down where they are equal.
-    // Cutting bits off a bf16 rounds to zero, and from zero after 0xFFFF has been added.
+    // Store v, rounded in the direction of `target`, which is a value of the dtype. Dropping the
+    // low 16 bits rounds toward zero; adding 0xFFFF before rounds away from zero.
     static void store_bf16_toward(uint16_t* p, F v, F target) {
         const M is_away = _kxor_mask16(less(v, target), less(v, zero()));
         store_upper(p, v, add_where(is_away, as_int(v), set(0xFFFF)));
@@ -99,7 +101,7 @@ struct Vec {
         return _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     }
     static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
-    // The nearest bf16 and fp16; a NaN stays one.
+    // Round to the nearest bf16 and fp16; a NaN stays a NaN.
     static F round_bf16(F v) {
         const I bits = as_int(v);
         const M is_number = _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q);
@@ -145,7 +147,7 @@ struct Vec {
     static int count(M m) { return __builtin_popcount(m); }
     static uint32_t largest(I v) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(v)); }
 
-    // fp64: the lower and the upper eight lanes.
+    // fp64 arithmetic: low() and high() widen the lower and the upper eight lanes.
     static D low(F v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
     static D high(F v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
     static D add(D a, D b) { return _mm512_add_pd(a, b); }
@@ -153,8 +155,8 @@ struct Vec {
     static D load(const double* p) { return _mm512_loadu_pd(p); }
     static void store(double* p, D v) { _mm512_storeu_pd(p, v); }
 
-    // Philox (wire/philox.h): eight counters in 64-bit lanes. They are taken in an order that makes
-    // the outputs, once merged to 128 bits each, come out as consecutive counters.
+    // Philox (wire/philox.h) on eight counters in 64-bit lanes. Their order is chosen so that
+    // store_philox() writes the outputs in the order of the counters.
     static constexpr int kPhiloxLanes = 8;
     static I philox_counters(uint64_t first) {
         return _mm512_add_epi64(_mm512_set1_epi64(static_cast<long long>(first)),
@@ -163,10 +165,10 @@ struct Vec {
     static I high_half(I v) { return _mm512_srli_epi64(v, 32); }
     static I multiply_low(I a, I b) { return _mm512_mul_epu32(a, b); }
     static I set64(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
-    // Words of 64 bits, eight of them.
+    // Loads eight words of 64 bits.
     static I load_words(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static I lane_numbers() { return _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7); }
-    // 1 << n in lanes of 64 bits; 0 where n, without a sign, is above 63.
+    // 1 << n in lanes of 64 bits; 0 if n, taken as unsigned, is above 63.
     static I bit64(I n) { return _mm512_sllv_epi64(set64(1), n); }
     static I add64(I a, I b) { return _mm512_add_epi64(a, b); }
     static I multiply64(I a, I b) { return _mm512_mullo_epi64(a, b); }
@@ -176,15 +178,15 @@ struct Vec {
     }
     static uint64_t sum64(I v) { return static_cast<uint64_t>(_mm512_reduce_add_epi64(v)); }
     static I xor3(I a, I b, I c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
-    // The 16 bytes of each counter.
+    // Stores the 16 output bytes of each counter.
     static void store_philox(uint8_t* p, I w0, I w1, I w2, I w3) {
         const I a = _mm512_mask_shuffle_epi32(w0, 0xAAAA, w1, _MM_PERM_CCAA);
         const I b = _mm512_mask_shuffle_epi32(w2, 0xAAAA, w3, _MM_PERM_CCAA);
         _mm512_storeu_si512(p, _mm512_unpacklo_epi64(a, b));
         _mm512_storeu_si512(p + 64, _mm512_unpackhi_epi64(a, b));
     }
-    // The 16 bits of sixteen elements from their bytes, above 8 zeros: each one's own above its
-    // neighbour's.
+    // Makes the 16 random bits of sixteen elements from their bytes: an element's own byte above
+    // its neighbour's, above 8 zero bits.
     static I load_random(const uint8_t* p) {
         const I order =
             _mm512_set_epi32(0x800F0E80, 0x800E0F80, 0x800D0C80, 0x800C0D80, 0x800B0A80, 0x800A0B80,
@@ -193,7 +195,7 @@ struct Vec {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load128(p)), order);
     }
 
-    // Rotated formats (simd/rotation.h). Lane i of `across` is lane i ^ kStride of `v`.
+    // For the rotated formats (simd/rotation.h). Lane i of across(v) is lane i ^ kStride of v.
     template <int kStride>
     static I across(I v) {
         if constexpr (kStride == 1) return _mm512_shuffle_epi32(v, _MM_PERM_CDAB);
@@ -201,8 +203,8 @@ struct Vec {
         if constexpr (kStride == 4) return _mm512_shuffle_i32x4(v, v, 0xB1);
         return _mm512_shuffle_i32x4(v, v, 0x4E);
     }
-    // v_i + v_(i ^ kStride) in lanes whose number lacks the bit kStride, v_(i ^ kStride) - v_i in
-    // the others.
+    // One stage of a transform. Lane i becomes v[i] + v[i ^ kStride] if i & kStride is 0, else
+    // v[i ^ kStride] - v[i].
     template <int kStride>
     static I butterfly(I v) {
         constexpr M kUpper = kStride == 1   ? 0xAAAA
@@ -212,7 +214,7 @@ struct Vec {
         const I other = across<kStride>(v);
         return _mm512_mask_sub_epi32(_mm512_add_epi32(other, v), kUpper, other, v);
     }
-    // The same in lanes of 16 bits.
+    // As butterfly(), in lanes of 16 bits.
     template <int kStride>
     static I butterfly16(I v) {
         constexpr __mmask32 kUpper = kStride == 1   ? 0xAAAAAAAA
@@ -233,7 +235,7 @@ struct Vec {
     static I negate16_where(const uint8_t* bits, I v) {
         return _mm512_mask_sub_epi16(v, load_mask16(bits), _mm512_setzero_si512(), v);
     }
-    // `yes` where a bit is set, else `no`.
+    // Lane i of 16 bits becomes `yes` if bit i is set, else `no`.
     static I pick16(const uint8_t* bits, short yes, short no) {
         return _mm512_mask_mov_epi16(_mm512_set1_epi16(no), load_mask16(bits),
                                      _mm512_set1_epi16(yes));
@@ -252,9 +254,10 @@ struct Vec {
         const auto word = static_cast<uint16_t>(mask);
         __builtin_memcpy(bits, &word, sizeof(word));
     }
-    // The stages of a transform inside vectors; the coefficients stay in order.
+    // The stages of a transform inside vectors. Unlike in vec_avx2.h, they work on one vector at a
+    // time, and the coefficients stay in order.
     static constexpr int kLaneVectors = 1;
-    static constexpr int kExchanged = 0;  // no halves are
+    static constexpr int kExchanged = 0;  // no vectors exchange halves
     static void load_halves(const I* from, I* v) { *v = *from; }
     static void transform_lanes(I* v) {
         *v = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(*v))));
@@ -266,26 +269,26 @@ struct Vec {
         sum = add_where(mask, sum, *v);
         store_mask(bits, mask);
     }
-    // The sum of the elements of which store_larger() stored bits.
+    // The sum of all elements above the border, from the sum that store_larger() has made.
     static uint32_t sum_of_larger(I sum, int32_t, int) { return Vec::sum(sum); }
     static M is_negative(I v) { return _mm512_movepi32_mask(v); }
     static I negate_where(M m, I v) { return _mm512_mask_sub_epi32(v, m, set(0), v); }
     static I add_where(M m, I a, I b) { return _mm512_mask_add_epi32(a, m, a, b); }
-    // Sums of the squares of even lanes and of odd ones, 64 bits each.
+    // Adds the squares of all lanes to 64-bit sums, an even and an odd lane to each.
     static I add_squares(I sum, I v) {
         const I odd = _mm512_srli_epi64(v, 32);
         return _mm512_add_epi64(_mm512_add_epi64(sum, _mm512_mul_epi32(v, v)),
                                 _mm512_mul_epi32(odd, odd));
     }
     static float sum(F v) { return _mm512_reduce_add_ps(v); }
-    // x in the first lane, 0 in the others.
+    // A vector with x in the first lane and 0 in the others.
     static I set_first(int32_t x) { return _mm512_zextsi128_si512(_mm_cvtsi32_si128(x)); }
     static uint32_t sum(I v) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(v)); }
 
   private:
     static M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
     static constexpr int32_t kBf16Mask = static_cast<int32_t>(0xFFFF0000);
-    // In the upper half of each lane the nearest bf16; the lower half may be anything.
+    // The nearest bf16 in the upper half of each lane; the lower half has no meaning.
     static I nearest_bf16(I bits) {
         const M is_odd = _mm512_test_epi32_mask(bits, set(0x10000));
         return add_where(is_odd, add(bits, set(0x7FFF)), set(1));
