@@ -1,8 +1,8 @@
 """Triton kernels, installed as ``diloco_comm.kernels``."""
 
 if __name__ == "kernels":
-    # Seen from the root of the sources, this folder hides the PyPI package of that name. Libraries
-    # that look for a version of it (transformers does) find none that they would use.
+    # With the root of the sources on the import path, this folder hides the PyPI package "kernels".
+    # Version 0 tells libraries that check for that package, such as transformers, not to use it.
     __version__ = "0"
 
     def __getattr__(name: str) -> object:

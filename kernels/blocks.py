@@ -1,9 +1,10 @@
-"""Blocks for Triton: the scales and codes of a tile, how they are made, read and written.
+"""Blocks for Triton: how the scales and codes of a tile are made, read and written.
 
 A tile is [ROWS, BLOCK_SIZE] elements of one run; a row is a block, which has one scale. Functions
-take FORM, which is (ROWS, BLOCK_SIZE, WIRE, CODE_BITS), and ``part``, where the tile lies in its
-run: (offset of the run's codes, first element, elements that exist). CODE_BITS is 0 in a rotated
-or sparse wire, whose blocks have a code as a whole.
+take FORM, which is (ROWS, BLOCK_SIZE, WIRE, CODE_BITS), and ``part``, which says where the tile is
+in its run: (byte of the run at which its codes begin, the tile's first element in the run, number
+of elements from there on). CODE_BITS is 0 in rotated and sparse wires, whose blocks have a single
+code each. FULL says that the tile has all its elements, so that no masks are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .sparse import BLOCK, load_largest
 
 @triton.jit
 def find_part(first_run, tiles_per_run, run_elements, code_offset, end, FORM: tl.constexpr):
-    """The run of a program's tile, the part of it, and its first element in the fragment."""
+    """The run of a program's tile, its ``part``, and its first element in the fragment."""
     pid = tl.program_id(0)
     run = first_run.to(tl.int64) + pid // tiles_per_run
     start = (pid % tiles_per_run).to(tl.int64) * (FORM[0] * FORM[1])
@@ -55,7 +56,7 @@ def _codes_at(run_ptr, code_offset, start, CODE_BITS: tl.constexpr):
 
 @triton.jit
 def _load(pointer, count, offsets, FULL: tl.constexpr):
-    """Load a tile with ``count`` elements; what lies behind them is 0."""
+    """Load the ``count`` elements of a tile that exist; the others become 0."""
     return tl.load(pointer) if FULL else tl.load(pointer, mask=offsets < count, other=0)
 
 
@@ -78,9 +79,9 @@ def _load_codes(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def load_values(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
-    """Decode a part of a run to a tile; elements that do not exist are 0."""
-    # Triton compiles what follows a branch that returns, too.
-    if FORM[1] == BLOCK:  # a sparse wire: no other has blocks of that size
+    """Decode the tile at ``part`` of a run; elements that do not exist are 0."""
+    # One return at the end: Triton also compiles the code after a branch that returns.
+    if FORM[1] == BLOCK:  # only sparse wires have blocks of that size
         values = load_largest(run_ptr, part, FORM)
     elif FORM[3] == 0:
         values = load_blocks(run_ptr, part, FORM, FULL)
@@ -111,7 +112,7 @@ def _store_codes(run_ptr, part, code, FORM: tl.constexpr, FULL: tl.constexpr):
     code_offset, start, count = part
     pointer = _codes_at(run_ptr, code_offset, start, CODE_BITS)
     if CODE_BITS == 4:
-        # The codes behind an odd end are 0.
+        # If the number of codes is odd, the high nibble of the last byte is 0.
         low, high = tl.split(tl.reshape(code, [ROWS, BLOCK_SIZE // 2, 2]))
         code = low | (high << 4)
         offsets = tile_offsets(ROWS, BLOCK_SIZE // 2)
@@ -138,10 +139,10 @@ def store_values(
     STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Encode a tile into a part of a run and return the values that the codes stand for.
+    """Encode a tile at ``part`` of a run, and return the values of its codes.
 
-    ``element`` is the index in the fragment of the tile's first element. x is 0 where no element
-    is.
+    ``element`` is the index in the fragment of the tile's first element. x must be 0 for elements
+    that do not exist.
     """
     ROWS: tl.constexpr = FORM[0]
     BLOCK_SIZE: tl.constexpr = FORM[1]
@@ -164,7 +165,7 @@ def store_values(
     if STOCHASTIC and WIRE != "fp32":
         r = random_bits(element, key, ROWS, BLOCK_SIZE)
     code = encode_codes(y, r, WIRE, STOCHASTIC)
-    # (A block that is not sent has code 0 everywhere, whatever the chance: y is +0 there.)
+    # In a block with a bad element y is +0, whose code is 0 even with stochastic rounding.
     if WIRE == "fp16":
         bad = bad | ((code & 0x7FFF) >= 0x7C00)
     if CODE_BITS > 8:
@@ -174,7 +175,7 @@ def store_values(
         code = tl.where(offsets < count, code, 0)
     _store_codes(run_ptr, part, code, FORM, FULL)
     if nonfinite_ptr is not None:
-        # Bad elements are rare: no sum is formed, each one that is there is added by itself.
+        # Bad elements are rare, so each adds 1 by itself, and no sum is computed first.
         places = nonfinite_ptr + tl.zeros([ROWS, BLOCK_SIZE], tl.int32)
         one = tl.full([ROWS, BLOCK_SIZE], 1, tl.int64)
         tl.atomic_add(places, one, mask=bad, sem="relaxed")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .tiles import DTYPES
 
-# Bits of a code, and the largest magnitude it stands for (0: the wire has no scales).
+# For each wire the bits of a code, and the largest magnitude of a code (0: the wire has no scales).
 ELEMENT_WIRES = {
     "fp32": (32, 0.0),
     "bf16": (16, 0.0),
@@ -21,7 +21,8 @@ ELEMENT_WIRES = {
     "int4": (4, 7.0),
     "e3m0": (4, 16.0),
 }
-# Elements of a block, and bytes of its code; a block has a code as a whole.
+# For each wire that has a single code per block: the elements of a block, and the bytes of its
+# code.
 ROTATED_WIRES = {
     "int2r": (256, 64),
     "int1r": (256, 32),
@@ -49,7 +50,7 @@ def _align(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class RunLayout:
-    """How runs of ``run_elements`` lie in a payload; ``csrc/wire/format.h`` defines it."""
+    """The layout of runs in a payload, which ``csrc/wire/format.h`` defines."""
 
     wire: str
     block_size: int
@@ -61,12 +62,12 @@ class RunLayout:
 
     @property
     def has_element_codes(self) -> bool:
-        """Whether each element has a code; else a block has one as a whole."""
+        """Whether each element has a code of its own; else a block has a single code."""
         return self.wire in ELEMENT_WIRES
 
     @property
     def code_bits(self) -> int:
-        """Bits of the code of an element; 0 where it has none."""
+        """Bits of the code of an element; 0 if elements have no codes of their own."""
         return ELEMENT_WIRES[self.wire][0] if self.has_element_codes else 0
 
     @property
@@ -125,7 +126,7 @@ class RunLayout:
     def check_payload(
         self, name: str, payload: Tensor, num_runs: int, device: torch.device
     ) -> None:
-        """Raise unless the payload is flat and holds that many whole runs."""
+        """Raise unless the payload is flat and has complete runs, at least ``num_runs``."""
         check_flat(name, payload, torch.uint8, device)
         if payload.numel() % self.run_bytes or payload.numel() < num_runs * self.run_bytes:
             raise ValueError(
@@ -162,7 +163,7 @@ def type_name(tensor: Tensor) -> str:
 
 
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless the tensor is where the others are."""
+    """Raise ValueError unless the tensor is on the device of the call's other tensors."""
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like the others, got {tensor.device}")
 
@@ -187,7 +188,7 @@ def check_flat_of(
     device: torch.device,
     whole: str = "the fragment",
 ) -> None:
-    """Raise unless the tensor is flat fp32 with as many elements as what ``whole`` names."""
+    """Raise unless the tensor is flat fp32 with ``num_elements``; the error names ``whole``."""
     check_flat(name, tensor, torch.float32, device)
     if tensor.numel() != num_elements:
         raise ValueError(
@@ -223,7 +224,7 @@ def check_digest(tensor: Tensor, sums: Tensor, first_word: int) -> None:
 
 
 def check_count(name: str, count: Tensor | None, device: torch.device) -> None:
-    """Raise unless it is None or one int64."""
+    """Raise unless ``count`` is None or a flat int64 tensor with one element."""
     if count is None:
         return
     check_flat(name, count, torch.int64, device)
@@ -234,7 +235,7 @@ def check_count(name: str, count: Tensor | None, device: torch.device) -> None:
 def check_residuals(
     residual: Tensor | None, new_residual: Tensor | None, num_elements: int, device: torch.device
 ) -> None:
-    """Raise unless those that are given are flat, of one dtype and of the right size."""
+    """Raise unless the residuals that are not None are flat, of one dtype and the right size."""
     for tensor in (residual, new_residual):
         if tensor is None:
             continue

@@ -1,8 +1,8 @@
-"""Bits of the wire formats for Triton: the codes of ``csrc/wire``, a tile of elements at a time.
+"""The codes of the wire formats for Triton, as in ``csrc/wire``, for a tile of elements at a time.
 
-All arithmetic is fp32 with one rounding for each operation. Rounding to an integer is done by
-adding a number so large that the fraction has no room left; floating-point codes are made with
-integers, because neither the interpreter nor every target casts to fp8 as the format says.
+All arithmetic is fp32 with one rounding for each operation. A number is rounded to an integer by
+adding one so large that the sum has no bits for a fraction. Floating-point codes are made by
+integer arithmetic, because Triton's interpreter and some devices cast to fp8 in another way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def bits_float(bits):
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x|: as integers they are ordered like the numbers, Inf and NaN above all."""
+    """The bits of |x|. As integers they rise with the number; Inf and NaN are the highest."""
     return float_bits(x) & 0x7FFFFFFF
 
 
@@ -40,8 +40,8 @@ def random_bits(first, key, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     high = (counter >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
     w0, w1, w2, w3 = tl.philox(key, low, high, zero, zero, n_rounds=7)
-    # A join adds the fastest dimension: words first, then the halves of each, then the two elements
-    # of a half, of which the first has its bytes the other way round.
+    # tl.join() appends a dimension. In order of memory the result has the four words, in each word
+    # its two halves, and in each half two elements; the first element's bytes are swapped.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     halves = tl.join(words & 0xFFFF, words >> 16)
     pieces = tl.join(((halves << 8) | (halves >> 8)) & 0xFFFF, halves)
@@ -56,13 +56,14 @@ def _uniform(r):
 
 @triton.jit
 def _integer_code(y, r, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """An integer next to y as the low bits of a uint32 in two's complement."""
+    """One of the two integers around y, in the low bits of a uint32 in two's complement."""
     if STOCHASTIC:
-        # 1.5 * 2^9: 14 bits of the sum are behind the point; 14 of r carry into the code.
+        # The sum y + 768 has 14 bits behind the binary point. Adding 14 random bits there carries
+        # into the code above them.
         return (float_bits(y + 768.0) + (r >> 2)) >> 14
     limit = LIMIT * 1.0
     y = tl.minimum(tl.maximum(y, -limit), limit)
-    # 1.5 * 2^23: the sum has no fraction, and its low bits are the integer, rounded half to even.
+    # Adding 1.5 * 2^23 leaves no fraction: the sum's low bits are y, rounded half to even.
     return float_bits(y + 12582912.0)
 
 
@@ -80,8 +81,8 @@ def _minifloat_code(
     SHIFT: tl.constexpr = 23 - MANTISSA
     bits = float_bits(y)
     magnitude = bits & 0x7FFFFFFF
-    # Below the smallest normal code the grid is uniform: scaled, it is the integers. A cast to one
-    # cuts the fraction off.
+    # Values below the smallest normal code are evenly spaced; scaled by this factor they are
+    # integers, and so are their codes. Casts to an integer drop the fraction.
     grid = bits_float(magnitude) * (2.0 ** (BIAS - 1 + MANTISSA))
     if STOCHASTIC:
         if SHIFT > 16:
@@ -99,7 +100,7 @@ def _minifloat_code(
     code = tl.where(magnitude < ((128 - BIAS) << 23), tiny, normal)
     code = tl.minimum(code, LARGEST)
     signed = code | tl.where((bits >> 31) != 0, SIGN, 0)
-    # e3m0 alone has no negative zero.
+    # e3m0, the only format without a mantissa, has no negative zero.
     return tl.where(code == 0, 0, signed) if MANTISSA == 0 else signed
 
 
@@ -107,7 +108,7 @@ def _minifloat_code(
 def _minifloat_value(
     code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr, SIGN: tl.constexpr
 ):
-    """The value of a code; magnitudes from SPECIAL on are Inf or NaN by their bits."""
+    """The value of a code. Magnitudes from SPECIAL on are Inf or NaN, depending on their bits."""
     magnitude = code & (SIGN - 1)
     shifted = magnitude << (23 - MANTISSA)
     value = float_bits(bits_float(shifted) * (2.0 ** (127 - BIAS)))
@@ -125,7 +126,7 @@ def bf16_bits(x):
 
 @triton.jit
 def encode_codes(y, r, WIRE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The codes of good elements in the low bits of a uint32; r is read if STOCHASTIC."""
+    """The codes of good elements y in the low bits of a uint32. STOCHASTIC uses random bits r."""
     if WIRE == "fp32":
         code = float_bits(y)
     elif WIRE == "bf16":
@@ -151,7 +152,7 @@ def encode_codes(y, r, WIRE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def code_values(code, WIRE: tl.constexpr):
-    """The values of codes (uint32, only the low bits set, any of them) before the scale."""
+    """The values of codes, uint32, before the scale. Codes may have any of their low bits set."""
     if WIRE == "fp32":
         value = bits_float(code)
     elif WIRE == "bf16":

@@ -1,4 +1,4 @@
-"""decode and merge for Triton: payloads or outer parameters into tensors where they lie."""
+"""decode and merge for Triton: they write payloads or outer parameters to a fragment's tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from .blocks import find_part, form_offsets, tile_offsets
 from .terms import sum_of_terms
 from .tiles import find_tile, load_tile, store_tile
 
-# These change from call to call: a kernel must not be compiled again for a value that 16 divides.
+# Arguments that change from call to call. Triton would compile a kernel again when one of them is a
+# multiple of 16, unless told not to specialize.
 SPAN_VARYING = ["num_terms", "first_tile", "first_run", "tiles_per_run", "end"]
 
 
@@ -39,7 +40,10 @@ def store_merged(
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """params <- alpha params + (1 - alpha) new, rounded toward c(new), or new alone."""
+    """Write alpha params + (1 - alpha) new to params, rounded toward c(new); or just ``new``.
+
+    c(new) is ``new`` rounded to nearest in the dtype of the parameters.
+    """
     if HAS_ALPHA:
         local = load_tile(tile, element, offsets, None, mask, DTYPE_SET, FULL)
         x = alpha * local + one_minus_alpha * new
@@ -64,8 +68,8 @@ def _decode_tile(
     store_tile(tile, element, offsets, value, None, offsets < part[2], DTYPE_SET, FULL)
 
 
-# outs <- c_0 d_0 + c_1 d_1 + ...
-# Reads 1 byte an element (int8, one term), writes 4 (fp32). One program a tile of ROWS blocks.
+# Writes the weighted sum of the decoded payloads to the tensors. Per element it reads 1 byte (int8,
+# one term) and writes 4 (fp32). One program for each tile of ROWS blocks.
 @triton.jit(do_not_specialize=SPAN_VARYING)
 def _decode_kernel(
     tiles_ptr,
@@ -123,8 +127,8 @@ def _merge_tile(
     )
 
 
-# params <- alpha params + (1 - alpha) outer, rounded toward c(outer)
-# Reads 4 bytes an element, writes 4 (fp32 parameters); alpha reads 4 more. One program a tile.
+# Writes alpha params + (1 - alpha) outer to params, rounded toward c(outer). Per element (fp32) it
+# reads 4 bytes, or 8 if alpha is not 0, and writes 4. One program for each tile.
 @triton.jit(do_not_specialize=["end"])
 def _merge_kernel(
     outer_ptr,

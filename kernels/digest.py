@@ -7,17 +7,17 @@ import triton.language as tl
 
 STEP: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 FACTOR: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
-TILE = 4096  # words of a program
+TILE = 4096  # words that one program adds at a time
 
 
 def batch_words(unit: int) -> int:
-    """Return how many words a program reads at a time, from a multiple of ``unit`` bytes."""
+    """Return how many words a program loads at once, if the address is a multiple of ``unit``."""
     return 1024 if unit == 8 else 256
 
 
 @triton.jit
 def _product(word, key):
-    """The terms of words with these keys in the sum of products."""
+    """For each word with its key, the number that is added to the sum of products."""
     u = word ^ key
     v = (u ^ (u >> 29)) * FACTOR
     high = (v >> 32).to(tl.uint32)
@@ -52,7 +52,7 @@ def _sum_tile(
     UNIT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """The two sums of words first, first + 1, ...; unless FULL, of words before ``num_whole``."""
+    """The two sums over TILE words from ``first`` on; unless FULL, words below ``num_whole``."""
     products = tl.zeros([BATCH], tl.uint64)
     words = tl.zeros([BATCH], tl.uint64)
     index = first + tl.arange(0, BATCH)
@@ -78,7 +78,7 @@ def _sum_at(
     BATCH: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """The two sums of the tile that begins with word ``first``, which may be the last one."""
+    """The two sums over the tile that begins with word ``first``; it may be the last tile."""
     num_whole = num_bytes // 8
     if first + TILE <= num_whole:
         product, total = _sum_tile(data_ptr, first, first_word, num_whole, TILE, BATCH, UNIT, True)
@@ -95,8 +95,8 @@ def _sum_at(
     return product, total
 
 
-# sums[0] += sum of products, sums[1] += sum of words. Reads each byte once; a program takes TILE
-# words, with a bounded grid every n-th TILE of them, and adds to the sums once.
+# Adds the sum of products to sums[0] and the sum of words to sums[1]. Reads each byte once. A
+# program takes one tile, or with IS_BOUNDED every n-th tile of n programs, and adds to `sums` once.
 @triton.jit(do_not_specialize=["num_bytes", "first_word"])
 def _digest_kernel(
     data_ptr,

@@ -1,4 +1,4 @@
-"""encode and reduce for Triton: values to the bytes of a payload."""
+"""encode and reduce for Triton: they turn values into the bytes of a payload."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .sparse import BLOCK, store_largest
 from .terms import sum_of_terms
 from .tiles import find_tile, load_any, load_tile, store_any
 
-# These change from call to call: a kernel must not be compiled again for a value that 16 divides.
+# Arguments that change from call to call. Triton would compile a kernel again when one of them is a
+# multiple of 16, unless told not to specialize.
 _ENCODE_VARYING = ["first_tile", "first_run", "tiles_per_run", "end", "outer_run", "key"]
 _REDUCE_VARYING = ["num_terms", "num_elements", "key", "element_begin"]
 
@@ -30,16 +31,17 @@ def _encode_tile(
     STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Add the residual, encode, and keep the rounding error; ``at``: the tile's place in residuals.
+    """Add the residual to x, encode the sum, and write its error to the new residual.
 
-    ``kept``: the residual, the new one, and the count of bad elements; each may be None.
+    ``at`` is the index of the tile's first element in the residuals. ``kept`` has pointers to the
+    residual, the new residual, and the count of bad elements; each may be None.
     """
     residual_ptr, new_residual_ptr, nonfinite_ptr = kept
     offsets = form_offsets(FORM)
     mask = offsets < part[2]
     if residual_ptr is not None:
         x = x + load_any(residual_ptr + at, offsets, mask, FULL)
-    if FORM[1] == BLOCK:  # a sparse wire: no other has blocks of that size
+    if FORM[1] == BLOCK:  # only sparse wires have blocks of that size
         value = store_largest(x, run_ptr, part, nonfinite_ptr, FORM)
     elif FORM[3] == 0:
         IS_KEPT: tl.constexpr = new_residual_ptr is not None
@@ -78,9 +80,9 @@ def _encode_params(
     _encode_tile(x, run_ptr, part, element, element, key, kept, FORM, QMAX, STOCHASTIC, FULL)
 
 
-# payload <- Q(c(outer) - params + residual)
-# Reads 4 + 4 bytes an element (fp32 parameters), writes 1 (int8); error feedback adds 4 + 4 (fp32).
-# One program a tile of ROWS blocks.
+# Encodes c(outer) - params + residual into the payload, where c() rounds to the parameters' dtype.
+# Per element it reads 4 + 4 bytes (fp32 parameters) and writes 1 (int8); error feedback reads and
+# writes 4 more (fp32). One program for each tile of ROWS blocks.
 @triton.jit(do_not_specialize=_ENCODE_VARYING)
 def _encode_kernel(
     outer_ptr,
@@ -144,7 +146,8 @@ def _reduce_tile(
 ):
     x = sum_of_terms(terms, part, NUM_INLINE, FORM, FULL)
     if not FULL:
-        # 0 times the scale of no block may be anything.
+        # Behind the last element, values are 0 times whatever is at the place of a scale: maybe
+        # NaN.
         x = tl.where(form_offsets(FORM) < part[2], x, 0.0)
     _encode_tile(x, result_ptr, part, part[1], element, key, kept, FORM, QMAX, STOCHASTIC, FULL)
 
@@ -164,7 +167,7 @@ def _reduce_at(
     QMAX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """The tile that begins at element ``start`` of the run, ``element`` of the fragment."""
+    """Reduce the tile that begins at element ``start`` of the run, ``element`` of the fragment."""
     part = (code_offset, start, num_elements - start)
     if part[2] >= FORM[0] * FORM[1]:
         _reduce_tile(
@@ -176,9 +179,9 @@ def _reduce_at(
         )
 
 
-# result <- Q(w_0 d_0 + w_1 d_1 + ... + residual), in rank order
-# Reads W bytes an element (int8), writes 1. One program a tile of ROWS blocks; with a bounded grid
-# a program takes every n-th tile.
+# Encodes the weighted sum of the decoded runs, in rank order, plus residual into `result`. Per
+# element it reads a byte of each run (int8) and writes 1. One program for each tile of ROWS blocks;
+# with IS_BOUNDED a program takes every n-th tile of n programs.
 @triton.jit(do_not_specialize=_REDUCE_VARYING)
 def _reduce_kernel(
     payloads,

@@ -1,4 +1,4 @@
-"""The launch of operators: tiles, grid, device, and the tables of tensors' addresses."""
+"""The launch of kernels: their tiles, grid and device, and the tables of tensors' addresses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from .digest import TILE as DIGEST_TILE
 from .norms import TILE as NORM_TILE
 from .tiles import DTYPES
 
-# Elements of a tile (a multiple of the largest block; a block of a sparse wire is larger, and is a
-# tile) and warps of its program. Where maxima are taken a thread has eight elements, so that one
-# warp has a block of 256; elsewhere four, which are 16 bytes of fp32 and need no exchange between
-# threads. Words of a tile for digest, which adds to its sums once a program. By reasoning: other
-# sizes have not been measured.
+# For each operator the elements of a tile (for digest: words), and the warps of a program. On a
+# sparse wire, whose blocks are larger than this, a tile is one block. Operators that need a block's
+# maximum have eight elements per thread, so that one warp has a block of 256; the others have four,
+# which are 16 bytes of fp32. Other sizes have not been measured.
 PROGRAMS = {
     "encode": (2048, 8),
     "reduce": (2048, 8),
@@ -36,7 +35,7 @@ PROGRAMS = {
 def launch(
     name: str, kernel: Any, num_programs: int, device: torch.device, *args: object, **meta
 ) -> None:
-    """Run a kernel of an operator, without contraction: a product is rounded before it is added."""
+    """Run an operator's kernel, without fused multiply-adds: products are rounded, then added."""
     if num_programs == 0:
         return
     with _on(device):
@@ -44,9 +43,10 @@ def launch(
 
 
 def check_max_blocks(max_blocks: int) -> None:
-    """Refuse a bound below none, 0. The kernels of ``encode`` and ``decode`` keep no bound.
+    """Raise ValueError for a negative bound; 0 means no bound.
 
-    A bound on ``reduce`` left other streams no more room (docs/measurements/gpu-kernels.md).
+    The kernels of ``encode`` and ``decode`` ignore the bound: with one, ``reduce`` left other
+    streams no more room (docs/measurements/gpu-kernels.md).
     """
     if max_blocks < 0:
         raise ValueError(f"max_blocks must not be negative, got {max_blocks}")
@@ -56,8 +56,8 @@ def bounded(num_tiles: int, max_blocks: int) -> tuple[int, bool]:
     """Return the number of programs, and whether each may have to do more than one tile.
 
     Args:
-        num_tiles: Tiles of the call; without a bound each has a program of its own.
-        max_blocks: Most programs; 0: no bound.
+        num_tiles: Tiles of the call; without a bound each tile has a program of its own.
+        max_blocks: The most programs; 0 means no bound.
     """
     check_max_blocks(max_blocks)
     if max_blocks == 0 or num_tiles <= max_blocks:
@@ -74,7 +74,7 @@ def _on(device: torch.device) -> AbstractContextManager:
 def tiles_of(
     what: str, tensors: Sequence[Tensor], device: torch.device, run_elements: int, tile: int
 ) -> Tiles:
-    """Return where an operator's tensors lie, checked when they were not met before."""
+    """Return the tables of an operator's tensors, which are checked when first seen."""
     lone = lone_tensor(tensors, run_elements, tile)
     found = None if lone else find_tiles(tensors, device, run_elements, tile)
     if found is None:
@@ -89,7 +89,7 @@ def tile_of(name: str, layout: RunLayout) -> int:
 
 
 def geometry(name: str, layout: RunLayout) -> dict:
-    """The compile-time shape of a tile."""
+    """Return the compile-time arguments of a kernel that describe a tile."""
     return {
         "ROWS": tile_of(name, layout) // layout.block_size,
         "BLOCK_SIZE": layout.block_size,
@@ -124,17 +124,17 @@ def mark_written(tensors: Sequence[Tensor]) -> None:
 # ------------------------------------------------------------------------------------------- tables
 
 
-# A thousand elements take some 16 bytes for each way of cutting them. Beyond this the tables that
-# were used least recently are dropped.
+# If all tables together are larger than this, those used least recently are dropped. The tables of
+# a fragment take some 16 bytes for a thousand elements and each size of runs and tiles.
 MAX_TABLE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tables of one fragment, cut in runs and tiles, as kernels take them.
+    """The tables of one fragment that is divided into runs and tiles, for kernels (``tiles.py``).
 
-    ``tiles`` is int64 [num_tiles, 2], ``segments`` int64 [num_segments, 4], both on the device; or
-    None and the only tensor, when ``dtype_set`` is 0.
+    ``tiles`` is int64 [num_tiles, 2] and ``segments`` int64 [num_segments, 4], both on the device.
+    If ``dtype_set`` is 0, they are None and the fragment's only tensor.
     """
 
     num_elements: int
@@ -150,14 +150,14 @@ class Tiles:
 
 
 def lone_tensor(tensors: Sequence[Tensor], run_elements: int, tile: int) -> Tiles | None:
-    """Return the tiles of a fragment that is one tensor, which need no tables."""
+    """Return the ``Tiles`` of a fragment that is one tensor and needs no tables; else None."""
     if len(tensors) != 1:
         return None
     return Tiles(tensors[0].numel(), -(-run_elements // tile), 0, None, tensors[0])
 
 
 def build_tiles(tensors: Sequence[Tensor], run_elements: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of the tiles and of the segments, int64 on the CPU."""
+    """Return the two tables (``tiles.py``), of tiles and of segments, int64 on the CPU."""
     filled = [tensor for tensor in tensors if tensor.numel() > 0]
     sizes = torch.tensor([tensor.numel() for tensor in filled], dtype=torch.int64)
     ends = sizes.cumsum(0)
@@ -183,16 +183,16 @@ def build_tiles(tensors: Sequence[Tensor], run_elements: int, tile: int) -> tupl
     return torch.stack([where, kind], dim=1), segments
 
 
-# The training thread and the engine's use them.
+# The lock guards the tables, which the training thread and the engine's thread use.
 _lock = threading.Lock()
 _tables: OrderedDict[tuple, Tiles] = OrderedDict()
-_captured: list[Tiles] = []  # CUDA graphs hold their addresses for as long as the process lives
+_captured: list[Tiles] = []  # tables whose addresses are in CUDA graphs: they are never freed
 
 
 def find_tiles(
     tensors: Sequence[Tensor], device: torch.device, run_elements: int, tile: int
 ) -> Tiles | None:
-    """Return the tables that ``make_tiles`` made for these tensors, if they lie where they lay."""
+    """Return the tables that ``make_tiles`` made for tensors at the same addresses, or None."""
     key = (_layout_of(tensors), device, run_elements, tile)
     with _lock:
         found = _tables.get(key)
@@ -208,11 +208,11 @@ def make_tiles(
 ) -> Tiles:
     """Make the tables of tiles and segments, by which kernels find the elements of the tensors.
 
-    The tables are copied to the device and kept for ``find_tiles``. In no other step of a launch
-    the host waits for the device.
+    The tables are copied to the device and kept for ``find_tiles``. This is the only step of a
+    launch in which the host waits for the device.
 
     Raises:
-        RuntimeError: While a CUDA graph is captured, which can hold no such copy.
+        RuntimeError: While a CUDA graph is captured, because a graph cannot contain this copy.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -250,7 +250,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _keep(tiles: Tiles, device: torch.device) -> None:
-    """Let no table's memory be reused while a stream or a graph may still read it."""
+    """See to it that the tables' memory is not reused while this stream or a graph may read it."""
     if device.type != "cuda":
         return
     if torch.cuda.is_current_stream_capturing():

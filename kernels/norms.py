@@ -1,4 +1,4 @@
-"""norms for Triton: sums of squares in one fixed order."""
+"""norms for Triton: the sum of squares of a fragment, in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .tiles import find_tile, load_any, load_at, round_at
 
 TILE = 65536  # elements whose squares one program sums
 LANES = 16  # partial sums of a tile: element i goes to lane i mod 16
-ROWS = 16  # rows of LANES elements that are loaded before the first of them is added
-BATCH = 32  # partial sums of tiles that are loaded before the first of them is added
+ROWS = 16  # rows of LANES elements that are loaded before the first row is added
+BATCH = 32  # sums of tiles that are loaded before the first sum is added
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _load_row(
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Load a row of c(outer) - params, or of params; outside of ``mask`` it is 0, unless FULL."""
+    """Load a row of c(outer) - params, or of params; 0 for elements that ``mask`` leaves out."""
     index = element + place
     if DTYPE_SET == 0:
         x = load_any(address + element, place, mask, FULL)
@@ -53,10 +53,11 @@ def _add_squares(
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Add elements [first, last) of a tile, row by row, from a tensor that begins at ``begin``.
+    """Add the squares of elements [first, last) of a tile, which are in one tensor, row by row.
 
-    All rows of a batch are loaded before the first of them is added, so that many loads are under
-    way at once. FULL: the elements are a multiple of a batch, from element 0 on.
+    ``begin`` is the tensor's first element in the fragment. ROWS rows are loaded before the first
+    is added, so that many loads run at the same time. With FULL, first is 0 and last a multiple of
+    ROWS rows.
     """
     lanes = tl.arange(0, LANES)
     for row in range(first // LANES, (last + LANES - 1) // LANES, ROWS):
@@ -69,7 +70,7 @@ def _add_squares(
             )  # fmt: skip
             values = values + (x,)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(ROWS):
-            # Outside of the mask there is +0, which changes no sum.
+            # Elements that the mask leaves out are +0, which changes no sum.
             bad = (values[i].to(tl.uint32, bitcast=True) & 0x7FFFFFFF) > 0x7E800000
             square = tl.where(bad, 0.0, values[i]).to(tl.float64)
             total += square * square
@@ -77,9 +78,10 @@ def _add_squares(
     return total, num_bad
 
 
-# totals[tile] <- sum of squares of the good elements of c(outer) - params; bads[tile] <- number of
-# bad ones. Reads 4 + 4 bytes an element (fp32 parameters). One warp a tile of 65536 elements: the
-# order of the sum is part of the definition, sixteen sums that each take every sixteenth element.
+# Writes the sum of squares of the good elements of c(outer) - params to totals[tile], and the
+# number of bad elements to bads[tile]. Reads 4 + 4 bytes per element (fp32 parameters). One warp
+# for each tile of 65536 elements: the operator defines the order of the sum, with sixteen partial
+# sums that each take every sixteenth element.
 @triton.jit(do_not_specialize=["end"])
 def _norms_kernel(
     outer_ptr,
@@ -134,7 +136,7 @@ def _norms_kernel(
 def _add_batch(
     total, num_bad, totals_ptr, bads_ptr, tile, num_tiles, BATCH: tl.constexpr, FULL: tl.constexpr
 ):
-    """Add the sums of ``BATCH`` tiles; FULL: there are as many."""
+    """Add the sums of up to BATCH tiles in order; with FULL there are BATCH tiles."""
     values = ()
     for i in tl.static_range(BATCH):
         pointer = totals_ptr + tile + i
@@ -149,7 +151,8 @@ def _add_batch(
     return total, num_bad
 
 
-# out <- totals[0] + totals[1] + ..., one after the other, and the sum of bads. One program.
+# Writes totals[0] + totals[1] + ..., added in order, and the sum of bads to `out`. A single
+# program.
 @triton.jit(do_not_specialize=["num_tiles"])
 def _sum_partials_kernel(totals_ptr, bads_ptr, out_ptr, num_tiles, BATCH: tl.constexpr):
     total = tl.zeros([], tl.float64)

@@ -2,10 +2,10 @@
 
 Each operator takes the ``Arguments`` of one call, by their names in its schema.
 
-For CUDA tensors, and for CPU tensors when Triton runs as an interpreter (``TRITON_INTERPRET=1``).
-An operator is one launch on the current stream, whatever the number of tensors (norms: two);
-nothing waits for the device. The first call with tensors that were not met before, or lie elsewhere
-than they did, makes tables of them (``tiles.py``).
+They take CUDA tensors, and CPU tensors if Triton runs as an interpreter (``TRITON_INTERPRET=1``).
+An operator launches one kernel on the current stream, however many tensors there are (norms two),
+and does not wait for the device. The first call with new tensors, or with tensors at new
+addresses, makes tables of them (``tiles.py``).
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from .launch import (
 )
 from .terms import make_terms
 
-_PLAIN_BLOCK = 256  # rows of a tile where no wire says otherwise
+_PLAIN_BLOCK = 256  # the length of a tile's rows for merge, which has no wire format
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 class Arguments(SimpleNamespace):
-    """The arguments of a call, by their names in the operator's schema, less ``impl``.
+    """The arguments of a call, by their names in the operator's schema, without ``impl``.
 
-    One ``layout``, a ``RunLayout``, stands for the three numbers of a wire's layout
-    (``run_elements``, ``wire``, ``block_size``).
+    ``layout``, a ``RunLayout``, replaces the three arguments ``run_elements``, ``wire`` and
+    ``block_size``.
     """
 
 
@@ -62,7 +62,7 @@ def is_interpreted() -> bool:
 
 
 def encode(a: Arguments) -> None:
-    """Encode c(outer) - params [+ residual], or params, of elements [begin, end)."""
+    """Encode elements [begin, end) of c(outer) - params, or of params, plus a residual if given."""
     check_max_blocks(a.max_blocks)
     device = a.payload.device
     tile = tile_of("encode", a.layout)
@@ -128,7 +128,7 @@ def outer_step(a: Arguments) -> None:
         raise ValueError(f"optimizer {a.optimizer} needs a momentum tensor, got None")
     if not a.clip > 0:
         raise ValueError(f"clip must be positive, got {a.clip}")
-    # A schema cannot say inf: a bound that fp32 cannot hold is none.
+    # Operator schemas have no literal for infinity, so a bound above fp32's range means none.
     bound = math.inf if a.clip > _LARGEST_FLOAT else float(a.clip)
     _step(
         a, a.optimizer, None if a.optimizer == "sgd" else a.momentum, None,
@@ -259,7 +259,7 @@ def norms(a: Arguments) -> None:
     if a.out.numel() != 2:
         raise ValueError(f"out must have two elements, got {a.out.numel()}")
     num_tiles = -(-num_elements // tile)
-    # From torch's cache at each call: a kept buffer could be written by two streams at once.
+    # Allocated anew by each call: two streams could write to a shared buffer at the same time.
     totals, bads = torch.empty(2, max(num_tiles, 1), dtype=torch.float64, device=device)
     launch(
         "norms", norms_kernels._norms_kernel, num_tiles, device,

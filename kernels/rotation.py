@@ -1,7 +1,7 @@
-"""The rotated wires for Triton: blocks that are encoded as a whole (``csrc/wire/rotation.h``).
+"""The rotated wires for Triton; ``csrc/wire/rotation.h`` has the formulas and their symbols.
 
-A row of a tile is a block. All but the scale is arithmetic on integers that cannot overflow, so
-that any order of additions gives the same bytes. FORM and ``part`` are those of ``blocks.py``.
+A row of a tile is a block. All arithmetic but the scale's is on integers that cannot overflow, so
+that additions in any order give the same bytes. ``blocks.py`` explains FORM and ``part``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .codes import bf16_bits, bits_float, float_bits, magnitude_bits
 
 @triton.jit
 def _random_signs(key, SIZE: tl.constexpr):
-    """Which elements of a block change their sign, int32 [1, SIZE], 0 or 1."""
+    """1 for elements of a block whose sign changes, else 0: int32 [1, SIZE]."""
     counter = tl.arange(0, SIZE // 128).to(tl.uint32)
     zero = tl.zeros_like(counter)
     w0, w1, w2, w3 = tl.philox(key, counter, zero, zero + 1, zero, n_rounds=7)
-    # A join adds the fastest dimension: the words come out in order.
+    # tl.join() appends a dimension, so these joins put the four words in order.
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [SIZE // 32])
     bits = (words[:, None] >> tl.arange(0, 32).to(tl.uint32)[None, :]) & 1
     return tl.reshape(bits.to(tl.int32), [1, SIZE])
@@ -26,10 +26,10 @@ def _random_signs(key, SIZE: tl.constexpr):
 
 @triton.jit
 def _hadamard(y, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """WHT of each row of an integer tile [ROWS, SIZE], SIZE from 64 to 512.
+    """The Hadamard transform of each row of an integer tile [ROWS, SIZE], SIZE from 64 to 512.
 
-    Each stage works on the lowest bit of the index and makes that bit the highest, so that the
-    order after the last stage is that before the first.
+    Each stage combines elements whose indices differ in the lowest bit, and moves that bit to the
+    top of the index. After the last stage the order is the original one.
     """
     STAGES: tl.constexpr = 9 if SIZE == 512 else 8 if SIZE == 256 else 7 if SIZE == 128 else 6
     for _ in tl.static_range(STAGES):
@@ -54,7 +54,7 @@ def _unpack(code, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _code_places(run_ptr, part, FORM: tl.constexpr, KEPT: tl.constexpr):
-    """Pointers [ROWS, KEPT / 8] to the first part of each block's code."""
+    """Pointers [ROWS, KEPT / 8] to the first KEPT bits of each block's code."""
     ROWS: tl.constexpr = FORM[0]
     BLOCK_BYTES: tl.constexpr = KEPT // 4 if FORM[2] == "int2r" else KEPT // 8
     code_offset, start, _ = part
@@ -64,13 +64,13 @@ def _code_places(run_ptr, part, FORM: tl.constexpr, KEPT: tl.constexpr):
 
 @triton.jit
 def _scale_places(run_ptr, part, FORM: tl.constexpr):
-    """Pointers [ROWS] to the scales of the blocks, which begin behind the key."""
+    """Pointers [ROWS] to the scales of the blocks; a run's first scale is behind its key."""
     return (run_ptr + 8).to(tl.pointer_type(tl.uint16)) + part[1] // FORM[1] + tl.arange(0, FORM[0])
 
 
 @triton.jit
 def _elements(large, sign, scale, signs, FORM: tl.constexpr, KEPT: tl.constexpr):
-    """The values of blocks from the bits of their codes; ``large`` is of int2r alone."""
+    """Decode blocks from the bits of their codes; only int2r has the bits ``large``."""
     ROWS: tl.constexpr = FORM[0]
     SIZE: tl.constexpr = FORM[1]
     level = 1
@@ -79,7 +79,7 @@ def _elements(large, sign, scale, signs, FORM: tl.constexpr, KEPT: tl.constexpr)
     z = _hadamard(level - 2 * level * sign, ROWS, KEPT)
     if KEPT < SIZE:
         z = tl.reshape(tl.broadcast_to(z[:, None, :], [ROWS, SIZE // KEPT, KEPT]), [ROWS, SIZE])
-    # As integers, so that a zero has no sign.
+    # Change signs as integers, so that no zero becomes negative.
     z = z - 2 * z * signs
     value = z.to(tl.float32) * scale[:, None]
     return tl.where(scale[:, None] == 0, 0.0, value)
@@ -87,7 +87,7 @@ def _elements(large, sign, scale, signs, FORM: tl.constexpr, KEPT: tl.constexpr)
 
 @triton.jit
 def received_scale(bits, LARGEST: tl.constexpr):
-    """The scales with these bf16 bits; NaN where no encoder makes them."""
+    """The values of scales from their bf16 bits; NaN for bits that no encoder writes."""
     value = bits_float(bits << 16)
     is_made = (bits >= 0x0080) & (bits < 0x7F80) & (value * (LARGEST * 1.0) <= 2.0**126)
     return tl.where((bits == 0) | is_made, value, float("nan"))
@@ -95,10 +95,11 @@ def received_scale(bits, LARGEST: tl.constexpr):
 
 @triton.jit
 def load_blocks(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
-    """Decode the blocks of a part of a run to a tile; blocks that do not exist are 0."""
+    """Decode the tile at ``part`` of a run; blocks that do not exist are 0."""
     ROWS: tl.constexpr = FORM[0]
     SIZE: tl.constexpr = FORM[1]
-    # How many elements share a coefficient; a function returns no constant in Triton 3.6.
+    # The number of elements that share a coefficient. It is computed here and not by a function,
+    # because functions cannot return constants in Triton 3.6.
     FOLDS: tl.constexpr = (
         2 if FORM[2] == "sub2" else 4 if FORM[2] == "sub4" else 8 if FORM[2] == "sub8"
         else 16 if FORM[2] == "sub16" else 1
@@ -126,11 +127,12 @@ def load_blocks(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def _coefficients(x, exponent, signs, FORM: tl.constexpr, KEPT: tl.constexpr, BITS: tl.constexpr):
-    """The integer coefficients [ROWS, KEPT]; ``exponent`` is of each block's largest element."""
+    """The coefficients [ROWS, KEPT], integers; ``exponent`` is E of each block."""
     ROWS: tl.constexpr = FORM[0]
     SIZE: tl.constexpr = FORM[1]
     unit = bits_float(((BITS + 127 - exponent) << 23).to(tl.uint32))
-    # 1.5 * 2^23: the sum has no fraction, and its low bits are the integer, rounded half to even.
+    # Adding 1.5 * 2^23 leaves no fraction: the sum's low bits are the integer, rounded half to
+    # even.
     q = float_bits(x * unit[:, None] + 12582912.0).to(tl.int32) - 0x4B400000
     q = q - 2 * q * signs
     if KEPT < SIZE:
@@ -143,14 +145,14 @@ def _scale_bits(
     total, energy, large_total, num_large, exponent,
     FORM: tl.constexpr, KEPT: tl.constexpr, BITS: tl.constexpr, LEAST_SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """The bf16 bits of the scales, uint32; 0 of a block that is null."""
+    """The bf16 bits of the scales, uint32; 0 for a block that is null."""
     LOG_KEPT: tl.constexpr = 9 if KEPT == 512 else 8 if KEPT == 256 else 7 if KEPT == 128 else 6
     product = total.to(tl.float32)
     square = tl.full([FORM[0]], KEPT, tl.int32)
     if FORM[2] == "int2r":
         product = 3.0 * product + 7.0 * large_total.to(tl.float32)
         square = 9 * KEPT + 91 * num_large
-    # A block of zeros divides by 1 instead of 0, and is null all the same.
+    # In a block of zeros 1 replaces the divisor 0; the block is null anyway.
     safe = tl.where(total == 0, 1.0, product)
     if LEAST_SQUARES:
         gain = tl.div_rn(product, square.to(tl.float32))
@@ -172,13 +174,15 @@ def store_blocks(
     LEAST_SQUARES: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Encode a tile into a part of a run and return the values that the codes stand for.
+    """Encode a tile at ``part`` of a run, and return the values of its codes.
 
-    x is 0 where no element is. LEAST_SQUARES: the scale has the smallest error, for error feedback.
+    x must be 0 for elements that do not exist. With LEAST_SQUARES, for error feedback, the scale
+    is the one with the smallest error.
     """
     ROWS: tl.constexpr = FORM[0]
     SIZE: tl.constexpr = FORM[1]
-    # How many elements share a coefficient; a function returns no constant in Triton 3.6.
+    # The number of elements that share a coefficient. It is computed here and not by a function,
+    # because functions cannot return constants in Triton 3.6.
     FOLDS: tl.constexpr = (
         2 if FORM[2] == "sub2" else 4 if FORM[2] == "sub4" else 8 if FORM[2] == "sub8"
         else 16 if FORM[2] == "sub16" else 1
@@ -188,7 +192,7 @@ def store_blocks(
     key = key.to(tl.int64)
     eight = tl.arange(0, 8)
     digits = ((key >> (8 * eight).to(tl.int64)) & 0xFF).to(tl.uint8)
-    tl.store(run_ptr + eight, digits, mask=eight + part[1] < 8)  # by the run's first tile
+    tl.store(run_ptr + eight, digits, mask=eight + part[1] < 8)  # the run's first tile only
     bad = magnitude_bits(x) > 0x79800000
     if nonfinite_ptr is not None:
         one = tl.full([ROWS, SIZE], 1, tl.int64)

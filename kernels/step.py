@@ -1,4 +1,4 @@
-"""outer_step, outer_step_adam and outer_step_delayed for Triton: payloads into outer state."""
+"""outer_step, outer_step_adam and outer_step_delayed for Triton: they apply payloads to outer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _step_tile(
         update = tl.div_rn(lr * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
     else:
         m = mu * load_flat(momentum_ptr + outer_at, offsets, mask, FULL) + g
-        # Selections keep a NaN; minimum and maximum may drop a NaN.
+        # tl.where() keeps a NaN, which tl.minimum() and tl.maximum() may drop.
         m = tl.where(-clip > m, -clip, m)
         m = tl.where(clip < m, clip, m)
         store_flat(momentum_ptr + outer_at, offsets, m, mask, FULL)
@@ -61,10 +61,11 @@ def _step_tile(
     )
 
 
-# m' = mu m + g, clipped;  outer' = outer - lr (g + mu m');  params' = alpha params + (1 - alpha)
-# outer', with g the weighted sum of the decoded payloads; Adam by its own equations.
-# Reads 1 + 4 + 4 bytes an element (int8, one term, momentum), writes 4 + 4 + 4 (fp32 parameters).
-# One program a tile of ROWS blocks; none does anything when the verdict is not zero.
+# Takes an outer step. g is the weighted sum of the decoded payloads; for Nesterov, momentum becomes
+# m = mu momentum + g, clipped, and outer decreases by lr (g + mu m). Then params become
+# alpha params + (1 - alpha) outer. Per element it reads 1 + 4 + 4 bytes (int8, one term, momentum)
+# and writes 4 + 4 + 4 (fp32 parameters). One program for each tile of ROWS blocks; no program does
+# anything if the verdict is not zero.
 @triton.jit(do_not_specialize=[*SPAN_VARYING, "outer_run"])
 def _step_kernel(
     outer_ptr,
@@ -168,10 +169,11 @@ def _delayed_tile(
         store_flat(pending_ptr + outer_at, offsets, d, mask, FULL)
 
 
-# d = pending + g; before the last arrival pending' = d, with it m' = mu m + d and
-# outer' = outer - lr (direct d + ahead m' + behind m).
-# Reads 1 + 4 bytes an element (int8, one term), writes 4; the last one reads 1 + 4 + 4 + 4 and
-# writes 4 + 4. One program a tile of ROWS blocks.
+# Adds an arrival g, the weighted sum of the decoded payloads, to `pending`: d = pending + g. Before
+# the last arrival, d is stored there. The last one makes the new momentum m' = mu m + d, and outer
+# decreases by lr (direct d + ahead m' + behind m). Per element it reads 1 + 4 bytes (int8, one
+# term) and writes 4; the last arrival reads 1 + 4 + 4 + 4 and writes 4 + 4. One program for each
+# tile of ROWS blocks.
 @triton.jit(do_not_specialize=["num_terms", "first_run", "tiles_per_run", "end", "outer_run"])
 def _delayed_kernel(
     outer_ptr,

@@ -1,4 +1,7 @@
-"""The terms of a weighted sum of payloads: few as arguments, many through a table on the device."""
+"""The terms of a weighted sum of payloads: a few are arguments, many are in a table on the device.
+
+A term is a payload and its coefficient.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ from torch import Tensor
 
 from .blocks import load_values
 
-MAX_INLINE = 8  # terms that are arguments of a kernel; each number of them is compiled by itself
+MAX_INLINE = 8  # the most terms that are arguments; each number of them needs its own compilation
 
 
 @triton.jit
 def sum_of_terms(terms, part, NUM_INLINE: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr):
-    """c_0 d_0 + c_1 d_1 + ... of a tile, each product rounded, then added, in order.
+    """The weighted sum of the decoded payloads over a tile, in the order of the terms.
 
-    ``terms``: payloads, coefficients, table, number of terms, offset of the run in each payload.
+    Each product is rounded before it is added. ``terms`` are the payloads, the coefficients, the
+    table, the number of terms, and the byte at which the run begins in each payload.
     """
     payloads, coefficients, table_ptr, num_terms, run_offset = terms
     if NUM_INLINE > 0:
@@ -43,7 +47,7 @@ def _term(table_ptr, i, run_offset, part, FORM: tl.constexpr, FULL: tl.constexpr
 
 @dataclass(frozen=True)
 class Terms:
-    """Arguments of ``sum_of_terms``: payloads and coefficients, or a table of them."""
+    """Arguments of ``sum_of_terms``: payloads and coefficients, or a table with both."""
 
     payloads: tuple[Tensor, ...]
     coefficients: tuple[float, ...]
@@ -56,7 +60,7 @@ class Terms:
 
 
 def make_terms(payloads: Sequence[Tensor], coefficients: Sequence[float]) -> Terms:
-    """Take up to ``MAX_INLINE`` terms as they are, and put more into a table."""
+    """Return up to ``MAX_INLINE`` terms as arguments, or a larger number in a table."""
     factors = tuple(float(coefficient) for coefficient in coefficients)
     if len(payloads) <= MAX_INLINE:
         return Terms(tuple(payloads), factors, None, len(payloads))

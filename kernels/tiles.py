@@ -1,17 +1,17 @@
-"""A fragment's tensors where they lie, for kernels that must not know how many there are.
+"""Tables by which kernels find the elements of a fragment's tensors, however many there are.
 
-A *tile* is the work of one program: consecutive elements of one run. A table on the device has a
-row for each tile of the fragment, so that one launch covers any chunk:
+A *tile* has consecutive elements of one run, on which one program works. The first table, on the
+device, has a row for each tile of the fragment, so that one launch covers any chunk:
 
-    (address, dtype)       the whole tile lies in one tensor, at a multiple of 16 bytes
-    (segment, -1 - count)  the tile is cut short, or in ``count`` tensors from ``segment`` on
+    (address, dtype)       all of the tile is in one tensor, at a multiple of 16 bytes
+    (segment, -1 - count)  the tile is cut short, or is in ``count`` tensors from ``segment`` on
 
-and a second table has a row for each tensor that is not empty: (begin, end, address, dtype). Both
-tables are made once for a fragment and a way of cutting it, and are found again by the tensors'
-addresses.
+The second table has a row for each tensor (segment) that is not empty: (begin, end, address,
+dtype), where begin and end count the fragment's elements. Both tables are made once for a fragment
+and the sizes of its runs and tiles, and are found again by the tensors' addresses.
 
-A fragment of one tensor needs no tables: the tensor itself is passed in the place of the second,
-and 0 as the set of dtypes says so.
+A fragment of one tensor needs no tables. Then the tensor itself is passed in place of the second
+table, and the set of dtypes, ``DTYPE_SET``, is 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @triton.jit
 def find_tile(tiles_ptr, segments_ptr, place, count, TILE: tl.constexpr, DTYPE_SET: tl.constexpr):
-    """Where a tile lies, for ``load_tile`` and ``store_tile``; and whether whole in one tensor."""
+    """The row of a tile, for ``load_tile`` and ``store_tile``, and whether it is in one tensor."""
     if DTYPE_SET == 0:
         where = place
         kind = tl.where(count >= TILE, 0, -1)
@@ -40,7 +40,7 @@ def find_tile(tiles_ptr, segments_ptr, place, count, TILE: tl.constexpr, DTYPE_S
 
 @triton.jit
 def load_any(pointer, offsets, mask, FULL: tl.constexpr):
-    """Load fp32, bf16 or fp16 as fp32; elements outside of ``mask`` are 0, unless FULL."""
+    """Load fp32, bf16 or fp16 as fp32; 0 for elements that ``mask`` leaves out, unless FULL."""
     if pointer.dtype.element_ty == tl.bfloat16:
         pointer = pointer.to(tl.pointer_type(tl.uint16))
         raw = tl.load(pointer + offsets) if FULL else tl.load(pointer + offsets, mask, other=0)
@@ -53,7 +53,7 @@ def load_any(pointer, offsets, mask, FULL: tl.constexpr):
 
 @triton.jit
 def _written(outer, NUMBER: tl.constexpr):
-    """c(outer): what elements of the dtype NUMBER hold."""
+    """c(outer): the values of tensors of the dtype NUMBER after outer was written to them."""
     if NUMBER == 0:
         value = outer
     elif NUMBER == 1:
@@ -69,14 +69,14 @@ def _rounded(x, outer, NUMBER: tl.constexpr):
     if outer is not None and NUMBER != 0:
         is_up = x < _written(outer, NUMBER)
         if NUMBER == 1:
-            # Cutting bits off rounds to zero, and from zero after this has been added.
+            # Dropping the low bits rounds toward zero; adding 0xFFFF before rounds away from zero.
             added = tl.where(is_up ^ (x < 0), 0xFFFF, 0).to(tl.uint32)
             x = bits_float((float_bits(x) + added) & 0xFFFF0000)
         else:
             half = x.to(tl.float16)
             nearest = half.to(tl.float32)
             is_beyond = tl.where(is_up, nearest < x, nearest > x)
-            # The magnitudes of a sign are in the order of their bits.
+            # Bits of the same sign rise with the magnitude, so +-1 is the neighbouring value.
             bits = half.to(tl.uint16, bitcast=True).to(tl.int32)
             bits += tl.where(is_beyond, tl.where(tl.abs(nearest) < tl.abs(x), 1, -1), 0)
             x = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -130,7 +130,7 @@ def _load_one(
 
 @triton.jit
 def load_at(address, dtype, offsets, mask, DTYPE_SET: tl.constexpr, ALIGNED: tl.constexpr):
-    """Load elements of one tensor as fp32; with more than one dtype, only the right one is read."""
+    """Load elements of one tensor as fp32; ``dtype`` says which dtype of DTYPE_SET it has."""
     if DTYPE_SET & 1:
         value = _load_one(address, dtype, offsets, mask, 0, DTYPE_SET, ALIGNED)
     if DTYPE_SET & 2:
@@ -154,7 +154,7 @@ def _store_one(
     DTYPE_SET: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Store fp32 values at the address, rounded to the dtype NUMBER, if that is the dtype there."""
+    """Store fp32 values at the address, rounded to the dtype NUMBER, if ``dtype`` is NUMBER."""
     value = _rounded(value, outer, NUMBER)
     if NUMBER == 0:
         pointer = address.to(tl.pointer_type(tl.float32))
@@ -198,9 +198,9 @@ def _store_at(
 
 @triton.jit
 def round_at(outer, dtype, DTYPE_SET: tl.constexpr):
-    """c(outer): what elements of the dtype hold.
+    """c(outer): the values that a tensor of the dtype has after outer was written to it.
 
-    dtype: the number of the dtype, or in a fragment of one tensor the pointer to that tensor.
+    ``dtype`` is the number of the dtype, or in a fragment of one tensor the pointer to that tensor.
     """
     value = outer
     if DTYPE_SET == 0:
@@ -219,10 +219,11 @@ def round_at(outer, dtype, DTYPE_SET: tl.constexpr):
 
 @triton.jit
 def load_tile(tile, element, offsets, outer, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr):
-    """Load a tile's elements as fp32, or c(outer) less the elements unless outer is None.
+    """Load a tile's elements as fp32; unless outer is None, c(outer) minus the elements.
 
-    ``tile`` is from ``find_tile``; ``element`` is its first. FULL: the row gives the address. Else
-    the tensors are gone through, and elements outside of ``mask`` are 0.
+    ``tile`` is from ``find_tile``, and ``element`` is the tile's first element. With FULL, the row
+    has the address. Else elements are loaded from one tensor after the other, and elements that
+    ``mask`` leaves out are 0.
     """
     where, kind, segments_ptr = tile
     if DTYPE_SET == 0:
@@ -259,7 +260,7 @@ def store_tile(
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Store a tile's elements in the dtype of each tensor: ``store_any`` has the rounding."""
+    """Store a tile's elements in the dtype of each tensor, rounded as by ``store_any``."""
     where, kind, segments_ptr = tile
     if DTYPE_SET == 0:
         store_any(segments_ptr + element, offsets, value, outer, mask, FULL)
