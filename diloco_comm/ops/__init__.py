@@ -2,9 +2,9 @@
 
 Each operator has the name and the arguments, in the same order, of its schema in
 ``torch.ops.diloco_comm.*`` (``csrc/operators/schemas.h``); the numeric definition is
-``docs/developers/wire-formats.md``. A *fragment* is a list of tensors, virtually concatenated to
-N elements; ``begin`` and ``end`` count in it. All operators work in place on buffers of the caller
-and allocate nothing.
+``docs/developers/wire-formats.md``. A *fragment* is a list of tensors whose N elements are counted
+through, one tensor after the other; ``begin`` and ``end`` are such counts. All operators work in
+place on buffers of the caller and allocate nothing.
 
 A name given as ``impl`` comes first, then the environment's (``DILOCO_COMM_IMPL``), then the
 default: ``DEFAULT_ON_CUDA`` for CUDA tensors, and on the CPU the fastest that the extension finds
@@ -83,10 +83,11 @@ def _run(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> No
 def _chosen(
     operator: str, impl: str, device: str, index: int | None, environment: str
 ) -> tuple[Callable[..., None], tuple[str, ...], tuple[int, ...]]:
-    """Choose the implementation of an operator, once for each choice there is.
+    """Choose the implementation of an operator; the answer is cached for the same arguments.
 
     Args:
-        environment: The environment's name, which ``resolve_impl`` reads itself.
+        environment: The value of ``DILOCO_COMM_IMPL``. ``resolve_impl`` reads it itself: as an
+            argument it is part of the cache's key.
 
     Returns:
         The function, the name that it takes as its last argument, if any, and the positions of
@@ -130,7 +131,7 @@ def encode(
     max_blocks: int = 0,
     impl: str = "",
 ) -> None:
-    """Write Q(c(outer) - params + residual) of elements [begin, end) into the fragment's payload.
+    """Encode elements [begin, end) of c(outer) - params + residual into the fragment's payload.
 
     c(x) is x rounded to the dtype of the element's parameter, to nearest.
 
@@ -144,14 +145,14 @@ def encode(
         run_elements: Elements of a run, a multiple of ``block_size``.
         wire, block_size: As in ``wire.WireFormat``.
         stochastic: Round stochastically, with Philox keyed by ``rng_key``, instead of to nearest.
-        residual, new_residual: 1-D fp32 or bf16 [N]; what the encoding lost is written to the
-            second. They may be the same tensor.
+        residual, new_residual: 1-D fp32 or bf16 [N]: the values that are added, and where the
+            encoding's errors are written. They may be the same tensor.
         nonfinite: int64 [1]; the number of bad elements is added.
         outer_begin: Where in the fragment a window begins, a multiple of ``run_elements``.
         max_blocks: Most thread blocks of the kernel's grid on a GPU, so that kernels on other
-            streams have room; 0: as many as there is work for. The bytes are the same. In Triton
-            ``reduce`` and ``digest`` alone keep the bound, and implementations on the CPU have no
-            grid.
+            streams have room; 0: as many as there is work for. The results do not depend on it.
+            Among Triton's operators ``reduce`` and ``digest`` alone keep the bound, and
+            implementations on the CPU have no grid.
         impl: Implementation, or "" for the default.
 
     Raises:
@@ -280,17 +281,19 @@ def outer_step_delayed(
     outer_begin: int = 0,
     impl: str = "",
 ) -> None:
-    """Add an arrival g to what is pending; the last one of a period takes the outer step.
+    """Collect the gradients of a period in ``pending``; the last one takes the outer step.
 
-    d = pending + g, or g for the first. Before the last arrival: pending = d, and nothing else is
-    touched. With the last: m' = mu*m + d and outer -= lr*(direct*d + ahead*m' + behind*m), pending
-    is left as it was. Parameters are not written.
+    Let g be the gradient of this call, sum_i c_i * decode(payload_i), and d = pending + g, or g if
+    the call is the period's ``first``. A call that is not the ``last`` sets pending = d and nothing
+    else. The last one leaves pending alone, makes momentum m' = mu*m + d of its old value m, and
+    takes outer -= lr*(direct*d + ahead*m' + behind*m). Parameters are not written.
 
     Args:
         outer, momentum: 1-D fp32 [N]; without a momentum the terms of ``ahead`` and ``behind``
             are left out. Or windows of one size from ``outer_begin`` on, as in ``encode``; ``end``
             may be where they end.
-        pending: As ``outer``; may be None when every arrival is first and last.
+        pending: As ``outer``; may be None when every call is first and last.
+        first, last: Whether this call is the first, and the last, of its period.
 
     The other arguments and the errors are those of ``outer_step``.
     """
@@ -313,7 +316,7 @@ def decode(
     """Set elements [begin, end) of ``outs`` to sum_i c_i * decode(payload_i).
 
     Args:
-        outs: Tensors (fp32, bf16 or fp16, any shape, dense), virtually concatenated.
+        outs: The tensors (fp32, bf16 or fp16, any shape, dense) that make up the fragment.
 
     The other arguments and the errors are those of ``outer_step``.
     """
@@ -330,7 +333,7 @@ def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0, *, impl: 
 
 
 def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: str = "") -> None:
-    """Write to ``out`` (fp64 [2]) the squared L2 norm of c(outer) - params and the bad elements.
+    """Write to ``out`` (fp64 [2]) the squared norm of c(outer) - params, and count bad elements.
 
     Without ``outer`` the norm is that of the params. Bad elements (NaN, Inf, above 2^126) are
     counted and left out of the norm. The order of summation is fixed, whatever the threads.

@@ -1,4 +1,4 @@
-"""The implementations of the operators: where each is, which ones are here, and which one runs.
+"""The implementations of the operators: which ones this machine can run, and which one serves.
 
 Triton's operators are registered as ``torch.ops.diloco_comm_triton.*``, with the extension's
 schemas; nothing of Triton is imported before the first call. Where the extension has no CUDA
@@ -39,9 +39,9 @@ IMPLEMENTATIONS = {
         "cuda": "csrc/cuda",
     },
 }
-# The default of each operator on CUDA tensors, where both implementations are there; else the
-# available one is the default. docs/measurements/gpu-kernels.md has the figures of an H200, and why
-# Triton serves none of the operators there; benchmarks/operators/kernels_gpu.py measures a GPU.
+# The default of each operator on CUDA tensors where both implementations can run; where one can,
+# it is the default. docs/measurements/gpu-kernels.md says why none of the defaults is "triton": it
+# has the figures of an H200. benchmarks/operators/kernels_gpu.py measures another GPU.
 DEFAULT_ON_CUDA = {
     "encode": "cuda",
     "reduce": "cuda",
@@ -56,7 +56,7 @@ DEFAULT_ON_CUDA = {
 OPERATORS = tuple(DEFAULT_ON_CUDA)
 # The operators that have no kernels for CUDA tensors.
 CPU_ONLY = ("gram",)
-# The compute capability that the kernels in CUDA need of a GPU, and Triton too.
+# The lowest compute capability of a GPU on which the CUDA kernels, or Triton's, can run.
 LEAST_CAPABILITY = (8, 0)
 
 _libraries: list[Library] = []  # a registration lasts as long as its library
@@ -120,7 +120,7 @@ def resolve_impl(
     if not impl and env.impl() and not _is_of_another_device(env.impl(), device):
         impl = env.impl()
     if device not in IMPLEMENTATIONS:
-        return impl  # whatever is registered for that kind of device
+        return impl  # torch's dispatcher finds what is registered for another type of device
     if device == "cuda" and index is not None and torch.cuda.is_available():
         if refused := obstacle(torch.device("cuda", index)):
             raise ValueError(f"a tensor is {refused}")
@@ -236,7 +236,7 @@ def served_by(device: int) -> str:
             warnings.simplefilter("ignore")  # the sentence says the same
             names = {resolve_impl("", "cuda", operator, device) for operator in OPERATORS}
         why = f"{env.IMPL} is triton" if env.impl() == "triton" else cuda_obstacle(device)
-    except (ValueError, RuntimeError) as error:  # the second is the driver's
+    except (ValueError, RuntimeError) as error:  # a failing CUDA driver raises RuntimeError
         return f"not served: {str(error).partition(chr(10))[0]}"
     which = " and ".join("Triton" if name == "triton" else "CUDA kernels" for name in sorted(names))
     return f"served by {which}" + (f", because {why}" if why else "")
@@ -281,7 +281,7 @@ def _kernel(name: str, arguments: Sequence[Any], device: str) -> Callable[..., N
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """Stand for an operator on fake tensors, which have nothing to write."""
+    """Serve as an operator on fake tensors (without memory): there is nothing to write."""
 
 
 def _operators(device: str) -> Any:

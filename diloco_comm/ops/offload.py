@@ -16,8 +16,8 @@ from .. import _C
 from ..base.memory import memory_order
 from .wire import Layout
 
-# Elements of a chunk: enough to fill the device, few enough that two of outer and momentum are
-# small beside any model. Not measured.
+# Elements of a chunk: enough to keep the device busy, and so few that two chunks of outer
+# parameters and of momentum are small beside any model. The number was chosen, not measured.
 CHUNK_ELEMENTS = 4 << 20
 
 
@@ -26,7 +26,7 @@ def chunks_of(
 ) -> list[tuple[int, int]]:
     """Cut elements [begin, end) of a fragment into ranges of whole runs.
 
-    A range has at most ``most`` elements, or it is a single run: operators take no part of a run.
+    A range has at most ``most`` elements, or it is a single run, because operators take whole runs.
     """
     step = max(1, most // layout.run_elements) * layout.run_elements
     end = layout.num_elements if end is None else end
@@ -47,8 +47,8 @@ class Offloaded:
     def chunk(self, begin: int, end: int, *, is_written: bool) -> Iterator[list[Tensor]]:
         """Bring the range to the device, and back afterwards if it is written.
 
-        The tensors given hold the range alone, until the block ends. If the block fails, what the
-        block has written comes back too, as without ``Offloaded``.
+        The tensors that the block gets hold this range alone, and are valid until it ends. If the
+        block raises, what it has written still goes back to host memory.
         """
         tensors = self.loader.load(self.tensors, begin, end)
         try:
@@ -62,7 +62,7 @@ class Offloaded:
 
 
 def slices(tensors: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-    """View elements [begin, end) of dense tensors, virtually concatenated, as 1-D pieces."""
+    """View elements [begin, end) of dense tensors, counted through them all, as 1-D pieces."""
     pieces, offset = [], 0
     for tensor in tensors:
         first, last = max(begin - offset, 0), min(end - offset, tensor.numel())

@@ -4,7 +4,7 @@ The functions have the names and arguments of ``torch.ops.diloco_comm.*`` (less 
 the same bytes. All arithmetic is IEEE fp32, one rounding for each operation, sub-normals kept.
 ``all_reduce`` is what a whole exchange must leave behind, computed in one process.
 
-Imports torch, and of the package ``wire.py``, ``phases.py`` and the ``reference_*`` modules alone.
+This module imports torch and, from this package, only ``wire.py`` and the ``reference_*`` modules.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def products(words: Tensor, first_word: int = 0) -> Tensor:
-    """Return the terms of consecutive int64 words [..., n] in the sum of products."""
+    """Return what each word adds to a digest's sum of products.
+
+    Args:
+        words: int64 [..., n]; each row holds consecutive words.
+        first_word: Index of a row's first word in the tensor that is digested.
+    """
     index = torch.arange(words.shape[-1], dtype=torch.int64, device=words.device)
     u = words ^ ((index + (first_word + 1)) * _signed(STEP))
     v = (u ^ _shifted(u, SHIFT)) * _signed(FACTOR)
@@ -92,14 +97,19 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def gather(tensors: Sequence[Tensor], begin: int, end: int) -> Tensor:
-    """Return elements [begin, end) of the concatenation as fp32."""
+    """Return elements [begin, end) of a fragment, the concatenation of its tensors, as fp32."""
     if not tensors:
         return torch.empty(0)
     return torch.cat([flat(tensor).float() for tensor in tensors])[begin:end]
 
 
 def _pieces(values: Tensor, tensors: Sequence[Tensor], begin: int) -> list[tuple[Tensor, Tensor]]:
-    """Pair values of elements begin, begin + 1, ... with the tensors' own parts."""
+    """Pair values for elements begin, begin + 1, ... of a fragment with the places they belong to.
+
+    Returns:
+        For each tensor that has some of these elements: the values, and the view of the tensor's
+        elements that they are for.
+    """
     pieces, offset = [], 0
     for tensor in tensors:
         first = max(begin, offset)
@@ -112,7 +122,7 @@ def _pieces(values: Tensor, tensors: Sequence[Tensor], begin: int) -> list[tuple
 
 
 def scatter(values: Tensor, tensors: Sequence[Tensor], begin: int) -> None:
-    """Write values into elements begin, begin + 1, ... of the concatenation, rounded to nearest."""
+    """Write values into elements begin, begin + 1, ... of a fragment, rounded to nearest."""
     for part, own in _pieces(values, tensors, begin):
         own.copy_(part.to(own.dtype))
 
@@ -141,7 +151,8 @@ def _rounded_toward(x: Tensor, target: Tensor) -> Tensor:
     if target.dtype == torch.float32:
         return nearest
     is_beyond = torch.where(x >= target, nearest > x, nearest < x)
-    # The magnitudes of a sign are in the order of their bits.
+    # Among numbers of one sign a larger magnitude has larger bits, so that bits + 1 and bits - 1
+    # are the neighbouring values.
     neighbour = nearest.view(torch.int16) + torch.where(nearest.abs() < x.abs(), 1, -1)
     return torch.where(is_beyond, neighbour.to(torch.int16).view(target.dtype), nearest)
 
@@ -190,7 +201,7 @@ def _one_after_the_other(values: Tensor | list[float]) -> float:
 
 
 def _lane_sums(x: Tensor, size: int) -> Tensor:
-    """Return the sum of each ``size`` elements, in sixteen lanes."""
+    """Return the sum of each ``size`` consecutive elements, added as ``ordered_sum`` says."""
     parts = torch.nn.functional.pad(x, (0, -x.numel() % size)).view(
         -1, size // NORM_LANES, NORM_LANES
     )
@@ -269,7 +280,7 @@ def _combine(
     wire: WireFormat,
     count: int,
 ) -> Tensor:
-    """Return c_0 * d_0 + c_1 * d_1 + ... of one run, in the order of the list."""
+    """Return one run's sum of coefficient * decoded payload, added in the order of the payloads."""
     run_bytes = wire.run_bytes(run_elements)
     total = torch.empty(0)
     for i, (payload, coefficient) in enumerate(zip(payloads, coefficients, strict=True)):
@@ -297,9 +308,9 @@ def encode(
     outer_begin: int = 0,
     max_blocks: int = 0,
 ) -> None:
-    """Encode c(outer) - params [+ residual], or params, of elements [begin, end).
+    """Encode elements [begin, end) of c(outer) - params; without ``outer``, of the params.
 
-    c(x) is x rounded to nearest in the dtype of the element's parameter.
+    c(x) is x rounded to nearest in the dtype of the element's parameter. A residual is added first.
     """
     form = WireFormat(wire, block_size)
     run_bytes = form.run_bytes(run_elements)
@@ -421,7 +432,7 @@ def outer_step_adam(
     verdict: Tensor | None = None,
     outer_begin: int = 0,
 ) -> None:
-    """Apply Adam's step number ``step`` (the first is 1) to outer, and merge it."""
+    """Apply Adam's step number ``step`` (the first is 1) to outer, and merge outer into params."""
     if verdict is not None and verdict.item() != 0:
         return
     form = WireFormat(wire, block_size)
@@ -463,7 +474,7 @@ def outer_step_delayed(
     verdict: Tensor | None = None,
     outer_begin: int = 0,
 ) -> None:
-    """Add an arrival to what is pending; the last of a period takes the outer step."""
+    """Add a gradient to those that wait in ``pending``; the last of a period takes the step."""
     if verdict is not None and verdict.item() != 0:
         return
     form = WireFormat(wire, block_size)
@@ -547,7 +558,7 @@ def gram(
     block_size: int,
     first_row: int = 0,
 ) -> None:
-    """Write the dot products of pairs of decoded payloads, in fp64, block after block."""
+    """Write the dot products of all pairs of decoded payloads; ``sum_by_blocks`` adds in fp64."""
     decoded = [torch.zeros(end - begin, dtype=torch.float32) for _ in payloads]
     form = WireFormat(wire, block_size)
     for run_idx, first, last in runs_of(begin, end, run_elements):
@@ -579,19 +590,22 @@ def all_reduce(
     new_reduce_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
 ) -> list[tuple[Tensor, float]]:
-    """Return the terms (payload, coefficient) that an exchange leaves, laid out as ``mean_layout``.
+    """Return an exchange's result: payloads, laid out as ``mean_layout``, and their coefficients.
+
+    The averaged gradient is the sum of coefficient * decoded payload.
 
     Args:
         params: The fragment's tensors of each rank, in rank order.
         layout: The fragment's layout, planned for ``len(params)`` ranks.
         weights: One positive number a rank; equal by default.
         outers: fp32 [N] outer parameters of each rank; without them the parameters are averaged.
-        stochastic, seed, replicas, round, fragment: Rounding and what its keys are made of.
-            ``replicas`` are the ranks' replica ids, by default 0, 1, ...
-        residuals, new_residuals: [N] for each rank, error feedback of the first encoding.
-        reduce_residual, new_reduce_residual: [N], error feedback of the second one; in an exchange
-            each rank holds the part of the runs it owns.
-        nonfinite: int64[W]; the bad elements that each rank met are added.
+        stochastic: Round stochastically instead of to nearest.
+        seed, replicas, round, fragment: The random numbers' keys are made of these. ``replicas``
+            are the ranks' replica ids, by default 0, 1, ...
+        residuals, new_residuals: [N] for each rank: the error feedback of the ranks' own payloads.
+        reduce_residual, new_reduce_residual: [N]: the error feedback of the encoding of the mean.
+            In an exchange each rank holds the elements of the runs it owns, and no others.
+        nonfinite: int64 [world size]; the number of bad elements that each rank met is added.
     """
     world_size, wire = len(params), layout.wire
     replicas = range(world_size) if replicas is None else replicas

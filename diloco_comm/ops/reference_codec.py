@@ -44,13 +44,13 @@ def random_bits(first_index: int, count: int, key: int) -> Tensor:
     zero = torch.zeros_like(block)
     words = torch.stack(philox([block & 0xFFFFFFFF, block >> 32, zero, zero], key))
     word = words.gather(0, ((index >> 2) & 3).unsqueeze(0)).squeeze(0)
-    # An element's own byte, and below it its neighbour's.
+    # An element's high byte is its own; its low byte is its neighbour's (index ^ 1) high byte.
     own = (word >> (8 * (index & 3))) & 0xFF
     return (own << 8) | ((word >> (8 * ((index & 3) ^ 1))) & 0xFF)
 
 
-# Kept mantissa bits and smallest normal exponent of the floating-point codes. Below the smallest
-# normal number the grid is uniform and reaches zero; for e3m0 that leaves {0, 2^-2}.
+# Mantissa bits, and the exponent of the smallest normal number, of the floating-point codes. Below
+# that number codes are equally spaced down to zero; e3m0 has only 0 below its 2^-2.
 _GRIDS = {
     "bf16": (7, -126),
     "fp16": (10, -14),
@@ -99,7 +99,8 @@ def _round_stochastic(y: Tensor, wire: WireFormat, bits: Tensor) -> Tensor:
     mantissa_bits, min_exponent = _GRIDS[wire.name]
     dropped = 23 - mantissa_bits
     if dropped <= 16:
-        # No more random bits than fp32 has below the kept ones: a value that is a code stays.
+        # Take only as many random bits as the code drops from fp32's mantissa: a value that is
+        # itself a code stays as it is.
         uniform = (bits >> (16 - dropped)).float() * 2.0**-dropped
     a = y.abs().double()
     exponent = (torch.frexp(a).exponent - 1).clamp(min=min_exponent)

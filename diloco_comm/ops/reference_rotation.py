@@ -71,12 +71,17 @@ def _rounded(x: Tensor, exponent: Tensor, bits: int) -> Tensor:
 
 
 def _levels(magnitude: Tensor, total: Tensor) -> Tensor:
-    """Say which coefficients get the large level of int2r."""
+    """Return for each coefficient whether it gets the large level of int2r, bool.
+
+    Args:
+        magnitude: Absolute coefficients, [blocks, size].
+        total: Their sum in each block.
+    """
     return magnitude > ((_BORDER * total) >> 16).unsqueeze(1)
 
 
 def _int2r_sums(magnitude: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum |Y| c and sum c^2 of the levels c, both fp32."""
+    """Return each block's sum of |coefficient| * level, and its sum of level^2, both fp32."""
     is_large = _levels(magnitude, total)
     product = 3.0 * _exactly_fp32(total) + 7.0 * _exactly_fp32((magnitude * is_large).sum(1))
     square = 9 * magnitude.shape[1] + 91 * is_large.sum(1)
@@ -101,7 +106,7 @@ def _encode_blocks(x: Tensor, signs: Tensor, wire: WireFormat, least_squares: bo
         product, square = _int2r_sums(magnitude, total)
     energy = _exactly_fp32((magnitude**2).sum(1))
     gain = product / square if least_squares else energy / product
-    # A quotient 0 / 0 of a block of zeros is replaced below.
+    # In a block of zeros the quotient is 0 / 0; ``is_null`` replaces its scale and code.
     unit = exponent - bits - (size // fraction).bit_length() + 1
     scale = (gain * power_of_two(unit)).bfloat16()
     is_null = (total == 0) | ~(scale.float() >= SMALLEST_SCALE)
@@ -118,7 +123,7 @@ def encode_run(
     """Encode x into one run of a payload and return the number of bad elements.
 
     Args:
-        key: Of the random signs, which travels at the start of the run.
+        key: The key of the random signs, which is stored at the start of the run.
         least_squares: Choose the scale with the smallest error, for error feedback, instead of the
             one with which the projection of the decoded block on x is x.
     """

@@ -17,14 +17,18 @@ from .wire import WireFormat
 def _kept(x: Tensor, count: int) -> Tensor:
     """Return the ascending indices of the largest magnitudes of each row, int64 [rows, count].
 
-    Of equal magnitudes those with the lower index are kept.
+    Among equal magnitudes, elements with lower indices are kept.
     """
     order = x.abs().sort(dim=1, descending=True, stable=True).indices
     return order[:, :count].sort(dim=1).values
 
 
 def _code(indices: Tensor, signs: Tensor, low_bits: int) -> Tensor:
-    """Return the code of kept elements, uint8 [rows, bytes]."""
+    """Return the code of kept elements, uint8 [rows, bytes].
+
+    The code has a plane for each low bit of the indices; then the high bits, as ones at the places
+    (high bits of index i) + i; then the signs.
+    """
     rows, count = indices.shape
     planes = [pack_bits((indices >> bit) & 1 == 1) for bit in range(low_bits)]
     places = (indices >> low_bits) + torch.arange(count)
@@ -65,8 +69,8 @@ def encode_run(x: Tensor, run: Tensor, run_elements: int, wire: WireFormat) -> i
 def decode_run(run: Tensor, run_elements: int, wire: WireFormat, count: int) -> Tensor:
     """Return the first ``count`` elements of one run as fp32; a null block is +0.
 
-    A block whose code no encoder makes is NaN: one whose upper part has not as many ones as there
-    are kept elements, or whose indices do not ascend.
+    A block whose code no encoder makes is NaN: the high bits of its indices must have a one for
+    each kept element, and the indices must ascend.
     """
     if count == 0:
         return torch.empty(0)

@@ -22,12 +22,12 @@ from .wire import WireFormat, mean_wire
 
 
 def drop_bad(residual: Tensor, wire: WireFormat) -> None:
-    """Set elements to zero that are NaN, or too large to be sent or added up with their like.
+    """Set elements to zero that are NaN, or so large that they or their mean could not be encoded.
 
-    A wire takes magnitudes up to 2^126. A scale that is rounded up makes them a little larger, and
-    then the mean is refused: half of that is certain to pass. A rotated wire takes magnitudes up to
-    2^116, and decodes elements below 2^10 times the largest of their block; among many replicas the
-    mean of sparse payloads is on a rotated wire, too (``phases``).
+    An encoding takes magnitudes up to 2^126. A scale that is rounded up makes the decoded values a
+    little larger, and the encoding of their mean would refuse them: the limit here is half as much.
+    A rotated encoding takes magnitudes up to 2^116, and its decoded elements are below 2^10 times
+    the largest of their block. The mean of sparse payloads may be rotated, too (``mean_wire``).
     """
     is_rotated = mean_wire(wire).is_rotated
     limit = 6e4 if wire.name == "fp16" else 2.0**106 if is_rotated else 2.0**125
@@ -50,26 +50,27 @@ class Residual:
 
 
 class Residuals:
-    """Residuals of the encoding and of the reduction of one fragment.
+    """Residuals of one fragment: of this replica's payloads, and of the means that it encodes.
 
-    A reduction adds the rounding errors of an earlier reduction, and counts only if its round is
-    agreed on. There are as many chains of reductions as rounds may be under way, and each chain
-    takes every ``num_under_way``-th round: so no round starts from one that may be voted down.
+    The encoding of a mean, a *reduction*, adds the rounding errors of an earlier reduction, which
+    count only if that round was agreed on. So there are as many chains of reductions as rounds may
+    be under way, and each chain takes every ``num_under_way``-th round: no reduction adds the
+    errors of a round that may still be voted down.
 
     Args:
         error_feedback: Keep the rounding errors.
         dtype: fp32 or bf16, of the residuals.
-        carries: Lost rounds are returned by ``owe``; see the module.
-        decay: Factor of what an encoding lost; 1 keeps all of it.
+        carries: Whether the caller returns lost rounds by ``owe``; see the module's docstring.
+        decay: Factor of the rounding errors before the next encoding adds them.
         num_under_way: Rounds that may be under way at a time.
         device, reduces_on: The device of the fragment, and the device of the reduction.
 
     Attributes:
-        is_kept: Something may be added to an encoding; if not, there is nothing to keep.
+        is_kept: Whether an encoding may have values to add: rounding errors, or owed values.
         value: The residual of the encoding, [num_elements], or None.
         new: The residual that the next encoding writes.
-        owed: fp32 [num_elements] of lost rounds, which the next encoding adds, or None; with error
-            feedback, ``value`` holds the owed values.
+        owed: Without error feedback, the values of lost rounds that the next encoding adds, fp32
+            [num_elements], or None. With error feedback ``value`` includes them.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Residuals:
         ]
 
     def reduction(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the residual that a round's reduction adds, and the buffer for its own."""
+        """Return the residual that a round's reduction adds, and the buffer for its new errors."""
         if not self._reductions:
             return None, None
         chain = self._reductions[number % self.num_chains]
@@ -181,7 +182,10 @@ class Residuals:
             self._swap()
 
     def turn(self, number: int) -> None:
-        """Take the new residuals of a round that is agreed on; a second call takes them back."""
+        """Take the new residuals of a round that is agreed on.
+
+        The old ones are kept meanwhile, so that a second call undoes the first.
+        """
         if not self.carries:
             self._swap()
         if self._reductions:

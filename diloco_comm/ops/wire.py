@@ -22,7 +22,8 @@ WireName = Literal[
     "int2r", "int1r", "sub2", "sub4", "sub8", "sub16",
     "topk32", "topk64", "topk128", "topk256",
 ]  # fmt: skip
-# Bits of one code, and the largest magnitude a code stands for (None: no scale travels).
+# Bits of one code, and the largest magnitude that a code stands for: a block's scale maps the
+# block's largest element to it. None: the wire has no scales.
 _CODES: dict[str, tuple[int, float | None]] = {
     "fp32": (32, None),
     "bf16": (16, None),
@@ -43,7 +44,7 @@ _ROTATED: dict[str, tuple[int, int]] = {
     "sub8": (1024, 16),
     "sub16": (1024, 8),
 }
-# Elements that are sent of a block of 4096: its largest (``reference_sparse``).
+# How many elements of each block of 4096, the largest ones, are sent (``reference_sparse``).
 _SPARSE = {"topk32": 32, "topk64": 64, "topk128": 128, "topk256": 256}
 _SPARSE_BLOCK = 4096
 ELEMENT_WIRES: tuple[str, ...] = tuple(_CODES)
@@ -93,7 +94,7 @@ class WireFormat:
             hint = "; diloco-comm plan --gbps chooses one" if self.name == "auto" else ""
             raise ValueError(f"unknown wire {self.name!r}: it must be one of {names}{hint}")
         own = _DEFAULT_BLOCK_SIZE if self.has_element_codes else self.code_unit[0]
-        # NumPy's 64 is not an int, which JSON wants.
+        # A NumPy integer is taken too; the ``int()`` below makes it one that JSON can hold.
         size = own if self.block_size is None else self.block_size
         if not self.has_element_codes:
             if size != own:
@@ -116,7 +117,7 @@ class WireFormat:
     @cached_property
     def is_random(self) -> bool:
         """Whether a payload or the mean of payloads has random signs, so that it needs a key."""
-        # Owners encode the mean of sparse payloads on a rotated wire (phases).
+        # The mean of sparse payloads is encoded on a rotated wire (``mean_wire``).
         return self.is_rotated or self.is_sparse
 
     @property
@@ -130,17 +131,20 @@ class WireFormat:
 
     @property
     def feedback_decay(self) -> float:
-        """Factor of what an encoding lost, before error feedback adds it to the next one."""
+        """Factor of an encoding's errors before error feedback adds them to the next encoding."""
         return 0.95 if self.is_sparse else 1.0
 
     @cached_property
     def has_element_codes(self) -> bool:
-        """Whether each element has a code of its own; else a block has one as a whole."""
+        """Whether each element has a code of its own; else one code stands for a whole block."""
         return self.name in _CODES
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all of a few replicas get all payloads; ``phases`` says how few these are."""
+        """Whether a few replicas send all payloads to all; ``num_phases`` says how few these are.
+
+        On other wires, from three replicas on, owners average the payloads.
+        """
         return self.is_sparse or self.name.startswith("sub")
 
     @property
@@ -156,7 +160,8 @@ class WireFormat:
         if self.is_rotated:
             return _ROTATED[self.name]
         if self.is_sparse:
-            # Of each kept element, the low bits of its index, two bits for the high ones, a sign.
+            # A kept element takes the low bits of its index, two bits for the high ones (Elias and
+            # Fano's code), and a bit for its sign.
             low_bits = (_SPARSE_BLOCK // self.num_kept).bit_length() - 1
             return _SPARSE_BLOCK, self.num_kept * (low_bits + 3) // 8
         return (1, self.code_bits // 8) if self.code_bits >= 8 else (2, 1)
@@ -343,7 +348,10 @@ class Layout:
         return result
 
     def _regions(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """View the bytes of all scales and of all codes, [num_runs, bytes of a run] each."""
+        """View the bytes of all scales and the bytes of all codes, as two matrices.
+
+        Row r of each has the scales, or the codes, of run r.
+        """
         wire, runs = self.wire, payload.view(self.num_runs, self.run_bytes)
         num_blocks = self.run_elements // wire.block_size if wire.has_scales else 0
         scales, codes = wire.scale_offset, wire.code_offset(self.run_elements)
@@ -406,7 +414,7 @@ def encoding_keys(
     """Return the keys with which a replica encodes its payload, and the mean of runs it owns.
 
     The owners of a rotated mean's runs share one key, which names no replica: so the mean can be
-    laid out anew (``Layout.rearrange``). Where nothing is random, a key is 0.
+    laid out anew (``Layout.rearrange``). A key is 0 where its encoding uses no random numbers.
     """
     own = mean = 0
     if stochastic or wire.is_rotated:
@@ -422,14 +430,17 @@ _OWNER_OF_ROTATED, _OWNER_OF_SPARSE = WireFormat("int1r"), WireFormat("int2r")
 
 
 def mean_wire(wire: WireFormat) -> WireFormat:
-    """Return the wire on which the owner of a part encodes the mean of payloads on ``wire``."""
+    """Return the wire on which owners of runs encode the mean of payloads on ``wire``."""
     if wire.is_sparse:
         return _OWNER_OF_SPARSE
     return _OWNER_OF_ROTATED if wire.is_gathered else wire
 
 
 def num_phases(wire: WireFormat, num_replicas: int, *, must_gather: bool = False) -> int:
-    """Return 0 for one replica, 1 if all payloads go to all, 2 if owners reduce them.
+    """Return in how many phases a group of replicas exchanges payloads.
+
+    0: there is one replica. 1: all payloads go to all replicas. 2: each replica gets the payloads
+    of the runs that it owns, and then sends their mean to all.
 
     Args:
         must_gather: A wire that ``is_gathered`` stays so with any number of replicas.
@@ -440,13 +451,14 @@ def num_phases(wire: WireFormat, num_replicas: int, *, must_gather: bool = False
         return 1
     if not wire.is_gathered:
         return 2
-    # A replica receives, over (W - 1) / W: W payloads, or two of the owner's wire.
+    # In one phase a replica of W receives W - 1 payloads. In two phases it receives (W - 1) / W
+    # of two, counted here as two on the mean's wire.
     costs_more = num_replicas * wire.bits_per_element > 2 * mean_wire(wire).bits_per_element
     return 2 if costs_more and not must_gather else 1
 
 
 def mean_layout(layout: Layout, num_replicas: int, *, must_gather: bool = False) -> Layout:
-    """Return how the payloads of a mean are laid out: in the same runs, on the mean's wire."""
+    """Return the layout of an exchange's result: the same runs, on the mean's wire if averaged."""
     is_reduced = num_phases(layout.wire, num_replicas, must_gather=must_gather) == 2
     return replace(layout, wire=mean_wire(layout.wire)) if is_reduced else layout
 
