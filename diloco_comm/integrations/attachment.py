@@ -34,25 +34,25 @@ from ..training.diloco import DiLoCo
 
 _logger = logger_of(__name__)
 Make = Callable[..., DiLoCo]
-# Further arguments of a function in this module are arguments of ``DiLoCo``.
+# The module of the presets, whose functions pass their further arguments on to ``DiLoCo``.
 _PRESETS = "diloco_comm.training.presets"
 
 
 def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Check the arguments of a callback when it is made: the trainer begins much later.
 
-    The values are checked where ``make`` is ``DiLoCo``; the names, also where it is a preset.
+    Names are checked for ``DiLoCo`` and for presets; all values are checked for ``DiLoCo`` alone.
 
     Args:
         owner: The class or function that the user calls.
         make: See ``attach``.
 
     Returns:
-        The arguments, and those that ``make`` has from ``functools.partial``.
+        The arguments, with those added that a ``functools.partial`` in ``make`` holds.
 
     Raises:
-        TypeError: For an argument that ``make`` does not have, or for one that it lacks.
-        TypeError, ValueError: For a value that cannot be.
+        TypeError: For an argument that ``make`` does not take, or if a required one is missing.
+        TypeError, ValueError: For an invalid value.
     """
     if not callable(make):
         raise TypeError(f"make must be DiLoCo or a preset such as eager_diloco, got {make!r}")
@@ -64,13 +64,13 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
     wanted = _named(make)
     if wanted.pop("**", None) is not None:
         if not is_ours:
-            return bound  # A function of the user's may take anything.
+            return bound  # A user's own function with **kwargs may take any argument.
         wanted = {**_named(DiLoCo), **wanted}
     own = inspect.signature(owner).parameters.values()
     names = [one.name for one in own if one.kind is not one.VAR_KEYWORD]
     check_names(owner.__name__, arguments, [*names, *wanted])
     for name, default in wanted.items():
-        # A configuration may have what DiLoCo itself asks for.
+        # Nothing is demanded for DiLoCo itself: a configuration file may have the argument.
         if default is inspect.Parameter.empty and name not in bound and base is not DiLoCo:
             asking = getattr(base, "__name__", type(base).__name__)
             raise TypeError(f"{owner.__name__} needs {name}=, which {asking} asks for")
@@ -85,7 +85,7 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
 
 
 def with_norms(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with ``norms=True``, if ``make`` is known to take it and none is given."""
+    """Return arguments with ``norms=True`` added, if ``make`` takes it and it is not given."""
     named = _named(make)
     takes = "norms" in named or ("**" in named and _is_ours(make))
     return {"norms": True, **arguments} if takes else dict(arguments)
@@ -97,7 +97,10 @@ def choices_for(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_arguments(make: Make) -> Make:
-    """Return DiLoCo or a preset without what ``functools.partial`` gives it: ``check`` has that."""
+    """Return the function inside ``functools.partial``, for DiLoCo and presets.
+
+    ``check`` has added the arguments of the ``partial`` to its result.
+    """
     if not _is_ours(make):
         return make
     while isinstance(make, partial):
@@ -143,9 +146,10 @@ def attach(
 
     Args:
         make: ``DiLoCo`` or a preset; called as ``make(model, optimizer, **arguments)``.
-        saved: The state to continue from, see above. The local parameters are those in the state,
-            or those that the trainer has loaded. They differ between replicas, and stay so. A
-            replica that joins a group which trains is given the state of the group instead.
+        saved: The state to continue from, in one of the two forms that this module's docstring has.
+            The local parameters are those in the state, or those that the trainer has loaded. They
+            differ between replicas, and stay so. A replica that joins a group which trains is given
+            the state of the group instead.
 
     Raises:
         ValueError: If the saved local parameters do not fit the model.
@@ -211,9 +215,10 @@ def refuse_same_folder(diloco: DiLoCo, folder: str | None, remedy: str) -> None:
 
 
 def finish(diloco: DiLoCo) -> None:
-    """Share what is left and close, when the trainer has ended.
+    """Share what was trained since the last exchange and close, when the trainer has ended.
 
-    With ``Elastic`` the others may train on: a flush needs them all, so this replica leaves.
+    With ``Elastic`` the other replicas may train on. Then this replica leaves without sharing,
+    because a flush needs all replicas.
     """
     trains_on = diloco.view >= 0 and not diloco.is_done
     try:
@@ -296,7 +301,7 @@ def write_parameters(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
 
 
 def move_schedule(schedule: Any, num_steps: int) -> None:
-    """Take steps of a learning-rate schedule that others have taken before this replica came.
+    """Move a learning-rate schedule on by the steps that the group took before this replica joined.
 
     Args:
         schedule: A scheduler, or the wrapper of accelerate around a scheduler; None does nothing.
@@ -315,7 +320,7 @@ def move_schedule(schedule: Any, num_steps: int) -> None:
         )
         return
     with warnings.catch_warnings():
-        # The optimizer has not taken these steps.
+        # Torch warns of schedule steps without steps of the optimizer; here they are intended.
         warnings.simplefilter("ignore")
         for _ in range(num_steps):
             inner.step()

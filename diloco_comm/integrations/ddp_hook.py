@@ -3,8 +3,8 @@
     model = DistributedDataParallel(model)
     model.register_comm_hook(QuantizedAllReduce(wire="int8"), quantized_allreduce_hook)
 
-For links that are fast enough for an average at every step, but too slow for fp32. The exchange of
-a bucket overlaps with the backward pass of earlier layers.
+The hook is for links that are fast enough for an average at every step, but too slow for gradients
+in fp32. The exchange of a bucket overlaps with the backward pass of earlier layers.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
@@ -57,13 +57,15 @@ class QuantizedAllReduce:
         self.error_feedback = error_feedback
         self.timeout = timeout
         self.finisher = Finisher()
-        # A residual lies in memory as the gradients of its bucket. Its key is the parameters of
-        # the bucket, because DDP makes new buckets after the first step.
+        # One residual for each bucket, with its elements in the order of the bucket's gradients.
+        # The key lists the ids of the bucket's parameters, since DDP makes new buckets after the
+        # first step.
         self._residuals: dict[tuple[int, ...], Tensor] = {}
         # Each parameter's place among all parameters, in the order of the first buckets.
         self._places: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        # Residuals of parameters by place, which wait for the bucket of their parameter.
+        # Residuals of single parameters, by the parameters' places, until a bucket with the
+        # parameter is reduced.
         self._waiting: dict[int, Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +113,8 @@ class QuantizedAllReduce:
             residual = self._residuals[key] = self._put_together(params, gradients)
         gradients.add_(residual)
         work = self._all_reduce(gradients)
-        # ``work.sent`` decodes the payload into the residual's memory; the difference replaces it.
+        # ``work.sent`` decodes the payload into the residual's memory, which then takes gradients
+        # minus decoded payload: the rounding errors.
         # A value that is not finite makes the exchange fail, and must not stay in the residual.
         torch.sub(gradients, work.sent(residual), out=residual)
         torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
@@ -123,7 +126,7 @@ class QuantizedAllReduce:
         return all_reduce(gradients, self.group, self.wire, timeout=self.timeout, async_op=True)
 
     def _take_apart(self) -> None:
-        """Let the residuals of old buckets wait for the new buckets of their parameters."""
+        """Cut the old buckets' residuals by parameter, for the new buckets of these parameters."""
         for key, residual in self._residuals.items():
             self._waiting |= self._cut(key, residual)
         self._residuals.clear()
@@ -135,7 +138,7 @@ class QuantizedAllReduce:
         return dict(zip(places, residual[: sum(sizes)].split(sizes), strict=True))
 
     def _put_together(self, params: Sequence[Tensor], gradients: Tensor) -> Tensor:
-        """Return the residual of a new bucket, from those that wait; zero where none does."""
+        """Join the waiting residuals of a new bucket's parameters; zero where none waits."""
         residual, begin = torch.zeros_like(gradients), 0
         for param in params:
             place = self._places.setdefault(id(param), len(self._places))

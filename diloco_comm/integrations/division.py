@@ -88,7 +88,7 @@ def _several_replicas(wrapper: Wrapper, choices: Mapping[str, Any]) -> list[int]
         return shared if len(shared) > 1 else []
     given = choices.get("timeout")
     seconds = timeout_seconds(env.timeout_s() if given is None else given)
-    # Workers that hold DTensors compare their replicas elsewhere.
+    # For workers that hold DTensors another check compares the replicas.
     for group in wrapper.groups:
         replicas = WorkerMessages(group, seconds).gather(choices.get("replica"))
         if len(set(replicas)) > 1:
@@ -110,7 +110,7 @@ class Division:
     def __init__(self, choices: Mapping[str, Any], *, is_wanted: bool) -> None:
         self._choices, self._is_wanted = choices, is_wanted
         self._has_warned = False
-        self._datasets: dict[int, Any] = {}  # that were divided, by identity
+        self._datasets: dict[int, Any] = {}  # the divided data sets, by their id()
         self._samplers: list[Any] = []
 
     def is_needed(self, num_processes: int) -> bool:
@@ -195,13 +195,13 @@ def _shown(data: Any) -> str:
         digest = hashlib.blake2b(b" ".join(_pieces(samples)), digest_size=8).hexdigest()
         return f"{size} {digest}"
     except Exception:
-        # A data set may do anything when it is asked; training asks it again.
+        # Reading a data set may raise anything; training reads it again and shows the error.
         return ""
 
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Let all replicas draw the same random numbers, and then what they would have drawn."""
+    """Seed all random generators alike on all replicas within the block, then restore them."""
     numpy, before = sys.modules.get("numpy"), random.getstate()
     numpy_before = None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices=[]):

@@ -138,11 +138,12 @@ class DiLoCoCallback(TrainerCallback):
         self._loop: CodeType | None = None
         self._swap: Swap | None = None  # while training
         self._steps: TrainerSteps | None = None
-        # The step of the newest checkpoint, and what gives the trainer its own way of saving back.
+        # The step of the newest checkpoint, and the function that undoes this object's change of
+        # the trainer's method ``_save_checkpoint``.
         self._saved_step = -1
         self._release: Callable[[], None] = _nothing
-        # The step of the newest checkpoint that all replicas have, and the checkpoints after that:
-        # how many exchanges must have ended until all replicas have it, and its step.
+        # The step of the newest checkpoint that all replicas have saved. For each later one: the
+        # number of exchanges after whose end all replicas have saved it, and its step.
         self._common_step = -1
         self._saves: list[tuple[int, int]] = []
         self._figures = Figures()
@@ -194,7 +195,7 @@ class DiLoCoCallback(TrainerCallback):
         """Attach to the optimizer, after the trainer has loaded weights and optimizer."""
         self._refuse(args)
         self._trainer, self._loop = _calling_trainer()
-        # The argument ``model`` lacks the DDP around the model; the check below needs the DDP.
+        # The argument ``model`` is without the DDP around it, which the check below looks at.
         wrapped = model if self._trainer is None else self._trainer.model_wrapped
         refuse_if_spans_replicas(wrapped, self._choices, _REMEDY)
         refuse_if_alone_in_a_job(args.world_size, self._choices, _REMEDY)
@@ -238,7 +239,7 @@ class DiLoCoCallback(TrainerCallback):
         move_schedule(schedule, num_steps)
         leave_schedules(self.diloco)
         state.global_step += num_steps
-        # The trainer divides its sums of losses by the steps since these.
+        # The trainer averages its losses over the steps that it has counted since these numbers.
         for name in ("_initial_global_step", "_globalstep_last_logged"):
             if hasattr(self._trainer, name):
                 setattr(self._trainer, name, state.global_step)
@@ -264,7 +265,7 @@ class DiLoCoCallback(TrainerCallback):
     def _detach(self) -> None:
         """Close the attachment of an earlier training, which may have failed at any point."""
         if self._swap is not None:
-            # Parameters that the user has loaded since then stay.
+            # ``keep``: the user may have loaded other parameters since that training.
             self._swap.leave(keep=True)
         if self.diloco is not None:
             self.diloco.close()
@@ -336,10 +337,10 @@ class DiLoCoCallback(TrainerCallback):
         self._release = _replace(trainer, "_save_checkpoint", save_whole)
 
     def _delete(self, trainer: Trainer, held: list[Callable[[], None]]) -> None:
-        """Delete older checkpoints, but for the newest that every worker of every replica has.
+        """Delete older checkpoints, but keep the newest that all workers of all replicas have.
 
-        Another replica, or another worker of this one, may be killed before the newest checkpoint
-        is whole there. All would have to resume from an older one.
+        Another replica, or another worker of this one, may be killed while it writes its newest
+        checkpoint. Then all must resume from an older one.
         """
         assert self.diloco is not None
         args, limit = trainer.args, trainer.args.save_total_limit or 0
@@ -371,14 +372,14 @@ class DiLoCoCallback(TrainerCallback):
         self._common_step = max([self._common_step, *common])
         self._saves = self._saves[len(common) :]
         under_way = sum(len(part.in_flight) for part in self.diloco._rounds.parts)
-        # The workers of a single replica meet at each step.
+        # A single replica has no other to wait for: its workers meet at each step anyway.
         needed = num_syncs + under_way + 1 if self.diloco.num_replicas > 1 else 0
         self._saves.append((needed, step))
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add the outer state to a checkpoint that another loop than the trainer's has written."""
+        """Add the outer state to a checkpoint, unless ``_save_with_state`` has added it."""
         if self._saved_step != state.global_step:
             self._add_state(args, state)
 
@@ -505,7 +506,7 @@ def _calling_trainer(method: CodeType | None = None) -> tuple[Trainer | None, Co
 
 
 def _nothing() -> None:
-    """Do nothing: the trainer saves in its own way."""
+    """Serve as ``_release`` while the trainer's method is unchanged: there is nothing to undo."""
 
 
 def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:

@@ -124,7 +124,7 @@ class DiLoCoCallback(pl.Callback):
         self._swap: Swap | None = None  # while training, and after a failure
         self._steps: TrainerSteps | None = None
         self._last_step = sys.maxsize
-        # Whether a signal must wait, and the save that the signal asks for.
+        # Whether Slurm's signal must wait now, and the save that a waiting signal asks for.
         self._is_busy = True
         self._signal: Callable[[], object] | None = None
         self.diloco: DiLoCo | None = None
@@ -189,7 +189,7 @@ class DiLoCoCallback(pl.Callback):
         self._delay_requeue(trainer)
 
     def _delay_requeue(self, trainer: pl.Trainer) -> None:
-        """Let Slurm's signal save a checkpoint where all of it fits: outside a batch and a swap."""
+        """Delay the save that Slurm's signal asks for until no batch and no swap is under way."""
         environment = trainer._accelerator_connector.cluster_environment
         if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
             return
@@ -318,8 +318,8 @@ class DiLoCoCallback(pl.Callback):
     def _log(self, trainer: pl.Trainer) -> None:
         """Write to all loggers; ``self.log`` would drop values between two ``log_every_n_steps``.
 
-        Some loggers drop what comes at an earlier step than the last, so this step is the step at
-        which Lightning itself logs.
+        Some loggers drop values whose step is below the last one's, so values are written with the
+        step that Lightning itself logs with.
         """
         if values := self._figures.take():
             for logger in trainer.loggers:

@@ -75,7 +75,7 @@ class ProcessGroupDiLoCo(ProcessGroupGloo):
         self.wire = parse(wire, block_size)
         check_training(self.wire, rounding="nearest", error_feedback=False)
         self._finisher = Finisher()
-        # Held for moments: ``abort`` may come from another thread than ``allreduce``.
+        # Guards ``_error``, which several threads set.
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
@@ -136,7 +136,8 @@ class ProcessGroupDiLoCo(ProcessGroupGloo):
                 self._keep(group, error)
                 raise
             if factor != 1:
-                # torchft divides a sum by the replicas that take part: spares add zeros.
+                # A sum is asked for: torchft itself divides by the number of replicas that take
+                # part, and spare replicas add zeros.
                 mean.mul_(factor)
             return tensors
 

@@ -4,7 +4,7 @@
     log_metrics(diloco, wandb.init(...))         # Weights & Biases
     log_metrics(diloco, lambda values, step: print(step, values))
 
-This module imports neither of them. A writer has a method ``add_scalar(tag, value, step)`` or
+This module imports neither package. A writer has a method ``add_scalar(tag, value, step)`` or
 ``log(values, step=...)``, or is a function.
 """
 
@@ -32,8 +32,9 @@ def log_metrics(diloco: DiLoCo, writer: Any, *, prefix: str = "diloco") -> None:
     The figures are those of ``SyncMetrics``, in seconds and bytes, without the figures that were
     not measured. A tag is ``<prefix>/<figure>``, with several fragments
     ``<prefix>/<figure>/fragment_<i>``. The step is the inner step at which the result was applied.
-    W&B drops values at a step below its own, which counts what the program logs: there the figures
-    join the row that is open, and ``<prefix>/inner_step`` is their axis. One replica is enough.
+    W&B drops values at a step below its own step, which counts the program's calls: there the
+    figures join the open row, and ``<prefix>/inner_step`` is their axis. The figures of one replica
+    are enough.
 
     Args:
         writer: A TensorBoard ``SummaryWriter``, a W&B run (or the module ``wandb`` after its
@@ -65,7 +66,7 @@ class Figures:
     def __init__(self, diloco: DiLoCo | None = None, choice: Choice = "main") -> None:
         self._since: list[SyncMetrics] = []
         self._values: dict[str, list[float]] = {}
-        # One for each fragment, from its last round: their sum is about the whole model.
+        # The drift of each fragment in its last round; together they give the whole model's drift.
         self._norms: dict[int, float] = {}
         if diloco is not None:
             diloco.on_sync(self._since.append)
@@ -133,8 +134,8 @@ def _function_of(writer: Any, prefix: str) -> Write:
 def _to_wandb(run: Any, prefix: str) -> Write:
     """Write into W&B's open row, so that its step stays the program's.
 
-    Several exchanges within one row of a program that logs are a mean. Where the program logs
-    nothing, each exchange has a row.
+    If several exchanges fall into one row, the row has the means of their figures. A program that
+    logs nothing itself gets a row for each exchange.
     """
     axis = f"{prefix}/inner_step"
     run.define_metric(f"{prefix}/*", step_metric=axis)
@@ -143,7 +144,7 @@ def _to_wandb(run: Any, prefix: str) -> Write:
 
     def write(values: dict[str, float], step: int) -> None:
         nonlocal row, program_logs
-        # The module wandb has its run beside it.
+        # The module wandb, which is a writer too, has its run as ``wandb.run``.
         own = getattr(run, "run", run)
         if own.step != row:
             program_logs |= row >= 0

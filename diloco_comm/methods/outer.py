@@ -26,7 +26,8 @@ from ..base.memory import persistent_like
 from ..ops.offload import CHUNK_ELEMENTS, Offloaded, chunks_of
 from ..ops.wire import Layout
 
-# A block in which these tensors of an outer state are on the device: outer parameters, buffers.
+# A context manager: inside its block a part of the outer parameters, and of each buffer, is on the
+# device. The block gets these tensors, the outer parameters first.
 Pieces = AbstractContextManager[list[Tensor]]
 
 
@@ -82,13 +83,15 @@ class OuterState(ABC):
         num_steps: Outer steps taken.
         last_lr: Learning rate of the last step; None where that is not known.
         last_momentum: Factor of the momentum in the last step, if the step looked ahead.
-        last_update: The last step, until the next payload of the fragment is encoded: its terms are
-            free from then on. None after a load or a copy too. After a change of the group it holds
-            buffers of the former group beside the new ones: the next flush may be the final one.
+        last_update: The arguments of the last step, for ``take_mean``. None once the fragment's
+            next payload is encoded, since that may overwrite the payloads here, and after a load or
+            a copy. After a change of the group it keeps payloads of the former group alive, in case
+            the next flush is the final one.
         equal_at: Number of outer steps at which all replicas had the same outer parameters.
-        ended_at: Number of outer steps after which training ended; -1 before.
-        is_mean: Training ended at ``ended_at`` on the mean of the last round.
-        takes_verdict: A step can be left to the device's decision.
+        ended_at: Number of outer steps after which training ended; -1 while it goes on.
+        is_mean: Whether the end of training replaced the last step by ``take_mean``.
+        takes_verdict: Whether ``step`` can read on the device whether it is to do anything
+            (``Update.verdict``), so that the host need not know.
     """
 
     takes_verdict = False
@@ -136,10 +139,10 @@ class OuterState(ABC):
         self.offloaded = Offloaded([self.outer, *self.tensors().values()], loader)
 
     def ranges(self, layout: Layout) -> Iterator[tuple[int, int, Pieces]]:
-        """Cut the fragment as far as outer parameters in host memory ask for that.
+        """Cut the fragment into ranges [begin, end) of elements; one, unless it is offloaded.
 
-        Outer parameters and buffers of elements [begin, end) are on the device in a block of the
-        pieces, one block after the other.
+        The third value of a range brings the outer parameters and buffers of these elements to the
+        device, for the time of its block. Enter the blocks one after the other.
         """
         if self.offloaded is None:
             yield 0, layout.num_elements, nullcontext([self.outer, *self.tensors().values()])
@@ -156,14 +159,18 @@ class OuterState(ABC):
         """Return the buffers with one fp32 element for each parameter element."""
 
     def look_ahead(self) -> tuple[Tensor, float] | None:
-        """Return a momentum and its factor, if ``outer`` is that much ahead, times the last lr."""
+        """Return a momentum m and a factor, if the last step ended with outer -= lr * factor * m.
+
+        That last move looks ahead to the next step (Nesterov). None for other optimizers.
+        """
         return None
 
     def take_back_look_ahead(self, lr: float, momentum: float | None) -> None:
-        """Add lr * momentum * m to ``outer``; see ``look_ahead``.
+        """Undo the last step's look-ahead: outer += lr * momentum * m, see ``look_ahead``.
 
         Args:
-            lr, momentum: The numbers of the last step; None: of this optimizer.
+            lr: Learning rate of the last step.
+            momentum: Factor of the momentum in the last step; None is this optimizer's.
         """
         ahead = self.look_ahead()
         if ahead is not None:
@@ -179,7 +186,8 @@ class OuterState(ABC):
         assert update is not None
         for begin, end, pieces in self.ranges(update.layout):
             with pieces as (outer, *buffers):
-                # The rest of both is a multiple of the gradient, and so a plain step.
+                # Undoing the step still lacks +multiple * gradient, and taking the mean is
+                # -penalty * gradient: both together are one plain step.
                 multiple = self._undo(outer, buffers, update.lr)
                 ops.outer_step(
                     outer,
@@ -194,13 +202,13 @@ class OuterState(ABC):
                 )
 
     def _undo(self, outer: Tensor, buffers: Sequence[Tensor], lr: float) -> float:
-        """Add to ``outer`` what the last step subtracted, but for a multiple of the gradient.
+        """Undo the last step, except for the multiple of the gradient that it subtracted.
 
         Args:
-            outer, buffers: The pieces of one of ``ranges``.
+            outer, buffers: The tensors of one range, see ``ranges``.
 
         Returns:
-            That multiple.
+            The factor of the gradient that the caller has yet to add.
         """
         raise NotImplementedError
 
@@ -374,7 +382,7 @@ class OuterOptimizer(ABC):
 
 @dataclass
 class SGD(OuterOptimizer):
-    """theta -= lr*g. At lr 1.0 plain averaging: FedAvg (arXiv 1602.05629)."""
+    """outer -= lr*g with the gradient g. With lr 1.0 it averages: FedAvg (arXiv 1602.05629)."""
 
     lr: LearningRate = 1.0
 
@@ -384,7 +392,7 @@ class SGD(OuterOptimizer):
 
 @dataclass
 class HeavyBall(OuterOptimizer):
-    """m = mu*m + g; theta -= lr*m."""
+    """m = momentum*m + g; outer -= lr*m, with the gradient g and a buffer m."""
 
     lr: LearningRate = 0.3
     momentum: float = 0.9
@@ -395,9 +403,9 @@ class HeavyBall(OuterOptimizer):
 
 @dataclass
 class Nesterov(OuterOptimizer):
-    """m = mu*m + g; theta -= lr*(g + mu*m), as ``torch.optim.SGD(nesterov=True)``.
+    """m = momentum*m + g; outer -= lr*(g + momentum*m), as ``torch.optim.SGD(nesterov=True)``.
 
-    The defaults are DiLoCo's (arXiv 2311.08105).
+    Here g is the gradient and m a buffer. The defaults are DiLoCo's (arXiv 2311.08105).
     """
 
     lr: LearningRate = 0.7
@@ -498,7 +506,7 @@ class _AdamState(OuterState):
         size, correction = lr / (1 - beta1**self.num_steps), math.sqrt(1 - beta2**self.num_steps)
         for begin in range(0, outer.numel(), CHUNK_ELEMENTS):
             here = slice(begin, begin + CHUNK_ELEMENTS)
-            # In fp64 all devices take the same square roots.
+            # fp64, because fp32 square roots differ between devices.
             first, second = buffers[0][here].double(), buffers[1][here].double()
             outer[here] += (first * size / (second.sqrt() / correction + eps)).float()
         return 0.0
@@ -510,7 +518,8 @@ class _AdamState(OuterState):
 # --------------------------------------------------------------------- any torch.optim.Optimizer
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-# Cuts a flat fragment into views by the names of its parameters; see ``Fragment.cut``.
+# A function that cuts a 1-D tensor of a fragment's elements into one view for each parameter, by
+# name; see ``Fragment.cut``.
 Cut = Callable[[Tensor], dict[str, Tensor]]
 # The class of an outer optimizer, in lower case too.
 OuterName = Literal["SGD", "HeavyBall", "Nesterov", "Adam", "sgd", "heavyball", "nesterov", "adam"]
@@ -720,7 +729,10 @@ class _TorchState(OuterState):
 
 
 def _led(rates: Sequence[float], first: float) -> list[float]:
-    """Return the learning rates of groups when the first one becomes ``first``."""
+    """Return the learning rates of an optimizer's groups after the first group's becomes ``first``.
+
+    The other groups keep their ratio to the first group.
+    """
     lead = rates[0] if rates else 0.0
     return [first if rate == lead or not lead else rate * (first / lead) for rate in rates]
 
@@ -735,7 +747,7 @@ def _shared(by_name: dict[str, Any]) -> Any:
 
 
 def _of(saved: Any, name: str) -> Any:
-    """Return one parameter's value of what ``_shared`` gave."""
+    """Return the value of the parameter ``name`` in a result of ``_shared``."""
     return saved.get(name) if isinstance(saved, Mapping) else saved
 
 
@@ -743,7 +755,8 @@ def _add(outer: Tensor, momentum: Tensor, factor: float) -> None:
     """Add factor * momentum to ``outer``, in place."""
     for begin in range(0, outer.numel(), CHUNK_ELEMENTS):
         here = slice(begin, begin + CHUNK_ELEMENTS)
-        # A product of its own, so that all devices round alike.
+        # The product is rounded before it is added: a fused add would round otherwise, on some
+        # devices.
         outer[here] += momentum[here] * factor
 
 

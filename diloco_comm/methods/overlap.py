@@ -8,8 +8,8 @@ policy holds no state of a run: the state is in ``rounds.part.RoundInFlight`` an
     Blocking    waits for every round in the step that sends it
     Streaming   applies a round ``delay`` inner steps after its send
     Delayed     applies a round when its fragment is sent again, ``rounds`` sends later
-    Eager       the same, and this replica's own share of a round at once
-    CO2         Delayed, with a staleness penalty and a clipped momentum
+    Eager       as Delayed, but applies this replica's own share of a round at its send
+    CO2         as Delayed, with a staleness penalty and a clipped momentum
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class Overlap:
         """Return the payloads and coefficients whose sum is the outer gradient.
 
         Args:
-            mean: Terms of the round that is due; empty when there is none.
-            fresh: The own payload sent in this step.
-            stale: Own payloads that were ``fresh`` in an earlier step and end here: the payload of
-                the round that is due, and the payloads of rounds that were lost.
+            mean: Payloads and coefficients of the round that is due; empty when there is none.
+            fresh: The own payload that is sent in this step, or None.
+            stale: Own payloads that an earlier step applied as ``fresh``, and that this step takes
+                back: of the round that is due, whose mean includes it, and of lost rounds.
         """
         return mean
 
@@ -97,7 +97,7 @@ class Overlap:
         return 1.0
 
     def current_inner_lr(self) -> float:
-        """Return the scale between the momentum and the parameters; see ``CO2``."""
+        """Return the inner learning rate by which ``CO2`` scales the momentum; 1 without one."""
         return 1.0
 
     def config(self) -> dict[str, Any]:
@@ -197,7 +197,8 @@ class Eager(Overlap):
             raise ValueError(f"first must be one of zero, skip, sync, got {self.first!r}")
 
     def own_coefficient(self, weight: float, weight_sum: float) -> float:
-        # Rounded as the engine rounds the weights, so that equal ones cancel to the bit.
+        # Rounded to fp32 as the engine rounds its coefficients: in ``gradient`` the mean's and the
+        # stale payload's coefficients then cancel exactly where they are equal.
         return _fp32(weight / weight_sum) if weight_sum > 0 else 0.0
 
     def gradient(self, mean: Terms, fresh: Own | None, stale: Sequence[Own]) -> Terms:
@@ -210,18 +211,21 @@ class Eager(Overlap):
 class CO2(Overlap):
     """One round late, with a staleness penalty and a clipped momentum (arXiv 2401.16265).
 
-    m = clip(beta*m + Delta(t-1) / (gamma*gap)); x -= lr*gamma*m, with a ``HeavyBall`` (or
-    ``Nesterov``) as outer optimizer. With the defaults it is ``Delayed()``.
+    m = clip(beta*m + Delta(t-1) / (gamma*gap)); x -= lr*gamma*m. Here x are the outer parameters, m
+    is the momentum of a ``HeavyBall`` (or ``Nesterov``) with factor beta and rate lr, Delta(t-1) is
+    the mean of the round before, and gamma is 1 or the inner learning rate. With the defaults this
+    is ``Delayed()``.
 
-    The paper's algorithm was not at hand; what is whose is said in docs/explanation/overlap.md.
+    The sources are the authors' code and reviews that quote the paper, which was not at hand:
+    docs/explanation/overlap.md says what comes from which.
 
     Args:
-        clip: Bound on each element of the momentum, stored clipped; None for none.
-        gap: A number (1.0, as in the authors' code), "gap-aware", or a function. The first is the
-            authors'; "gap-aware" is 1 + n/C, after Barkai et al. 2020, with n the norm of the
-            fragment's last outer step when the round is sent and C the largest one so far; a
-            function is called with n and C, both 0 before the first step. All replicas use the
-            number of the lowest one, which travels with the round.
+        clip: Bound on each element of the momentum, which is stored clipped; None for no bound.
+        gap: A number (1.0, as in the authors' code), "gap-aware", or a function. "gap-aware" is
+            1 + n/C, after Barkai et al. 2020, with n the norm of the fragment's last outer step
+            when the round is sent and C the largest such norm so far; a function is called with n
+            and C, both 0 before the first step. All replicas use the lowest replica's number, which
+            travels with the round.
         inner_lr: A function that returns the present inner learning rate gamma, equal on all
             replicas: the momentum then has the scale of gradients, as in SlowMo (arXiv
             1910.00643), and so has the clip. None: gamma is 1, as in the authors' code.

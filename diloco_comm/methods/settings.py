@@ -38,11 +38,11 @@ class Wires:
 
         Args:
             wire: A name, a ``WireFormat``, or a mapping whose last key may be ``"rest"``.
-            block_size: Elements that share a scale, in the wires that leave the choice; None is
-                each wire's own size.
+            block_size: Elements that share a scale, for the wires with more than one possible size;
+                None is each wire's own size.
 
         Raises:
-            ValueError: If a name, a pattern or the block size cannot be, or ``"rest"`` is not last.
+            ValueError: If a name, pattern or block size is invalid, or ``"rest"`` is not last.
             TypeError: If ``wire`` is none of these.
         """
         if isinstance(wire, Wires):
@@ -223,7 +223,7 @@ class Settings:
         if self.error_feedback and self.feedback_decay is None and self.wire.single:
             values["feedback_decay"] = self.wire.single.feedback_decay
         if isinstance(values["wire"], dict):
-            # A pattern has its place: the first one that matches a name counts.
+            # A list, because the order counts: a parameter takes the first pattern that matches.
             values["wire"] = [list(pair) for pair in values["wire"].items()]
         return values
 
