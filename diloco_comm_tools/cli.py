@@ -44,7 +44,8 @@ def main() -> None:
     except typer.Abort:
         sys.exit(1)
     except OSError as error:
-        # Sub-commands handle errors of named files. An error without a name is of the output.
+        # Sub-commands handle the errors of files that options name. An error without a file name
+        # comes from writing to stdout.
         if error.filename is not None:
             raise
         print(f"diloco-comm: the output cannot be written: {error.strerror}", file=sys.stderr)

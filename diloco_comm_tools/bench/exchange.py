@@ -112,7 +112,7 @@ def parse_link(text: str) -> tuple[float, float] | None:
 
 
 def describe_link(link: tuple[float, float] | None) -> str:
-    """Return the name of a link for the header of the output."""
+    """Describe a link for the header of the output."""
     if link is None:
         return "loopback or what the host has"
     return f"simulated: emulated by sleep in the engine, {link[0]:g},{link[1]:g} Gbit/s,RTT ms"
@@ -158,7 +158,7 @@ def make_methods(settings: Settings) -> list[Any]:
 
 
 class Sampler:
-    """Time methods: after a barrier, on an idle link, with repetitions to fill a sample."""
+    """Time methods. Each sample begins after a barrier, on an idle link, and repeats the method."""
 
     def __init__(self, device: str = "cpu", drain: torch.Tensor | None = None) -> None:
         self.drain = drain
@@ -211,7 +211,7 @@ def measure_size(
 
     Args:
         drain: Averaged before each sample, to empty a shaper of the link.
-        also: Returns more figures of a method and what it averages.
+        also: Called with a method and the tensor that it averages; returns more figures of the row.
     """
     count = size // 4
     source = methods.source_of(dist.get_rank(), count, settings.dtype)
@@ -269,8 +269,8 @@ def describe(
 def check(settings: Settings, method: Any, source: torch.Tensor) -> Row:
     """Run once, untimed, and compare.
 
-    The backend's own mean is compared with the fp64 mean, within the roundings of its sums; ours
-    with the plain reference's, which must have the same bits.
+    The backend's own mean is compared with the fp64 mean, and may differ by the rounding errors of
+    fp32 sums. This library's mean must have the bits that the plain reference computes.
     """
     world, dtype = dist.get_world_size(), settings.dtype
     count = source.numel()
@@ -343,7 +343,7 @@ def exchanges_of(chosen: list[Any]) -> list[Exchange]:
 
 
 def collectives_of(chosen: list[Any]) -> str | None:
-    """Return what the exchange of the methods goes over; None where there is no exchange."""
+    """Return the name of the transport of the methods' exchange; None without an exchange."""
     return next((exchange.collectives for exchange in exchanges_of(chosen)), None)
 
 

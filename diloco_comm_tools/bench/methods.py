@@ -17,7 +17,7 @@ from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat, mean_layout
 
 
 def format_of(wire: str, block_size: int) -> WireFormat:
-    """Return the format of a wire; ``block_size`` is for the wires whose blocks have no size."""
+    """Return the format of a wire; ``block_size`` is ignored for wires with blocks of one size."""
     return WireFormat(wire, block_size) if wire in ELEMENT_WIRES else WireFormat(wire)
 
 

@@ -21,8 +21,8 @@ from ..common.sizes import at_least, format_size
 from . import exchange as bench_exchange
 from . import methods
 
-# Wire formats, from the most precise to the coarsest. Sparse ones are late rather than imprecise:
-# docs/explanation/bits.md has what they cost in training.
+# Wire formats, from the most precise to the coarsest. Sparse wires come at the end: they send most
+# elements some rounds later. docs/explanation/bits.md says what this costs in training.
 _PRECISION = (
     "fp32", "fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "e3m0", "int2r", "int1r",
     "sub2", "sub4", "sub8", "sub16", "topk256", "topk128", "topk64", "topk32",
@@ -36,7 +36,7 @@ _LEAST_GAIN = 1.02
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting; with a chunk of None the size decides."""
+    """One setting of wire, lanes and chunk size; without a chunk size the engine chooses it."""
 
     wire: str
     lanes: int = 1
@@ -91,7 +91,7 @@ def run(report: reports.Report, settings: Settings) -> dict[str, Any]:
         report.print(f"#{'wire':>10} {'lanes':>6} {'chunk':>8} {'time':>10} {'vs default':>11}")
         report.print(f"#{'':>10} {'':>6} {'':>8} {'(ms)':>10} {'(x)':>11}")
         found = [_choose(report, bench, wire) for wire in _by_precision(settings.wires)]
-        over = bench.exchanges[Candidate.lanes].collectives  # the default has met every wire
+        over = bench.exchanges[Candidate.lanes].collectives  # the exchange of the default setting
     finally:
         bench.close()
     chosen = _fitting(found, settings)

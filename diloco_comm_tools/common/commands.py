@@ -21,7 +21,8 @@ MISUSED = 2
 
 # The panel of rare options; ``--help-all`` shows it.
 MORE = "More options"
-# Former options of a command that are sub-commands of their names now; the first one decides.
+# For each command, options of earlier versions that are sub-commands of the same names now. If a
+# command line has several, the first one in this list counts.
 FORMER: Mapping[str, Sequence[str]] = {
     "plan": ("--published", "--failures", "--decoupled"),
     "serve": ("--status", "--truncate", "--decoupled"),
@@ -176,7 +177,7 @@ def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def is_for_below(context: typer.Context, given: Mapping[str, str]) -> bool:
-    """Whether a command is called for one of its sub-commands, which takes no options of it."""
+    """Whether a sub-command of this command is called; an error if options precede its name."""
     name = context.invoked_subcommand
     if name is not None and given:
         options = ", ".join(given.values())
@@ -185,7 +186,7 @@ def is_for_below(context: typer.Context, given: Mapping[str, str]) -> bool:
 
 
 def as_today(arguments: list[str]) -> list[str]:
-    """Return a command line with a sub-command in the place of the option that it was."""
+    """Return a command line in which former options (``FORMER``) are the sub-commands of today."""
     command, *words = arguments or [""]
     end = words.index("--") if "--" in words else len(words)
     if command == "plan" and "--workers" in words[:end]:

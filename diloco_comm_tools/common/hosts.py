@@ -1,4 +1,4 @@
-"""What the commands that host a server share: serve until a signal, a relay and a page beside."""
+"""Helpers of the commands that host a server: serving until a signal, with a relay and a page."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def relay_beside(listen: str, port: int | None) -> Iterator[Relay | None]:
         return
     from diloco_comm import _C
 
-    # The other server keeps most of the descriptors.
+    # The relay takes a sixteenth of the file descriptors; the other server keeps the rest.
     host, _ = place_of(listen)
     server = opened_relay(name_of_place(host, port), _C.raise_descriptors() // 16)
     thread = threading.Thread(target=server.serve, name="relay", daemon=True)
@@ -212,7 +212,7 @@ def opened_relay(listen: str, connections: int) -> Relay:
     from diloco_comm.base.service.relay import Relay
 
     place, descriptors = place_of(listen), _C.raise_descriptors()
-    # A pair has two connections, and strangers and the process itself need descriptors, too.
+    # A relayed pair takes two descriptors; strangers and the process itself need some, too.
     most = min(connections, descriptors // 4)
     if most < connections:
         print(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
 _DPI = 100
-# A figure has a few colours, and the shades at the edges of its lines.
+# Colours of a saved PNG: enough for a figure's few colours, and the shades at the lines' edges.
 _COLOURS = 64
 
 
@@ -88,6 +88,6 @@ def save(figure: Figure, path: Path) -> None:
     with io.BytesIO() as buffer:
         figure.savefig(buffer, dpi=_DPI)
         buffer.seek(0)
-        # An octree keeps the colours of thin lines, where the default takes the frequent ones.
+        # The default method keeps frequent colours alone, and would drop the colours of thin lines.
         method = Image.Quantize.FASTOCTREE
         Image.open(buffer).convert("RGB").quantize(_COLOURS, method).save(path, optimize=True)

@@ -51,9 +51,9 @@ def slowest_of_ranks(seconds: Sequence[float]) -> list[float]:
     return times.tolist()
 
 
-# The checkout, where this file is in one.
+# The root of the checkout, if this file lies in one.
 _ROOT = Path(__file__).resolve().parents[3]
-# Characters in a line of a record, unless it cannot be divided.
+# The most characters in a line of a record, unless a value alone is longer.
 _LINE = 120
 
 
@@ -160,7 +160,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 def record_text(value: object, indent: str = "") -> str:
-    """Return JSON in which a row of numbers and texts, and what is short, has one line."""
+    """Return JSON with one line for each value that fits, list of numbers, or flat dictionary."""
     line = json.dumps(value)
     if not isinstance(value, dict | list) or len(indent) + len(line) <= _LINE:
         return line

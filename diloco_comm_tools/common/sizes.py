@@ -74,7 +74,7 @@ def parse_count(option: str, text: str) -> float:
     written = text.strip().lower()
     exponent = _EXPONENTS.get(written[-1:])
     try:
-        # No product, which would be rounded: 1.001 * 1000 is less than 1001 in fp64.
+        # Parsed with its exponent, because a product is rounded: 1.001 * 1000 < 1001 in fp64.
         found = float(written if exponent is None else f"{written[:-1]}e{exponent}")
     except ValueError:
         expected = "a number such as 25e6, 350M, 7B or 1.5T"

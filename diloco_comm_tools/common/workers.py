@@ -22,7 +22,7 @@ import torch.distributed as dist
 from diloco_comm.base import launch
 
 _PR_SET_PDEATHSIG = 1
-# The first and the last port that the kernel gives to a connection without a port of its own.
+# This file has the first and the last port that the kernel gives to outgoing connections.
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_EPHEMERAL_PORT = 32_768
 

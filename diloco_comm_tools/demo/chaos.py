@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Message = Stepped | Entered | JoinProgress | Ended
 # The states of a replica, as the bands of the figure show them.
 STARTING, TRAINING, WAITING, STANDING = "starting or copying", "training", "waiting", "stopped"
-# A mean of fewer steps says little.
+# Curves leave out points that would be the mean of fewer steps, because such a mean says little.
 _LEAST_STEPS = 5
 
 COLOURS = (plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE, plots.SKY)
@@ -49,7 +49,7 @@ _LABELS = {
     "resume": "wakes up",
 }
 _HEIGHT = 0.62
-# One step of so many is written to the file.
+# The JSON file has every fifth step.
 _KEPT_STEPS = 5
 
 
@@ -58,9 +58,9 @@ class Track:
     """The life of one process. Times are seconds since the first view.
 
     Attributes:
-        steps: Time, inner step and loss.
-        entered: When it entered a view.
-        stopped: When it was stopped; None if it was not.
+        steps: Time, inner step and loss of each step.
+        entered: Times at which the process entered a view.
+        stopped: When the process was stopped; None if it was not.
     """
 
     number: int
@@ -88,7 +88,10 @@ class Band:
 
 @dataclass
 class View:
-    """A view, as its members told of it; ``seconds``: the longest that one of them stood still."""
+    """A view (a group of replicas that train together), as its members told of it.
+
+    ``seconds`` is the longest time for which a member stood still in the change to this view.
+    """
 
     number: int
     at: float
@@ -105,7 +108,7 @@ class Happened:
 
     Attributes:
         kind: "begin", "kill", "join", "stop", "resume", "registry down", "registry up" or "end".
-        replica: -1 for all, or for the registry.
+        replica: Number of the replica; -1 for all replicas, or for the registry.
     """
 
     at: float
@@ -258,7 +261,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Row:
-    """An event, and the view that came of it; None where no view did."""
+    """An event, and the first view that shows its effect; None if an event changes no view."""
 
     event: Happened
     view: View | None
@@ -572,7 +575,7 @@ def _draw_loss(axes: Axes, results: Results) -> None:
 
 
 def _with_gaps(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points, and one without a value where nobody took a step: no line goes there."""
+    """Add a NaN point in each span in which nobody took a step, so that the line has a gap."""
     found = points[:1]
     for before, after in itertools.pairwise(points):
         if after[0] - before[0] > 1.5 * _EVERY_S:

@@ -49,7 +49,8 @@ emulator throttles only this library's engine.
 Exposed: time for which training waited for communication and slower replicas."""
 
 
-# A colour, and for print a line and a marker.
+# The colour, line style and marker of each row in the figure; the last two tell rows apart in
+# black and white.
 STYLES = {
     BASELINE: (plots.BLACK, "-", "o"),
     FEDAVG: (plots.ORANGE, "-", "s"),

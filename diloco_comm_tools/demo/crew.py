@@ -28,7 +28,7 @@ from diloco_comm.elastic.registry.server import RegistryServer
 
 from ..common.workers import die_with_parent, free_port
 
-# A fresh process imports torch once, and forks all others.
+# One fresh process, the fork server, imports torch once and forks all other processes.
 _forks = multiprocessing.get_context("forkserver")
 JOIN_S, POLL_S = 10.0, 0.05
 # How a replica ends.
@@ -44,8 +44,8 @@ class Stepped:
     """The replica has taken an inner step at ``at``, by ``time.monotonic()``.
 
     Attributes:
-        step: Its number; of a learner, the sum of the versions of its fragments.
-        loss: Mean loss of its batch, in nats a byte.
+        step: Number of the step; for a learner, the sum of its fragments' versions.
+        loss: Mean loss of the step's batch, in nats a byte.
     """
 
     at: float
@@ -91,7 +91,7 @@ class Place:
     Attributes:
         number: Number of the replica.
         process: Number of this process, counted from 0 over all processes of the crew.
-        registry: Address.
+        registry: Address of the registry.
     """
 
     number: int
@@ -99,7 +99,7 @@ class Place:
     registry: str
 
 
-# The program of a replica: its pipe, its place, and what the crew was given for all replicas.
+# The program of a replica, called with its pipe, its place, and the argument ``given`` of the crew.
 Program = Callable[[Connection, Place, Any], None]
 
 
@@ -108,8 +108,8 @@ class Replica:
     """One process of a replica.
 
     Attributes:
-        started: When, as ``time.monotonic()``.
-        has_ended: It has said how it ends, or its pipe is closed.
+        started: When the process was started, as ``time.monotonic()``.
+        has_ended: Whether the process has sent its ``Ended``, or its pipe is closed.
     """
 
     place: Place
@@ -137,7 +137,7 @@ class Crew:
     Args:
         program: The function of a module that each replica runs.
         given: Further argument of ``program``.
-        folder: For the journal, and for a log of each process.
+        folder: Holds the journal, and a log of each process.
         preload: Modules that are imported once for all processes.
         registry: Address of a registry that is there already, for a crew that is not entered as a
             context manager, but closed at the end, as a crew without a registry is.
@@ -206,7 +206,7 @@ class Crew:
     # ----------------------------------------------------------------------------- replicas
 
     def start(self, number: int) -> Replica:
-        """Start a process of a replica that has none."""
+        """Start a process for replica ``number``, which has none now."""
         place = Place(number, self.num_started, self._address)
         self.num_started += 1
         pipe, theirs = _forks.Pipe()
@@ -268,16 +268,17 @@ class Crew:
         what: str = "",
         advance: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """Note what the replicas say for some seconds, or until something is so.
+        """Pass on what the replicas say, for some seconds or until a condition holds.
 
         Args:
             note: Called with each message.
-            what: Words for that, in the error.
+            until: The condition; None to wait for all the ``seconds``.
+            what: Words for the condition, in the error.
             advance: Called with the seconds since the last call.
 
         Raises:
-            ReplicaError: If a replica fails, or dies that was not killed by ``kill``, or what must
-                be so is not.
+            ReplicaError: If a replica fails, or dies without ``kill``, or the condition does not
+                hold in time.
         """
         last = time.monotonic()
         end = last + seconds

@@ -27,7 +27,7 @@ from .data import load_corpus
 from .replica import Learned, Ready, learn
 from .settings import Decoupled
 
-# A step may last so much longer after the kill: other programs share the processor.
+# After the kill the median step may be longer by this factor: other programs share the processor.
 _MARGIN = 1.1
 _COLOURS = (plots.BLUE, plots.GREEN, plots.SKY, plots.PURPLE, plots.ORANGE, plots.BLACK)
 

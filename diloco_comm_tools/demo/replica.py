@@ -406,7 +406,7 @@ def come_and_go(pipe: Connection, place: Place, settings: Chaos) -> None:
 
 @dataclass(frozen=True)
 class Ready:
-    """The learner has the shared model, whose held-out loss this is."""
+    """The learner has received the shared model; ``loss`` is its held-out loss."""
 
     loss: float
 
@@ -417,7 +417,7 @@ class Learned:
 
     Attributes:
         loss: Held-out loss of the shared model.
-        merged, refused: Reports.
+        merged, refused: How many of the learner's reports the syncer took, and refused.
         hook_s: Seconds that ``DecoupledDiLoCo`` took of the training loop, in all.
         sent_bytes, received_bytes: Traffic of all messages.
     """
@@ -458,7 +458,8 @@ def learn(pipe: Connection, place: Place, given: tuple[Decoupled, str]) -> None:
             time.sleep(max(0.0, settings.step_s_of(index) - (time.monotonic() - began)))
             pipe.send(Stepped(time.monotonic(), sum(diloco.metrics.versions), loss))
         seen, loss = diloco.metrics, held_out()
-    # The syncer has the goodbye before the parent process ends this one.
+    # Sent after the block, so that the syncer has this learner's goodbye before the parent process
+    # ends this process.
     figures = (seen.merged, seen.refused, seen.hook_s, seen.sent_bytes, seen.received_bytes)
     pipe.send(Learned(loss, *figures))
     pipe.send(Ended(time.monotonic(), DONE))

@@ -200,7 +200,7 @@ DEMOS: dict[str, tuple[Training, Training]] = {
     "chaos": (Chaos(), Chaos(pause_s=3.0, outage_s=3.0)),
     "decoupled": (Decoupled(), Decoupled(num_steps=100)),
 }
-# The names of the options that demos may refuse, why a demo does, and its settings.
+# Options, by the names of their arguments, and the fields of the settings that they set.
 OPTIONS = {
     "replicas": "num_replicas",
     "steps": "num_steps",
@@ -221,7 +221,7 @@ def chosen(name: str, is_quick: bool, given: Mapping[str, Any]) -> Any:
         given: The options that the user gave, by the names of their arguments.
 
     Raises:
-        ValueError: If an option cannot be.
+        ValueError: If a value is invalid, or the demo has no such option.
     """
     why, refused = _REFUSALS.get(name, ("", ()))
     for option in refused:

@@ -105,7 +105,7 @@ def _gpu() -> dict[str, Any]:
 def _gpu_name(idx: int) -> str:
     try:
         return torch.cuda.get_device_name(idx)
-    except RuntimeError:  # The driver's, which the sentence about this GPU has too.
+    except RuntimeError:  # An error of the driver: ``served_by`` says it in another sentence.
         return f"GPU {idx}"
 
 

@@ -32,7 +32,8 @@ from diloco_comm.base.service.keys import LinkKeys
 from diloco_comm.exchange.membership.own_link import Dial, OwnLink, with_replicas
 
 PREFIX = "diloco_comm doctor links"
-# A doctor that has not written for GONE_S has ended; each doctor writes once in BEAT_S.
+# Each doctor writes a beat into the store every BEAT_S seconds. The others take a doctor without a
+# beat for GONE_S seconds for ended.
 GONE_S, BEAT_S = 15.0, 1.0
 _POLL_S = 0.05
 # Time in which a pair connects. A packet that is dropped is sent again after 1 s and after 3 s.
@@ -43,7 +44,8 @@ RATE_S, LEAST_START_S, MOST_START_S = 2.0, 0.5, 2.0
 # How long a peer may take for a word; 2 s of queue in each direction fit several times.
 _WORD_TIME = timedelta(seconds=20)
 _WORDS, _BULK = 1, 2  # tags
-# Messages that each lane has under way in a direction: a long way holds some megabytes.
+# Number and size of the messages that each lane has under way in each direction, enough to fill a
+# long path, which holds some megabytes; and the seconds between two looks at them.
 _MESSAGES, _MESSAGE_BYTES, _LOOK_S = 32, 1024 * 1024, 0.001
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
@@ -156,7 +158,7 @@ class Meeting:
         self._store.set(self._present(self._request.replica), json.dumps(record))
 
     def _look(self, replica: int) -> dict[str, Any] | None:
-        """Return the record of a replica, and note since when it is as it is."""
+        """Return the record of a replica, and note when it was first seen to have this text."""
         if not self._store.check([self._present(replica)]):
             return None
         text = self._store.get(self._present(replica)).decode()
@@ -168,7 +170,7 @@ class Meeting:
         return record
 
     def _is_here(self, replica: int) -> bool:
-        """Whether a doctor has written since the first look: an older run may leave a record."""
+        """Whether a doctor has written since the first look: a record may be an older run's."""
         before = self._seen.get(replica)
         record = self._look(replica)
         if replica == self._request.replica:
@@ -262,7 +264,7 @@ def _measured(
     rates = [
         {
             "lanes": there["lanes"],
-            # To the higher replica, and to the lower one.
+            # The rates to the higher replica of the pair, and to the lower one.
             "gbps": [there["gbps"], back["gbps"]],
             "retransmitted": [back["retransmitted"], there["retransmitted"]],
         }
@@ -272,7 +274,7 @@ def _measured(
         "replicas": list(pair),
         "way": ("relay" if way == "relay" else "direct") if is_connected else None,
         "dialled_by": pair[0 if first["has_dialled"] else 1] if is_connected else None,
-        # Two who meet at a relay need one way there.
+        # A pair that meets at a relay is connected: refused dials do not matter.
         "refused": [] if is_connected and way == "relay" else refused,
         "round_trip_ms": first["round_trip_ms"],
         "rates": rates,
@@ -292,8 +294,9 @@ class _Side:
         self._groups: list[_C.LinkGroup] = []
         self._rank = pair.index(request.replica)
         self._peer = meeting.ways[pair[1 - self._rank]]
-        # Why the key of the peer is not let in, why the pair is not connected, why the own dial has
-        # failed, and why the measurement broke off.
+        # This side's result. "refusal" says why the peer's key is not let in, "failure" why the
+        # pair is not connected, "trouble" why the own dial has failed, and "error" why the
+        # measurement broke off.
         self._seen: dict[str, Any] = {
             **{"refusal": "", "failure": "", "trouble": "", "error": None, "has_dialled": False},
             **{"round_trip_ms": None, "rates": [], "congestion": None},

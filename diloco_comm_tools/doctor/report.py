@@ -14,14 +14,18 @@ from diloco_comm.base.service.addresses import parse_address
 from ..common.console import plain_table, print_whole
 from .facts import Finding
 
-# A gain that outlasts the noise of two short measurements, and pays for a lane's process groups.
+# Several lanes are advised if they are faster by this factor: a smaller gain may be the noise of
+# two short measurements, and would not pay for the lanes' process groups.
 LANES_GAIN = 1.5
-# A connection that fills a queue by itself loses fewer packets: cubic loses some once in many round
-# trips. At 1 % and 80 ms the equation of TCP's throughput leaves a connection 1.8 Mbit/s.
+# A larger share of segments sent again is reported as loss. A connection that merely fills a queue
+# loses less: cubic loses some packets once in many round trips. For comparison, at 1 % and 80 ms
+# the equation of TCP's throughput leaves a connection 1.8 Mbit/s.
 LOSS = 0.005
-# In one region a round trip is shorter, and the defaults do.
+# Settings for distance are advised from this round trip on. It is shorter within a region, where
+# the defaults suffice.
 LONG_TRIP_MS = 20.0
-# Slower than that, a model of 100 million parameters needs more than .8 s a round at int8.
+# Settings that send less are advised below this rate, at which a model of 100 million parameters
+# takes 0.8 s a round at int8.
 SLOW_GBPS = 1.0
 
 

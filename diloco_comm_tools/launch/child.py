@@ -40,5 +40,5 @@ def take_rank(replica: dict[str, str]) -> None:
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
     take_rank(json.loads(sys.argv[2]))
-    # The kernel keeps the wish, and the script runs as if nothing had been before it.
+    # The request to end with the launcher survives exec, and the script starts in a clean process.
     os.execv(sys.executable, [sys.executable, "-u", *sys.argv[3:]])

@@ -34,13 +34,14 @@ from diloco_comm.elastic import exits
 
 from ..common.commands import FAILED, note
 
-# Seconds between two beats, and for one answer of the store.
+# Seconds between two beats, and seconds in which the store must answer.
 _BEAT_S, _ANSWER_S = 0.5, 2.0
 # A second launcher of a node is refused if the first one still beats after so many seconds.
 _TWICE_S = 3.0
 # Seconds for which node 0 waits for the others to hear that the replica ends now.
 _FAREWELL_S = 3.0
-# Seconds between two looks while nothing is to do, and before a wait is said.
+# Seconds between two looks at the others while nothing is to do, and of waiting until a message
+# names the launchers that are missing.
 _LOOK_S, _SAY_S = 0.1, 10.0
 _RUN = "launch"
 
@@ -49,16 +50,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Beat:
-    """A launcher's own words.
+    """A launcher's message about itself, in the store.
 
     Attributes:
-        node: Number of its node.
-        settings: By option; equal on all nodes.
+        node: Number of the launcher's node.
+        settings: The settings that must be equal on all nodes, by option.
         signals: Names of the first signals that have come: one asks the replica to leave, two ask
             it to end now.
-        attempt: Which its workers have taken part in last; "" before the first.
-        failed: Exit statuses of its workers that failed in that attempt; None while they run.
-        lived_s: Seconds for which they ran.
+        attempt: The last attempt in which the launcher's workers took part; "" before the first. An
+            attempt is one start of all workers of the replica.
+        failed: Exit statuses of the workers that failed in that attempt; None while workers run.
+        lived_s: Seconds for which the workers ran.
     """
 
     node: int
@@ -75,18 +77,18 @@ class Beat:
 
 @dataclass(frozen=True)
 class Decision:
-    """Node 0's words.
+    """The decisions of node 0, in the store.
 
     Attributes:
-        attempt: A random name; "" before the first.
-        launchers: Names of the launchers that take part in it, by node.
-        port: The workers meet at a store there.
-        stops: Workers that still run are to end.
+        attempt: Random name of the present attempt; "" before the first.
+        launchers: Names of the launchers that take part in the attempt, by node.
+        port: Port of the store at which the workers meet.
+        stops: Whether workers that still run are to end.
         leaving: The signal and the node that ask the replica to leave; "" for none.
-        ends_now: Workers are killed, as a second signal has come.
-        refused: Why a launcher takes no part, by its name.
-        status: All launchers end with it; None while they go on.
-        why: A sentence for the end.
+        ends_now: Whether workers are to be killed, because a second signal has come.
+        refused: Why a launcher takes no part, by the launcher's name.
+        status: Exit status with which all launchers end; None while they go on.
+        why: A sentence on why the launchers end.
     """
 
     attempt: str = ""
@@ -106,7 +108,7 @@ class Nodes:
     Args:
         node, num_nodes: Number of this node, and of all nodes.
         endpoint: ``host:port`` of node 0's store; not needed for one node.
-        settings: By option; all nodes need the same.
+        settings: The settings that must be equal on all nodes, by option.
         signals: Names of the signals that have come; the first one lets the replica leave.
 
     Raises:
@@ -127,11 +129,12 @@ class Nodes:
         self._patience_s, self._limit_s = env.suspect_after_s(), env.timeout_s()
         self._decision = self._wanted = Decision()
         self._beats: dict[str, tuple[Beat, float]] = {}
-        # On node 0: who has come for each node, and when others were seen first.
+        # On node 0: the name of each node's launcher, and when each further launcher was first
+        # seen.
         self._came: dict[int, str] = {}
         self._first_seen: dict[str, float] = {}
         self._next, self._told = 0.0, self._beat
-        # When node 0 has beaten last, as far as is known here.
+        # The time of node 0's last beat, as far as this launcher knows.
         self._heard = time.monotonic()
         self._store: _C.StoreClient | None = None
         self._reason = ""
@@ -181,7 +184,7 @@ class Nodes:
         """Wait until all nodes start their workers; return the status if the launcher ends instead.
 
         Args:
-            pause_s: Before node 0 lets them start.
+            pause_s: Seconds before node 0 lets the workers start.
         """
         began, said_at = time.monotonic(), time.monotonic() + _SAY_S
         while True:
@@ -221,7 +224,7 @@ class Nodes:
         return [one for statuses, _ in failed for one in statuses], min(lives, default=math.inf)
 
     def give_up(self, status: int, sentence: str) -> int:
-        """Say on this node, and let node 0 say on all nodes, why the launchers end; return it."""
+        """Print why the launchers end, on this node or through node 0 on all; return ``status``."""
         note(sentence)
         self._wanted = replace(self._wanted, why=sentence)
         return status
@@ -232,7 +235,7 @@ class Nodes:
             self._wanted = replace(self._wanted, status=status)
             began = time.monotonic()
             self.look()
-            # The others have heard the status once they beat no more.
+            # A launcher that no longer beats has read the status and ended.
             while self._others():
                 waited_s = time.monotonic() - began
                 if waited_s > (_FAREWELL_S if self.ends_now else self._patience_s):
@@ -243,7 +246,7 @@ class Nodes:
             try:
                 self._store.look(_RUN, self._name, b"", 0, 0, _ANSWER_S)
             except dist.DistError:
-                # The others find that out by themselves.
+                # The others notice by themselves that this launcher no longer beats.
                 pass
         self._store = self._host = self._meeting = None
 
@@ -336,7 +339,8 @@ class Nodes:
         now = time.monotonic()
         ages = [age_s for beat, age_s in beats.values() if beat.node == 0]
         self._heard = max(self._heard, now - min(ages, default=math.inf))
-        # Workers that have ended have done so also where their launcher has ended since.
+        # Keep the last beat of a launcher whose workers have ended, even if it beats no more: the
+        # statuses of its workers count.
         ended = [name for name in self._wanted.launchers if self._has_ended(name)]
         self._beats = {name: (self._beats[name][0], math.inf) for name in ended} | beats
         if self.is_first:
@@ -453,7 +457,7 @@ def _place(endpoint: str, num_nodes: int) -> tuple[str, int]:
 
 
 def _listen(host: str, port: int, seconds: float) -> HostedStore:
-    """Host the launchers' store; wait for a name that gets its address late."""
+    """Host the launchers' store; wait for a host name that cannot be resolved yet."""
     try:
         resolve(host, port, "node 0", seconds=seconds)
         # The store keeps beats for long enough to see that they have become old.

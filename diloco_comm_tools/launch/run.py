@@ -30,7 +30,7 @@ from .nodes import Nodes
 
 # Seconds before the first restart; the pause doubles up to the longest, times 0.5 to 1.5.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-# A process that lived so long has not failed in a row.
+# After a life of so many seconds a failure begins a new row of restarts.
 _STEADY_S = 300.0
 # A program that ends so soon has not begun: its arguments or its imports are wrong.
 _AT_ONCE_S = 1.0
@@ -53,8 +53,8 @@ class Launch:
         registry, run, replica, key, is_insecure: As in ``Elastic``.
         command: A Python script and its arguments.
         num_workers: Processes of this replica on each node.
-        folder: Of the replica's state.
-        max_restarts: In a row.
+        folder: Folder of the replica's state.
+        max_restarts: The most restarts in a row.
         num_nodes, node: Nodes of this replica, and the number of this node.
         endpoint: ``host:port`` at which the launcher of node 0 listens.
     """
@@ -146,7 +146,7 @@ class Launcher:
             began = time.monotonic()
             failed, lived_s = self._run_once()
             if not self._nodes.is_first:
-                # Node 0 judges, and says to begin again or to end.
+                # Node 0 alone decides whether the workers begin again.
                 continue
             has_left, is_asked = self._has_left(), bool(self._nodes.leaving)
             status = outcome(failed, has_left, is_asked)
@@ -175,12 +175,12 @@ class Launcher:
             )
 
     def _run_once(self) -> tuple[list[int], float]:
-        """Run the workers; return the statuses of those that have failed, and their seconds.
+        """Run the workers; return the statuses of failed workers, and the seconds of the run.
 
         On node 0 these are the workers of all nodes.
         """
         failed: list[list[int]] = []
-        # On a thread torchrun leaves the signals to this launcher.
+        # In a thread of its own torchrun cannot take over the signal handlers of this launcher.
         thread = threading.Thread(target=lambda: failed.append(self._torchrun()), daemon=True)
         thread.start()
         began = stopped_at = math.inf
@@ -200,7 +200,7 @@ class Launcher:
             else:
                 _signal_children(signal.SIGTERM, told)
             if self._nodes.ends_now and is_late:
-                # The kernel kills what torchrun may still start, once this launcher has ended.
+                # Do not wait for torchrun: workers that it may still start die with this launcher.
                 break
         lived_s = math.inf if began == math.inf else time.monotonic() - began
         own = own_ends(failed[0], bool(told)) if failed else [FAILED]
@@ -221,7 +221,7 @@ class Launcher:
 
     def _torchrun(self) -> list[int]:
         """Run the workers; return the statuses of those that have failed, the first one first."""
-        # torchrun takes an option that is not given from the environment, as PET_NNODES.
+        # All options are given, since torchrun would read others from the environment (PET_NNODES).
         options = ["--standalone", "--nnodes", "1", "--node-rank", "0"]
         options += ["--nproc-per-node", str(self._launch.num_workers)]
         options += ["--max-restarts", "0", "--monitor-interval", "0.2"]
@@ -259,7 +259,7 @@ def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
     Args:
         failed: Exit statuses of the workers that have failed, negative for a signal.
         has_left: The replica has left its group; then it is not started again.
-        is_asked: The launcher has asked for that.
+        is_asked: The launcher has asked the replica to leave.
     """
     for status in _FINAL:
         if status in failed:
@@ -269,7 +269,7 @@ def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
     if is_asked and set(failed) == {-signal.SIGTERM}:
         # The signal came before the training had begun.
         return exits.LEFT
-    # A worker that was lost takes its workmates along.
+    # If one worker is lost, the other workers of its replica fail, too: all begin again.
     return FAILED if is_asked or has_left else exits.RESTART
 
 

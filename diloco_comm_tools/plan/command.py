@@ -58,7 +58,7 @@ PUBLISHED_EXAMPLES = """Examples:
 \b
 diloco-comm plan published
 """
-# An option, another one that it needs, and what that is.
+# An option, another option that it needs, and what the other one means.
 _NEEDS = (
     ("target", "gbps", "the bandwidth of the link that must reach it"),
     *(

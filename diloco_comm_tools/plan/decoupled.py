@@ -1,8 +1,8 @@
 """What decoupled training needs of its links, and how long the grace window is.
 
-P fragments of equal size are called once every H inner steps each. A report goes from each learner
-to the syncer, and each commit from the syncer to every learner. With T seconds a step and R a round
-trip, the parts of one round of a fragment last
+M learners train, and a syncer calls each of P fragments of equal size once every H inner steps.
+Each learner then sends a report to the syncer, which merges the first K reports and sends a commit
+to every learner. With T seconds a step and R a round trip, the parts of a fragment's round last
 
     quorum  R/2 + T * K / M + report / uplink + R/2    from the call to the K-th report
     sync    commit / downlink + R/2                    from the merge to the new parameters
@@ -115,7 +115,7 @@ class DecoupledRequest:
         return self.rtt_s / 2 + self.commit_bytes / (gbps * GBIT)
 
     def in_time_gbps(self) -> float | None:
-        """Return the Gbit/s with which a fragment is back after tau steps, without any window.
+        """Return the Gbit/s with which a fragment is back tau steps after its call, with no window.
 
         None: no bandwidth is enough.
         """
@@ -184,7 +184,7 @@ def _syncers(request: DecoupledRequest, gbps: float | None) -> int | None:
     if gbps is None:
         return 1
     load = _syncer_load(request, gbps)
-    # A syncer has whole fragments: the first one has the most.
+    # Fragments are not divided, so the first syncer has fragments / count of them, rounded up.
     enough = (
         count
         for count in range(max(math.ceil(load), 1), request.fragments + 1)

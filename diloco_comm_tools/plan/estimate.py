@@ -28,7 +28,8 @@ from .request import (
 )
 from .simulator import GRID_GBPS
 
-# Loss over fp32 after 30 rounds of 10 inner steps, SGD as outer optimizer (wires.json).
+# The loss minus the loss of fp32 after 30 rounds of 10 inner steps, with SGD as outer optimizer
+# (wires.json).
 LOSS_OVER_FP32: dict[str, float] = {
     "fp32": 0.0,
     "int4": 0.0,
@@ -43,7 +44,7 @@ LOSS_OVER_FP32: dict[str, float] = {
     "topk32": 0.13,
     "sub16": 0.068,
 }
-# The same with 16 replicas, among which owners encode the mean on these wires (``phases``).
+# The same with 16 replicas, which is so many that owners encode the mean (``num_phases``).
 LOSS_BY_OWNERS: dict[str, float] = {
     "sub2": 0.003,
     "sub4": 0.002,
@@ -64,10 +65,11 @@ SGD_LR: dict[str, float] = {
     "topk32": 2.8,
     "sub16": 1.4,
 }
-# H, and the loss of fp32 there over the loss with H=10, 300 inner steps each (wires.json).
+# H, the inner steps of a round, and the loss of fp32 with this H minus its loss with H=10, after
+# 300 inner steps (wires.json).
 LOSS_OF_STEPS = ((10, 0.0), (30, 0.017))
-# The delay as a share of H, and the loss of Streaming over Blocking on fp32: three fragments in
-# convergence.json, two in wires.json.
+# The delay as a share of H, and the loss of Streaming minus the loss of Blocking on fp32: with
+# three fragments in convergence.json, with two in wires.json.
 LOSS_OF_DELAY = ((2 / 15, -0.005), (0.5, 0.047))
 PARAMETERS = (118e3, 428e3)
 REPLICAS, REPLICAS_OF_OWNERS = 4, 16
@@ -110,7 +112,7 @@ def expected(request: Request) -> dict[str, Any]:
 
 
 def loses_no_more(request: Request, first: Request) -> bool:
-    """Tell whether the records let expect at most the loss of the first request.
+    """Tell whether the recorded runs promise a loss of at most the first request's.
 
     False where the records do not say: of two wires one was never run, or a wire below four bits
     has longer rounds than the recorded rounds, and than the first request on the same wire.
@@ -126,9 +128,9 @@ def loses_no_more(request: Request, first: Request) -> bool:
 
 
 def _of_steps(sync_every: int) -> float:
-    """Return the loss of a number of inner steps a round.
+    """Return the loss that a number of inner steps a round (H) adds.
 
-    Between the two records, and beyond the second one, along the logarithm of H.
+    Between the two recorded numbers, and beyond the second one, the loss is linear in log(H).
     """
     (few, low), (many, high) = LOSS_OF_STEPS
     return max(low + (high - low) * math.log(sync_every / few) / math.log(many / few), low)
@@ -188,7 +190,8 @@ def _beyond(request: Request) -> list[str]:
 # runs lost nothing on int4. Sparse wires are left out: at equal bits they lose more than sub2 to
 # sub16.
 _CANDIDATES = ("int4", "int2r", "int1r", "sub2", "sub4", "sub8", "sub16")
-# A request and its compute utilisation, to the US dollars for 1e9 tokens, by part.
+# A function of a request and its compute utilisation, which returns the US dollars that 1e9 tokens
+# cost, by kind of cost.
 Cost: TypeAlias = Callable[[Request, float], dict[str, float]]
 ROUNDS_TRIED = (10, 20, 30, 50, 100, 200, 500, 1000)
 WIRES_TRIED = ("fp32", "bf16", "int8", "int4", "int2r", "int1r", "sub8")
@@ -244,7 +247,7 @@ def choose_wire(request: Request, gbps: float, target: float) -> tuple[Request, 
 
 
 def _below(share: float, target: float) -> str:
-    """Show a share below the target in so many digits that its words are below, too."""
+    """Write a share below the target with as many digits as keep its rounding below the target."""
     lengths = (n for n in range(1, 15) if float(f"{100 * share:.{n}f}") < 100 * target)
     digits = next(lengths, 15)
     return f"{share:.{digits}%}"

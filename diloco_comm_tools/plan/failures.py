@@ -155,7 +155,7 @@ def print_failures(console: Console, report: dict[str, Any]) -> None:
     table = plain_table(["chips", *(f"{chips:,}" for chips in CHIPS)], title)
     entries = report["published_failures"]
     for row in PUBLISHED:
-        # The entries are rounded to 0.1 points: rounded again, 73.46 would become 74.
+        # One rounding, to whole points: 73.46 rounded first to 73.5 would become 74.
         ours = (100 * goodput(chips, row.learners, row.lost_s) for chips in CHIPS)
         pairs = zip(row.percent, ours, strict=True)
         table.add_row(row.name, *(f"{published}/{own:.0f}" for published, own in pairs))

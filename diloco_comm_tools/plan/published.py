@@ -116,9 +116,9 @@ class Measured:
 
     Attributes:
         row: Name of the setting.
-        gbps: The link.
+        gbps: Bandwidth of the link, Gbit/s.
         share: Published utilisation.
-        request: The same setting for the simulator.
+        request: The setting as a request for the simulator.
     """
 
     row: str
@@ -173,7 +173,7 @@ INTELLECT_1 = tuple(
 
 
 def compare_measured(cells: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Put measured and predicted utilisation side by side; ``error`` is a share of the measured."""
+    """Put measured and predicted utilisation side by side; ``error`` is relative to measured."""
     entries = []
     for cell in cells:
         share = float(cell.request.utilisation(np.array([cell.gbps]), "step")[0])

@@ -114,7 +114,7 @@ def _wires(plan: dict[str, Any]) -> Table:
 
 
 def _bandwidth(gbps: float | None) -> str:
-    """Show a value of the grid; less than its first one was not tried."""
+    """Show a bandwidth of the grid; the first one means "at most", as no smaller one was tried."""
     if gbps is None:
         return NONE_IS_ENOUGH
     return f"<= {gbps:g}" if gbps <= GRID_GBPS[0] else f"{gbps:g}"

@@ -51,7 +51,7 @@ def from_names(sizes: Iterable[tuple[str, int]], source: str) -> Size:
     num_params, layers = 0, set()
     for name, num_elements in sizes:
         num_params += num_elements
-        # Experts and the like repeat below a layer: the outermost number counts.
+        # The first number is the layer's; numbers behind it count parts of a layer, as experts do.
         if found := _LAYER.search(name):
             layers.add((name[: found.start()], int(found[1])))
     if not layers:
@@ -163,15 +163,17 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-# A choice goes through the wires in this order, and through the ways of each wire. int4 is before
-# int8, because the recorded runs of Blocking and Streaming lost nothing on int4 (``losses``). Eager
-# updates are never chosen, because their loss is higher.
+# ``choose`` tries these wires in order, and with each the methods and delays of ``_WAYS``. int4
+# is before int8, because the recorded runs of Blocking and Streaming lost nothing on int4
+# (``LOSS_OVER_FP32``). Eager updates are never chosen, because their loss is higher.
 WIRES_CHOSEN = ("int4", "int8")
 _WAYS = (("diloco", 0), ("streaming", 1), ("streaming", 5))
-# The H of the published table of Streaming DiLoCo (arXiv 2501.18512, Table 4).
+# The most inner steps between two exchanges that ``choose`` prefers: the number in the published
+# table of Streaming DiLoCo (arXiv 2501.18512, Table 4).
 MOST_STEPS = 100
 _DEFAULT_BLOCK_SIZE = 256
-# With fewer bits the outer optimizer is SGD: momentum would carry the noise of a round on.
+# For wires with fewer bits an element the outer optimizer is SGD: momentum would carry the rounding
+# errors of a round into later rounds.
 LEAST_BITS_FOR_MOMENTUM = 2
 # The arguments of a configuration that a program gives to ``Wire``.
 _OF_WIRE = ("block_size", "error_feedback")
@@ -201,10 +203,10 @@ def choose(settings: Sequence[Setting], wires: Sequence[str] = WIRES_CHOSEN) -> 
 
     Args:
         settings: Settings that reach the target, at most one for each method, delay and wire.
-        wires: Those that may be chosen, in order.
+        wires: The wires that may be chosen, the preferred one first.
 
     Returns:
-        None, if no setting of DiLoCo or Streaming over these wires is among them.
+        A setting, or None if none is of DiLoCo or Streaming on one of these wires.
     """
     by_way = {(s.method, s.delay, s.wire): s for s in settings}
     ways = [(*way, wire) for wire in wires for way in _WAYS]
@@ -261,7 +263,7 @@ def _literal(value: Any) -> str:
 
 
 METHODS = ("dp", "diloco", "streaming", "delayed", "eager", "co2")
-# The methods that ``DiLoCo`` can be given as arguments from here.
+# The methods that a plan may choose.
 CHOOSABLE = ("diloco", "streaming")
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 DAY_S = 86400.0
@@ -280,7 +282,7 @@ class Request:
 
     Attributes:
         params: Parameters of the model.
-        layers: Its layers.
+        layers: Layers of the model.
         step_time: Seconds of an inner step without communication.
         workers: Replicas.
         method: One of ``METHODS``.
@@ -289,7 +291,7 @@ class Request:
         delay: Inner steps from send to apply; of streaming alone.
         rounds: Sends until a result is due; of delayed, eager and co2.
         wire: Wire format; "auto" is replaced by ``make_plan``.
-        block_size: Elements that share a scale, on a wire that leaves the choice.
+        block_size: Elements that share a scale, on a wire with more than one possible size.
         bits: Bits that a replica sends for each parameter, instead of the wire's.
         rtt_ms: Round trip of the link.
         efficiency: Share of the link's rate that payloads get, at "step" granularity; None: as
@@ -345,7 +347,7 @@ class Request:
 
     @property
     def wire_format(self) -> WireFormat:
-        # 256 is the default here, and the other wires have no choice.
+        # The other wires have blocks of one size each: 256, the default here, counts as not given.
         is_given = self.wire in ELEMENT_WIRES or self.block_size != 256
         return WireFormat(self.wire, self.block_size) if is_given else WireFormat(self.wire)
 
@@ -362,7 +364,7 @@ class Request:
 
     @property
     def _must_gather(self) -> bool:
-        # Eager adds the own payload to the mean.
+        # Eager needs each replica's own payload beside the mean, so all payloads go to all.
         return self.method == "eager"
 
     @property
@@ -374,7 +376,8 @@ class Request:
 
     @property
     def work(self) -> Work:
-        # Header, payload and vote; with more than two replicas the owner's result goes back too.
+        # Messages of an exchange, one after the other: header, payload, with more than two replicas
+        # the owner's mean, and vote.
         one_ways = 3 if self.workers == 2 else 4
         is_dp = self.method == "dp"
         return Work(self.params, self.layers, self.step_time, self.bits_per_param, one_ways, is_dp)

@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 GRANULARITIES = ("layer", "step")
 # The bandwidths of the paper's table, Gbit/s; neighbours differ by a factor of 1.207.
 GRID_GBPS: Array = np.logspace(-1, 3, 50)
-# A round in steady state lasts as long as the one before it, but for this fraction.
+# Rounds are in steady state when one lasts as long as the one before, to within this fraction.
 _STEADY = 1e-9
 _MOST_WINDOWS = 32
 # DistributedDataParallel's defaults.
@@ -41,7 +41,7 @@ class Work:
         num_layers: Layers of equal cost, at least 1.
         step_s: Seconds of an inner step without any communication.
         bits: Bits a parameter that the replica sends in an exchange of all of them.
-        one_ways: Messages of an exchange that follow one upon the other.
+        one_ways: Number of messages of an exchange that are sent one after the other.
         every_step: Data parallel: gradients are exchanged in every step.
     """
 
@@ -107,8 +107,8 @@ def utilisation(
     """
     gbps = np.asarray(gbps, dtype=np.float64)
     clock = {"layer": _Layers, "step": _Steps}[granularity](work, schedule, gbps, rtt_s)
-    # A result is needed this many rounds after its send, and what is late by then comes back
-    # periodically: rounds are counted in windows of as many.
+    # A result is needed up to this many rounds after its send, so that delays may repeat with this
+    # period: time is measured over windows of so many rounds.
     window = -(-(1 + schedule.delay) // schedule.sync_every)
     before = clock.rounds(window)
     for _ in range(_MOST_WINDOWS):
@@ -116,7 +116,7 @@ def utilisation(
         if np.allclose(before, now, rtol=_STEADY, atol=0):
             break
         before = now
-    # A link that is never idle bounds the pace, but only after its queue has grown for long.
+    # A link that is always busy sets the pace, but the simulated rounds may be too few to show it.
     round_s = np.maximum(now / window, clock.occupied_s)
     return np.minimum(schedule.sync_every * work.step_s / round_s, 1.0)
 
@@ -133,7 +133,7 @@ class _Clock:
         self.time = np.zeros_like(gbps)
         self.link_free = np.zeros_like(gbps)
         self.step_idx = 0
-        # Of each coming step: what it waits for.
+        # For each coming step, by number: the results that it waits for.
         self.due: dict[int, list[Any]] = {}
 
     def rounds(self, count: int) -> Array:
@@ -168,7 +168,7 @@ class _Clock:
 
 
 class _Layers(_Clock):
-    """What is due is a layer and when its reduction has arrived."""
+    """The clock of granularity "layer": a due result is a layer, and when its mean has arrived."""
 
     def step(self, sends: list[list[int]]) -> None:
         done = 0
@@ -185,7 +185,7 @@ class _Layers(_Clock):
 
 
 class _Steps(_Clock):
-    """What is due is when a fragment has arrived."""
+    """The clock of granularity "step": a due result is the time at which a fragment has arrived."""
 
     def step(self, sends: list[list[int]]) -> None:
         backward = self.time + self.node_s * self.num_layers

@@ -150,10 +150,10 @@ class KinetoTrace:
     def _add_ours(
         self, stage: str, key: tuple[str, str], begin: float, end: float, took_us: str | None
     ) -> None:
-        """Note a stage of this package; an exchange is complete with its wait.
+        """Note a stage of this package; an exchange is recorded when the wait for it has ended.
 
-        The exchange begins with the encoding. Its length is the engine's measurement, cut at the
-        end of the wait.
+        It begins when its encoding begins. It lasts as long as the engine measured, at most until
+        the end of the wait.
         """
         if stage == "encode":
             self._sent[key] = begin

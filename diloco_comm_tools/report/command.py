@@ -34,9 +34,11 @@ diloco-comm report
 diloco-comm report train.log registry.log --config diloco.json --out report.txt
 """
 MASK = "***"
-# Columns of the part that doctor prints. A wrapped value would not be found.
+# Columns of the part that doctor prints: so many that no value is wrapped, which would hide a
+# secret from the search.
 _WIDTH = 100_000
-# Characters of a line of a log, and the lines before those shown in which a key may begin.
+# The most characters of a line of a log, and how many lines before the shown ones are searched for
+# the begin of a key.
 _LONGEST = 4000
 _LINES_OF_A_KEY = 400
 # Shorter values of secret variables are words such as "1", which stand everywhere.
@@ -48,7 +50,7 @@ _SECRET = (
     rf"|{_PASSWORD})"
 )
 _SECRET_NAME = re.compile(rf"(?i)(?:^key|{_SECRET})$")
-# Between a name and its value; JSON in a line of JSON has backslashes.
+# The text between a name and its value; JSON inside a line of JSON has backslashes.
 _IS = r"\\*[\"']?\s*[:=]\s*\\*(?!\*\*\*)"
 # A quoted value ends at its quote; another one at a space or at a quote around name and value.
 _QUOTED = r"[bru]?(?:\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|[\"'][^\n]*)"
@@ -59,7 +61,7 @@ _SCHEME = r"(?:[a-z][\w\-]{0,30}[ \t]+(?=\S))?"
 # The characters of a key of CURVE. Public keys are masked, too: they look as secret ones.
 _Z85 = r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]"
 _PRIVATE_KEY = r"[A-Z ]*PRIVATE KEY(?: BLOCK)?-----"
-# Each match is masked but for its group.
+# The forms of secrets. A match is masked, except for the text of its group.
 _FORMS = tuple(
     re.compile(form)
     for form in (
@@ -140,7 +142,7 @@ def report(
     # torch's own text has no secrets, but hashes that look like some.
     text = _joined({"versions": _versions()}) + text
     for log, end in ends.items():
-        # A secret that is cut has no form: the whole end is masked before.
+        # Mask before lines are cut: part of a secret would not be recognised.
         masked, count = mask(end, secrets)
         num_masked += count
         shown_lines = [line[:_LONGEST] for line in masked.splitlines()[-lines:]]
@@ -188,7 +190,7 @@ def secrets_of(environment: Mapping[str, str]) -> set[str]:
     for name, value in environment.items():
         if not _SECRET_NAME.search(name):
             continue
-        # os.path takes a value that is too long for a path; pathlib raises it in an error.
+        # os.path, because pathlib raises an error for a value that is too long for a path.
         if os.path.isfile(value):
             found |= _keys_in(Path(value))
         elif os.path.isdir(value):

@@ -185,7 +185,7 @@ def _decoupled_table(address: str, report: dict[str, Any]) -> Any:
 
 
 def kept_text(storage: dict[str, Any] | None) -> tuple[str, str]:
-    """Return what a server keeps on its disk in one sentence, and the sentence's style."""
+    """Return one sentence on what a server keeps on its disk, and the style to print it in."""
     if storage is None:
         return "nothing is kept on disk", ""
     if storage["problem"]:
